@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import ClassVar, TypeVar, Union
+from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ class AttentionMechanism(nn.Module):
 
 
 MechanismFactory = Callable[[AttentionSpec], AttentionMechanism]
-Mechanism = Union[str, type[AttentionMechanism], MechanismFactory]
+Mechanism = str | type[AttentionMechanism] | MechanismFactory
 _T = TypeVar("_T", bound=type[AttentionMechanism])
 _REGISTRY: dict[str, type[AttentionMechanism]] = {}
 _entry_points_loaded = False
