@@ -139,9 +139,7 @@ class Host(ABC):
         if mechanism.uses_query:
             self._restore_query(layer)
         elif not layer.dropped_query:
-            parts = self.query_parts(layer)
-            drop_query(layer, parts)
-            layer.dropped_query = parts
+            self._drop_query(layer)
         layer.mechanism = mechanism
 
     def remove(self, layer: Any) -> None:
@@ -149,6 +147,11 @@ class Host(ABC):
         self._restore_query(layer)
         del layer.mechanism, layer.dropped_query
         layer.__class__ = layer.plain_class
+
+    def _drop_query(self, layer: Any) -> None:
+        parts = self.query_parts(layer)
+        drop_query(layer, parts)
+        layer.dropped_query = parts
 
     def _restore_query(self, layer: Any) -> None:
         restore_query(layer, layer.dropped_query)
