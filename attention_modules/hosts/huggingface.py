@@ -209,7 +209,9 @@ class HuggingFaceHost(Host):
         norm = self._query_norm(layer)
         if norm is not None:
             return f"it normalises queries ({norm}), whose weights would train nothing; use a mechanism with a query"
-        owners = {"c_attn": Conv1D} if self._fused(layer) else {self._names(layer)[0]: nn.Linear}
+        owners: dict[str, type[nn.Module]] = (
+            {"c_attn": Conv1D} if self._fused(layer) else {self._names(layer)[0]: nn.Linear}
+        )
         return super().query_refusal(layer) or plain_linear_refusal(layer, owners)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
