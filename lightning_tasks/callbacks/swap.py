@@ -8,12 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from attention_modules.hosts import attention_layers
 from attention_modules.mechanism import AttentionMechanism, mechanism_class
 from attention_modules.swap import SwapReport, swap_attention
-from lightning_tasks.callbacks.base import Callback, Where, after_configure_model, forget_actions
+from lightning_tasks.callbacks.base import Callback, Where, after_configure_model, forget_actions, overrides
 
 Plan = dict[str, Any]
 
@@ -74,7 +73,7 @@ class SwapAttention(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._check_averaging(trainer, pl_module)
-        if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
+        if not _built_later(pl_module):
             self._swap(pl_module)  # complete already, and later callbacks may copy it in their own setup
         after_configure_model(pl_module, self, self._swap)
 
@@ -94,8 +93,7 @@ class SwapAttention(Callback):
                     f"{name} is listed before SwapAttention, so it would average a copy of the module with its old "
                     f"attention; list SwapAttention before {name}"
                 )
-            built_later = is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)
-            if "StochasticWeightAveraging" in kinds and built_later:
+            if "StochasticWeightAveraging" in kinds and _built_later(pl_module):
                 raise ValueError(
                     f"{name} copies the module before its setup and configure_model have run, hence before "
                     "SwapAttention; use WeightAveraging or EMAWeightAveraging, or build the network in __init__ and "
@@ -133,6 +131,11 @@ class SwapAttention(Callback):
                     f"two SwapAttention callbacks, {callback.mechanism!r} and {self.mechanism!r}, choose "
                     f"{', '.join(shared)}; give them where=, layers= or exclude= that do not overlap"
                 )
+
+
+def _built_later(pl_module: pl.LightningModule) -> bool:
+    """Whether the network may be incomplete when callbacks are set up."""
+    return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
 
 
 def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
