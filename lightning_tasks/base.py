@@ -16,7 +16,7 @@ Buildable = str | dict[str, Any] | Callable[..., Any]
 
 
 class BaseTask(LightningModule):
-    """A LightningModule whose ``self.model`` is built in ``configure_model``, and whose hyper-parameters are plain data.
+    """A LightningModule that builds ``self.model`` in ``configure_model`` and keeps its hyper-parameters as plain data.
 
     Subclasses implement :meth:`build_model` and the steps, and hand their own arguments on as ``hparams``.
 
@@ -25,7 +25,7 @@ class BaseTask(LightningModule):
         scheduler: likewise, or None for a constant learning rate; it is called with ``optimizer=``.
         scheduler_interval: "step" or "epoch".
         scheduler_monitor: metric that ``ReduceLROnPlateau`` watches.
-        param_groups: rules ``{"match": GLOB, option: value}``, see :func:`~lightning_tasks.optimization.parameter_groups`.
+        param_groups: rules ``{"match": GLOB, option: value}`` of :func:`~lightning_tasks.optimization.parameter_groups`.
         hparams: further hyper-parameters, stored as plain data.
 
     Raises:

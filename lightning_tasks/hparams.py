@@ -79,20 +79,21 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
     """``{"class_path": ..., "init_args": {...}}`` from a name, a class, a function, a partial of one, or such a dict.
 
     Args:
-        value: what is to be built later. A bare name is looked for in ``modules``.
+        value: what is to be built later. A bare name is looked for in ``modules``. Further keys of a dict join its
+            "init_args": the command line's ``--optimizer.init_args.lr 0.1`` arrives as the key "lr".
         what: how error messages call it, e.g. "optimizer".
 
     Raises:
         TypeError: if it is none of these, or not importable.
-        ValueError: if the path names nothing, or the dict has other keys.
+        ValueError: if the path names nothing, or the dict has no "class_path".
     """
     if isinstance(value, str):
         return {"class_path": import_path(import_object(value, *modules)), "init_args": {}}
     if isinstance(value, Mapping):
-        unknown = set(value) - {"class_path", "init_args"}
-        if unknown or "class_path" not in value:
-            raise ValueError(f"{what} must have the keys 'class_path' and 'init_args' only, got {sorted(map(str, value))}")
-        arguments = value.get("init_args") or {}
+        if "class_path" not in value:
+            raise ValueError(f"{what} needs the key 'class_path', got {sorted(map(str, value))}")
+        short = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args")}
+        arguments = {**(value.get("init_args") or {}), **short}
         spec = plain_spec(value["class_path"], *modules, what=what)
     elif isinstance(value, functools.partial):
         if value.args:
@@ -103,7 +104,8 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
         return {"class_path": import_path(value), "init_args": {}}
     else:
         raise TypeError(
-            f"{what} must be a class, a dotted path, a functools.partial or {{'class_path', 'init_args'}}, got {value!r}"
+            f"{what} must be a class, a dotted path, a functools.partial or {{'class_path': ..., 'init_args': ...}}, "
+            f"got {value!r}"
         )
     return {**spec, "init_args": {**spec["init_args"], **plain_data(arguments, f"{what}.init_args")}}
 

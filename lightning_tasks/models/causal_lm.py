@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import Mechanism
+from attention_modules.swap import swap_attention
 from lightning_tasks.hparams import build, import_object, plain_data, plain_spec
 from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 
@@ -66,8 +67,6 @@ def build_causal_lm(
     else:
         model = _hugging_face(spec, vocab_size)
     if attention != "softmax":
-        from attention_modules import swap_attention
-
         swap_attention(model, attention, layers=layers, **options)
     return model
 
@@ -81,7 +80,8 @@ def _hugging_face(spec: str | Mapping[str, Any], vocab_size: int) -> nn.Module:
     known = model.get_input_embeddings().num_embeddings
     if known < vocab_size:
         raise ValueError(
-            f"{spec} knows {known} token ids and the data has {vocab_size}; tokenise the data with the model's tokenizer"
+            f"{spec} knows {known} token ids and the data has {vocab_size}; "
+            "tokenise the data with the model's own tokenizer"
         )
     return model
 
