@@ -12,22 +12,24 @@ Spec = dict[str, Any]
 
 
 def import_path(target: Any) -> str:
-    """The dotted path under which a class or function can be imported again.
+    """The shortest dotted path under which a class or function can be imported again, e.g. ``torch.optim.AdamW``.
 
     Raises:
         TypeError: if there is none (a lambda, a local class or function); the text names the cure.
     """
-    path = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None)}"
-    try:
-        found = import_object(path)
-    except ValueError:
-        found = None
-    if found is not target:
-        raise TypeError(
-            f"{target!r} cannot be stored in a checkpoint: it is not importable as {path!r}. Define it at the top "
-            "level of a module, or give {'class_path': ..., 'init_args': {...}} or a functools.partial of a class"
-        )
-    return path
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
+    packages = module.split(".")
+    for size in range(1, len(packages) + 1):
+        path = ".".join([*packages[:size], name])
+        try:
+            if import_object(path) is target:
+                return path
+        except ValueError:
+            continue
+    raise TypeError(
+        f"{target!r} cannot be stored in a checkpoint, as it cannot be imported again. Define it at the top level of a "
+        "module, or give {'class_path': ..., 'init_args': {...}} or a functools.partial of a class"
+    )
 
 
 def import_object(path: str, *modules: ModuleType) -> Any:
