@@ -124,6 +124,8 @@ class TextDataModule(DataModule):
         counts = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
         return f"{name}, vocabulary {self.vocab_size:,}, {counts} tokens)"
 
+    __str__ = __repr__
+
     def _cache_entry(self) -> CacheEntry:
         settings = {"tokenizer": self.tokenizer_name, "splitter": self.splitter, "vocab_size": self.max_vocab_size}
         return CacheEntry.of(self.cache_dir, self.text_name, {**settings, "source": self.source_identity()})

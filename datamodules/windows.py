@@ -16,8 +16,8 @@ class TokenWindows(Dataset):
     """Contiguous windows that do not overlap; every token of the stream is a target exactly once.
 
     Window i has the targets `ids[i T : (i + 1) T]`, and as inputs the tokens one place before these; `start` stands
-    before the first. The places after the end have the input `start` and the target -100, also in whole windows that
-    fill up to a multiple of `multiple_of` (so that every process of several gets equally many, none twice).
+    before the first. Places after the end have the target -100, also in whole windows that fill up to a multiple of
+    `multiple_of` (so that every process of several gets equally many, none twice).
 
     Args:
         ids: the stream, `[tokens]` of integers, a memory map or array.
