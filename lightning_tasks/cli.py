@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
@@ -131,8 +131,8 @@ def _checkpoint_hyper_parameters(path: str | None) -> tuple[str | None, dict[str
     return (class_path, hparams) if hparams or class_path else None
 
 
-def run(arguments: Sequence[str]) -> AttnswapCLI:
-    """Run one trainer command; `arguments` start with its name.
+def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> AttnswapCLI:
+    """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
 
     Raises:
         RecipeError: a recipe or part that does not exist.
@@ -143,5 +143,6 @@ def run(arguments: Sequence[str]) -> AttnswapCLI:
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "attnswap"},
+        trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
     )
