@@ -84,19 +84,11 @@ class AttnswapCLI(LightningCLI):
         section = self.config[self.config.subcommand]
         if section.get("ckpt_path") and section.get("init_from"):
             raise RecipeError("--ckpt_path resumes a run and --init_from starts a new one; give only one of the two")
+        stored = _stored_model(section.get("ckpt_path"))
         given = self._given[self.config.subcommand].get("model")
-        if (hparams := _checkpoint_hyper_parameters(section.get("ckpt_path"))) is None:
-            return
-        class_path, init_args = hparams
-        if given is not None:
-            if class_path is not None and given["class_path"] != class_path:
-                return  # another class: its arguments mean nothing here
-            class_path = given["class_path"]
-            init_args = {**init_args, **given.get("init_args", {})}
-        if class_path is None:
-            return
-        model = {"class_path": class_path, "init_args": init_args}
-        self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+        model = fill(given.as_dict() if given else {}, stored)
+        if model != given and "class_path" in model:
+            self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
         """Give the run its folder and loggers, so that the configuration that is saved names them."""
@@ -120,15 +112,25 @@ class AttnswapCLI(LightningCLI):
         return trainer
 
 
-def _checkpoint_hyper_parameters(path: str | None) -> tuple[str | None, dict[str, Any]] | None:
-    """(class path, arguments) of the model in a checkpoint file; None where there is no file or nothing in it."""
+def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out."""
+    if given.get("class_path", stored.get("class_path")) != stored.get("class_path", given.get("class_path")):
+        return given
+    filled = {**stored, **given}
+    for key in given.keys() & stored.keys():
+        if isinstance(given[key], dict) and isinstance(stored[key], dict):
+            filled[key] = fill(given[key], stored[key])
+    return filled
+
+
+def _stored_model(path: str | None) -> dict[str, Any]:
+    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there."""
     if not path or not Path(path).is_file():
-        return None
-    content = torch.load(path, weights_only=True, map_location="cpu")
-    hparams = dict(content.get("hyper_parameters", {}))
+        return {}
+    hparams = dict(torch.load(path, weights_only=True, map_location="cpu").get("hyper_parameters", {}))
     hparams.pop("_instantiator", None)
     class_path = hparams.pop("_class_path", None)
-    return (class_path, hparams) if hparams or class_path else None
+    return {**({"class_path": class_path} if class_path else {}), **({"init_args": hparams} if hparams else {})}
 
 
 def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> AttnswapCLI:

@@ -22,10 +22,13 @@ class InitFromCheckpoint(Callback):
         if not Path(path).is_file():
             raise FileNotFoundError(f"--init_from {path}: no such file; give the path of a .ckpt file")
         self.path = path
+        self._wrapped = False
         self._loaded = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap `configure_model`, which runs after every `setup` and before the optimizers are made."""
+        if self._wrapped:
+            return
         build = pl_module.configure_model
 
         def configure_model() -> None:
@@ -35,10 +38,7 @@ class InitFromCheckpoint(Callback):
                 self._loaded = True
 
         pl_module.configure_model = configure_model  # type: ignore[method-assign]
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the module its own `configure_model` back."""
-        pl_module.__dict__.pop("configure_model", None)
+        self._wrapped = True
 
     def _load(self, pl_module: LightningModule) -> None:
         content = torch.load(self.path, map_location="cpu", weights_only=True)
