@@ -105,7 +105,9 @@ def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> 
         rows["entropy"] = lse - attention.scale * mean_key.mul_(attention.q).sum(-1)
     del mean_key, first
     if "effective_support" in names:
-        doubled = lse_and_mean_key(attention.q, attention.k, attention.visible, attention.is_causal, 2 * attention.scale)
+        doubled = lse_and_mean_key(
+            attention.q, attention.k, attention.visible, attention.is_causal, 2 * attention.scale
+        )
         if doubled is None:
             return None
         rows["effective_support"] = torch.exp(2 * lse - doubled[0])

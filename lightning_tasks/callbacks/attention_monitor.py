@@ -12,8 +12,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from attention_modules import AttentionMechanism, swap_attention
+from attention_modules import AttentionMechanism
 from attention_modules.analysis import STATISTICS, attention_statistics
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
@@ -23,7 +25,6 @@ from lightning_tasks.callbacks.base import (
     forget_actions,
     layer_label,
     log_now,
-    selected_layers,
 )
 
 _STAGES = ("train", "validation", "test")
@@ -88,7 +89,7 @@ class AttentionMonitor(Callback):
         forget_actions(pl_module, self)
 
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
-        chosen = selected_layers(pl_module, self.where, self.layers, self.exclude)
+        chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
         plain = [layer.name for layer in chosen if layer.mechanism is None]
         if plain:
             swap_attention(pl_module, "softmax", where=plain)
@@ -157,7 +158,7 @@ class AttentionMonitor(Callback):
             )
 
     def _open(self, pl_module: pl.LightningModule) -> None:
-        layers = selected_layers(pl_module, self.where, self.layers, self.exclude)
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         self._observed = [[] for _ in layers]
         self._samples = 0
         self._hooks = ExitStack()

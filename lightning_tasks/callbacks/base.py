@@ -1,15 +1,12 @@
-"""What our callbacks share: a base that both Lightning packages accept, and layers chosen by name."""
+"""What our callbacks share: a base that both Lightning packages accept, and when to act and log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
-
-from attention_modules.hosts import AttentionLayer, attention_layers
 
 try:
     from pytorch_lightning import Callback as _StandaloneCallback
@@ -27,23 +24,6 @@ class Callback(*_BASES):  # type: ignore[misc]
     The two are separate class trees, each of which refuses the other's callbacks; this class belongs to both where
     both are installed.
     """
-
-
-def selected_layers(
-    pl_module: pl.LightningModule, where: Any, layers: Sequence[int] | None, exclude: Sequence[str]
-) -> list[AttentionLayer]:
-    """The self-attention layers that a callback is to act on, in module order.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    found = attention_layers(pl_module, where=where, layers=layers, exclude=exclude)
-    if not found:
-        raise ValueError(
-            f"no self-attention layer of {type(pl_module).__name__} matches where={where!r}, layers={layers!r}, "
-            f"exclude={exclude!r}; attention_modules.hosts.attention_layers(model) lists those that can be chosen"
-        )
-    return found
 
 
 def layer_label(index: int) -> str:

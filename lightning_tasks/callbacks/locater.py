@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
-from attention_modules.hosts import AttentionLayer
-from lightning_tasks.callbacks.base import Callback, Where, selected_layers
+from attention_modules.hosts import AttentionLayer, attention_layers
+from lightning_tasks.callbacks.base import Callback, Where
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -105,7 +105,7 @@ class LocAteR(Callback):
         self._initial_traces = {}  # of an earlier fit; those of a resumed run are loaded after this
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._layers = selected_layers(pl_module, self.where, self.layers, self.exclude)
+        self._layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         self._backward_passes = 0
         for layer in self._layers:
             if layer.spectrum_caveat is not None:

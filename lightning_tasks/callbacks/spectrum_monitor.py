@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.analysis import qk_statistics
+from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
@@ -18,7 +19,6 @@ from lightning_tasks.callbacks.base import (
     current_step,
     layer_label,
     log_now,
-    selected_layers,
 )
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
@@ -59,7 +59,7 @@ class SpectrumMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = -1
-        for layer in selected_layers(pl_module, self.where, self.layers, self.exclude):
+        for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
             if layer.spectrum_caveat is not None:
                 rank_zero_warn(f"SpectrumMonitor on {layer.name}: {layer.spectrum_caveat}")
 
@@ -75,7 +75,7 @@ class SpectrumMonitor(Callback):
     def _values(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
-        for index, layer in enumerate(selected_layers(pl_module, self.where, self.layers, self.exclude)):
+        for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
             w_q, w_k = (weight.double().cpu() for weight in layer.qk_weights())
             statistics = qk_statistics(w_q, w_k)
