@@ -84,7 +84,7 @@ def frobenius_squared(w_q: Tensor, w_k: Tensor) -> Tensor:
 
 
 def trace(w_q: Tensor, w_k: Tensor) -> Tensor:
-    """tr W, the sum of the eigenvalues, of every head, ``[H]``; arguments as :func:`frobenius_squared`; differentiable."""
+    """tr W, the sum of the eigenvalues, of every head, ``[H]``; arguments as :func:`frobenius_squared`."""
     return (w_q * w_k).sum((-2, -1))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from attention_modules.analysis.kernels import lse_and_mean_key
 
-STATISTICS = ("entropy", "normalised_entropy", "effective_support", "largest_probability")
+Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 # Logits held at once in a chunk: 4 MiB of float32.
 CHUNK_ELEMENTS = 2**20
@@ -148,7 +150,7 @@ def attention_statistics(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    statistics: Sequence[str] = STATISTICS,
+    statistics: Sequence[Statistic] = STATISTICS,
 ) -> dict[str, Tensor]:
     """Statistics of A = softmax(scale · q kᵀ + mask), averaged over the rows that see a key, in fp32.
 
@@ -192,7 +194,7 @@ def attention_statistics(
         if rows is None:
             rows = _row_statistics_in_chunks(attention, wanted)
         counts = attention.visible_counts()
-        means = {}
+        means: dict[str, Tensor] = {}
         for name in statistics:
             if name == "normalised_entropy":
                 means[name] = _mean_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
@@ -206,5 +208,6 @@ def attention_entropy(
     q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """Mean attention entropy in nats, fp32 ``[B, H]``; arguments and source as :func:`attention_statistics`."""
-    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
-    return attention_statistics(q, k, **options, statistics=("entropy",))["entropy"]
+    return attention_statistics(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=("entropy",))[
+        "entropy"
+    ]

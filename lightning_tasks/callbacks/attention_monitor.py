@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from attention_modules import AttentionMechanism
-from attention_modules.analysis import STATISTICS, attention_statistics
+from attention_modules.analysis import STATISTICS, Statistic, attention_statistics
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import (
@@ -27,9 +27,7 @@ from lightning_tasks.callbacks.base import (
     log_now,
 )
 
-_STAGES = ("train", "validation", "test")
 Stage = Literal["train", "validation", "test"]
-Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
 
 
 class AttentionMonitor(Callback):
@@ -69,12 +67,13 @@ class AttentionMonitor(Callback):
         super().__init__()
         self.every_n_steps = check_every_n_steps(every_n_steps)
         self.statistics = _some_of("statistics", statistics, STATISTICS)
-        self.stages = _some_of("stages", stages, _STAGES)
+        self.stages = _some_of("stages", stages, get_args(Stage))
         self.where, self.layers, self.exclude = where, layers, exclude
         self._last_step = -1
         self._hooks: ExitStack | None = None
         self._in_backward = False
         self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call
+        self._samples = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
@@ -211,8 +210,11 @@ class AttentionMonitor(Callback):
         return values
 
 
-def _some_of(what: str, chosen: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    unknown = sorted(set(chosen) - set(known))
+_Name = TypeVar("_Name", bound=str)
+
+
+def _some_of(what: str, chosen: Sequence[_Name], known: Sequence[_Name]) -> tuple[_Name, ...]:
+    unknown = set(chosen) - set(known)
     if unknown or not chosen or isinstance(chosen, str):
         raise ValueError(f"{what} must be a list of some of {', '.join(known)}, got {chosen!r}")
     return tuple(chosen)

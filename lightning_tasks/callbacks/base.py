@@ -59,6 +59,12 @@ def check_every_n_steps(every_n_steps: int) -> int:
     return every_n_steps
 
 
+def overrides(pl_module: pl.LightningModule, method: str) -> bool:
+    """Whether the module's class has a method of its own in place of Lightning's, of either package."""
+    core = ("lightning.pytorch.core.", "pytorch_lightning.core.")
+    return not getattr(type(pl_module), method).__module__.startswith(core)
+
+
 Action = Callable[[pl.LightningModule], None]
 
 
