@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -39,11 +38,15 @@ class Swapped(nn.Module):
         return _blank, (type(self).host, type(self).plain_class), self.__dict__.copy()
 
 
-@lru_cache(maxsize=None)
+_SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
+
+
 def swapped_class(host: Host, plain: type[nn.Module]) -> type[Swapped]:
-    """The subclass of ``plain`` whose forward calls ``self.mechanism``."""
-    members = {"host": host, "plain_class": plain, "__module__": host.mixin.__module__}
-    return type(f"Swapped{plain.__name__}", (host.mixin, plain), members)
+    """The one subclass of ``plain`` whose forward calls ``self.mechanism``."""
+    if (host, plain) not in _SWAPPED_CLASSES:
+        members = {"host": host, "plain_class": plain, "__module__": host.mixin.__module__}
+        _SWAPPED_CLASSES[host, plain] = type(f"Swapped{plain.__name__}", (host.mixin, plain), members)
+    return _SWAPPED_CLASSES[host, plain]
 
 
 def _blank(host: Host, plain: type[nn.Module]) -> Swapped:
@@ -139,9 +142,7 @@ class Host(ABC):
         if mechanism.uses_query:
             self._restore_query(layer)
         elif not layer.dropped_query:
-            parts = self.query_parts(layer)
-            drop_query(layer, parts)
-            layer.dropped_query = parts
+            self._drop_query(layer)
         layer.mechanism = mechanism
 
     def remove(self, layer: Any) -> None:
@@ -150,12 +151,17 @@ class Host(ABC):
         del layer.mechanism, layer.dropped_query
         layer.__class__ = layer.plain_class
 
+    def _drop_query(self, layer: Any) -> None:
+        parts = self.query_parts(layer)
+        drop_query(layer, parts)
+        layer.dropped_query = parts
+
     def _restore_query(self, layer: Any) -> None:
         restore_query(layer, layer.dropped_query)
         layer.dropped_query = ()
 
 
-def plain_linear_refusal(layer: nn.Module, owners: dict[str, type[nn.Module]]) -> str | None:
+def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]) -> str | None:
     """Why the query rows of these projections cannot be split off, if so."""
     for path, wanted in owners.items():
         owner = layer.get_submodule(path)

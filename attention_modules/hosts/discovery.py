@@ -195,26 +195,29 @@ def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> 
     for pattern in [selector] if isinstance(selector, str) else selector:
         if not isinstance(pattern, str):
             raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {pattern!r}")
-        if any(_matches(layer.names, layer.module, pattern) for layer in found.layers):
-            continue
-        stranger = next((other for other in found.others if fnmatchcase(other.name, pattern)), None)
-        if stranger is not None:
-            raise AttentionSwapError(
-                f"{argument}={pattern!r} names {stranger.name!r} ({stranger.kind}), which cannot be swapped: "
-                f"{stranger.reason}. Known hosts: {', '.join(known_hosts())}"
-            )
-        hit = next((name for name in found.modules if fnmatchcase(name, pattern)), None)
-        if hit is not None:
-            raise AttentionSwapError(
-                f"{argument}={pattern!r} names {hit!r} ({type(found.modules[hit]).__name__}), which is no attention "
-                f"layer of a known host ({', '.join(known_hosts())}); attention layers here: {_listed(_all_names(found))}"
-            )
-        near = difflib.get_close_matches(pattern, _all_names(found), n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise AttentionSwapError(
-            f"{argument}={pattern!r} matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; "
-            f"attention layers here: {_listed(_all_names(found))}"
+        if not any(_matches(layer.names, layer.module, pattern) for layer in found.layers):
+            raise AttentionSwapError(f"{argument}={pattern!r} {_why_no_match(found, pattern)}")
+
+
+def _why_no_match(found: Survey, pattern: str) -> str:
+    """An attention layer that no host knows, a module that is no attention, or no module at all."""
+    names = _all_names(found)
+    here = f"attention layers here: {_listed(names)}"
+    stranger = next((other for other in found.others if fnmatchcase(other.name, pattern)), None)
+    if stranger is not None:
+        return (
+            f"names {stranger.name!r} ({stranger.kind}), an unsupported host: {stranger.reason}. "
+            f"Known hosts: {', '.join(known_hosts())}"
         )
+    hit = next((name for name in found.modules if fnmatchcase(name, pattern)), None)
+    if hit is not None:
+        kind = type(found.modules[hit]).__name__
+        return (
+            f"names {hit!r} ({kind}), which is no attention layer of a known host ({', '.join(known_hosts())}); {here}"
+        )
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; {here}"
 
 
 def _nothing_known(found: Survey) -> str:

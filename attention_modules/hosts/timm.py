@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers.attention import Attention, AttentionRope
@@ -82,8 +82,8 @@ class TimmAttentionHost(Host):
     """timm's ``Attention``."""
 
     name = "timm Attention"
-    mixin = SwappedTimmAttention
-    layer_class: type[nn.Module] = Attention
+    mixin: ClassVar[type[Swapped]] = SwappedTimmAttention
+    layer_class: ClassVar[type[nn.Module]] = Attention
 
     def understands(self, module: nn.Module) -> bool:
         return isinstance(module, self.layer_class) and is_own_forward(module, self.layer_class.forward)

@@ -48,7 +48,9 @@ class Rows:
         if not wrapped_by_peft(owner):
             value = getattr(owner, self.tensor)
             return [value] if isinstance(value, nn.Parameter) else []
-        factors = [getattr(owner, side)[name].weight for name in _acting_adapters(owner) for side in ("lora_A", "lora_B")]
+        factors = [
+            getattr(owner, side)[name].weight for name in _acting_adapters(owner) for side in ("lora_A", "lora_B")
+        ]
         return [owner.base_layer.weight, *factors]
 
 
