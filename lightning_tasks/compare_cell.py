@@ -125,6 +125,8 @@ def _output_to(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
             for number, descriptor in enumerate(kept, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)

@@ -5,10 +5,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 
 class DemoModule(BoringModel):
-    def __init__(self, width: int = 32, rate: float = 0.1, note: str = "none") -> None:
+    def __init__(self, width: int = 32, rate: float = 0.1, note: str = "none", init_bias: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.layer = torch.nn.Linear(width, 2)
+        if init_bias:
+            torch.nn.init.ones_(self.layer.bias)
 
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)

@@ -132,7 +132,7 @@ def test_the_next_run_gets_the_next_folder(demo):
 def test_the_saved_config_is_complete_and_runs_again(demo):
     main(["fit", "--config", demo, "--model.width=32"])
     saved = saved_config()
-    assert saved["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "none"}
+    assert saved["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "none", "init_bias": False}
     assert saved["seed_everything"] == 1
     assert saved["trainer"]["gradient_clip_val"] is None  # defaults are there too
     main(["fit", "--config", str(last_run() / "config.yaml")])  # into the very folder that it names
@@ -146,7 +146,7 @@ def test_the_command_line_beats_the_hyper_parameters_of_the_checkpoint(demo):
     main(["fit", "--config", demo, "--model.note=stored"])
     path = str(checkpoint())
     main(["fit", "--config", demo, "--ckpt_path", path, "--model.rate=0.5", "--trainer.max_steps=4"])
-    assert saved_config()["model"]["init_args"] == {"width": 32, "rate": 0.5, "note": "stored"}
+    assert saved_config()["model"]["init_args"] == {"width": 32, "rate": 0.5, "note": "stored", "init_bias": False}
 
 
 def test_a_checkpoint_alone_brings_its_model(demo):
@@ -155,7 +155,7 @@ def test_a_checkpoint_alone_brings_its_model(demo):
     main(
         ["validate", "--model", DEMO, "--ckpt_path", path, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     )
-    assert saved_config("DemoModule")["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "stored"}
+    assert saved_config("DemoModule")["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "stored", "init_bias": False}
 
 
 def test_fill_goes_level_by_level_and_stops_at_another_class():
