@@ -147,4 +147,5 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
         parser_kwargs={"prog": "attnswap"},
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
+        auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights
     )
