@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
 
@@ -22,4 +23,5 @@ class SoftmaxAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+        return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)

@@ -1,0 +1,152 @@
+"""A self-attention layer: projections around any mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with a mechanism by name; takes the arguments of timm's ``Attention``.
+
+    ``qkv`` has the rows q, k, v; where the mechanism uses no query, k and v only.
+
+    Args:
+        dim: width of the input, C.
+        num_heads: number of heads, H.
+        mechanism: short name, class, or callable from :class:`AttentionSpec` to a mechanism.
+        mechanism_options: options of a name or class.
+        qkv_bias: whether the input projection has a bias.
+        qk_norm: whether queries and keys are normalised by ``norm_layer(head_dim)``.
+        scale_norm: whether the output is normalised by ``norm_layer(H * head_dim)`` before ``proj``.
+        proj_bias: whether the output projection has a bias.
+        gated: whether a sigmoid gate of the input multiplies the output before ``proj``.
+        attn_drop: attention dropout in training.
+        proj_drop: dropout after ``proj``.
+        norm_layer: constructor of the norms, needed with ``qk_norm`` or ``scale_norm``.
+        attn_head_dim: width of one head, ``dim // num_heads`` where None.
+        dim_out: width of the output, ``dim`` where None.
+        num_tokens: sequence length N, where a mechanism must know it.
+        device: where parameters are made.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: if the width is not a multiple of the head count, a norm is asked for without
+            ``norm_layer``, or an option of the mechanism is out of its limits.
+        TypeError: if options do not fit the mechanism.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        mechanism: Mechanism = "softmax",
+        mechanism_options: Mapping[str, Any] | None = None,
+        *,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        attn_head_dim: int | None = None,
+        dim_out: int | None = None,
+        num_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+            raise ValueError(
+                f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it, "
+                "or set attn_head_dim"
+            )
+        if (qk_norm or scale_norm) and norm_layer is None:
+            raise ValueError("qk_norm and scale_norm need norm_layer, for example torch.nn.LayerNorm")
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = attn_head_dim or dim // num_heads
+        spec = AttentionSpec(dim=dim, num_heads=num_heads, head_dim=self.head_dim, num_tokens=num_tokens)
+        built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
+        width = num_heads * self.head_dim
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def norm(size: int, wanted: bool) -> nn.Module:
+            return norm_layer(size, **kind) if wanted and norm_layer is not None else nn.Identity()
+
+        self.qkv = nn.Linear(dim, width * (3 if built.uses_query else 2), bias=qkv_bias, **kind)
+        self.q_norm = norm(self.head_dim, qk_norm and built.uses_query)
+        self.k_norm = norm(self.head_dim, qk_norm)
+        self.mechanism = built.to(device=device, dtype=dtype)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm(width, scale_norm)
+        self.gate = nn.Linear(dim, width, bias=qkv_bias, **kind) if gated else None
+        self.proj = nn.Linear(width, dim_out or dim, bias=proj_bias, **kind)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    @classmethod
+    def configured(cls, mechanism: Mechanism, *, num_tokens: int | None = None, **options: Any) -> type[SelfAttention]:
+        """A subclass that has its mechanism chosen, for timm's ``attn_layer``, which takes no partial.
+
+        Args:
+            mechanism: short name, class, or callable.
+            num_tokens: sequence length N, where the mechanism must know it.
+            options: options of the mechanism, hashable.
+
+        Returns:
+            A class; the same one for the same arguments, so that its instances copy and pickle.
+        """
+        return _configured(cls, mechanism, num_tokens, tuple(sorted(options.items())))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attend within the sequence.
+
+        Args:
+            x: ``[B, N, dim]``.
+            attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+            is_causal: row i sees tokens 0 to i only.
+
+        Returns:
+            ``[B, N, dim_out]``.
+        """
+        batch, tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        k, v = self.k_norm(heads[-2]), heads[-1]  # [B, H, N, d]
+        q = self.q_norm(heads[0]) if self.mechanism.uses_query else k
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        y = self.mechanism(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None)
+        y = self.norm(y.transpose(1, 2).reshape(batch, tokens, -1))
+        if self.gate is not None:
+            y = y * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(y))
+
+
+@cache
+def _configured(
+    base: type[SelfAttention], mechanism: Any, num_tokens: int | None, options: tuple[tuple[str, Any], ...]
+) -> type[SelfAttention]:
+    class Configured(base):  # type: ignore[valid-type, misc]
+        def __init__(self, dim: int, num_heads: int = 8, **kwargs: Any) -> None:
+            kwargs = {"mechanism": mechanism, "mechanism_options": dict(options), "num_tokens": num_tokens, **kwargs}
+            super().__init__(dim, num_heads, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _, _, *state = super().__reduce_ex__(protocol)
+            return (_blank, (base, mechanism, num_tokens, options), *state)
+
+    label = mechanism if isinstance(mechanism, str) else getattr(mechanism, "__name__", "custom")
+    Configured.__name__ = Configured.__qualname__ = f"{base.__name__}[{label}]"
+    return Configured
+
+
+def _blank(*arguments: Any) -> SelfAttention:
+    """An instance without state, which pickle and deepcopy then fill."""
+    cls = _configured(*arguments)
+    return cls.__new__(cls)

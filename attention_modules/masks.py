@@ -1,0 +1,80 @@
+"""Attention masks: one reading of boolean, additive and causal masks for every mechanism."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4; exp of each is zero.
+HIDDEN = -1e4
+
+
+def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Check that a mask is boolean or floating and broadcasts to ``[B, H, N, M]``.
+
+    Raises:
+        TypeError: if the mask is neither boolean nor floating.
+        ValueError: if its shape does not broadcast.
+    """
+    if attn_mask is None:
+        return
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(
+            f"attn_mask must be boolean (True = may be seen) or floating (added to the logits), got {attn_mask.dtype}; "
+            "call .bool() on a 0/1 mask"
+        )
+    full = (*q.shape[:-1], k.shape[-2])
+    size = tuple(attn_mask.shape)
+    fits = len(size) <= len(full) and all(m in (1, f) for m, f in zip(size[::-1], full[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"attn_mask of shape {size} does not broadcast to [batch, heads, queries, keys] = {full}")
+
+
+def check_causal(is_causal: bool, q: Tensor, k: Tensor) -> None:
+    """Check that ``is_causal`` has one meaning: as many queries as keys.
+
+    Raises:
+        ValueError: if it is set for different numbers of queries and keys.
+    """
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"is_causal needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}; "
+            "pass attn_mask that says which keys each query may see"
+        )
+
+
+def combine_masks(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
+    """Check a mask and fold ``is_causal`` into it where both are given.
+
+    Args:
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+
+    Returns:
+        The mask and what is left of ``is_causal``: never both.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_mask` and :func:`check_causal`.
+    """
+    check_mask(attn_mask, q, k)
+    check_causal(is_causal, q, k)
+    if attn_mask is None or not is_causal:
+        return attn_mask, is_causal
+    past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & past, False
+    return attn_mask.masked_fill(~past, float("-inf")), False
+
+
+def hide(attn_mask: Tensor | None) -> Tensor | None:
+    """An additive mask with -inf wherever it hides, so that a row with nothing visible gives zeros."""
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return attn_mask
+    return attn_mask.masked_fill(attn_mask <= HIDDEN, float("-inf"))
+
+
+def visible(attn_mask: Tensor) -> Tensor:
+    """Which keys a mask lets each row see, boolean, in the mask's shape (our reading: a bias above -1e4)."""
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > HIDDEN

@@ -1,0 +1,239 @@
+"""RPC-Attention: softmax attention from Principal Attention Pursuit (Teo and Nguyen, NeurIPS 2024)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attention_modules.kernels import attend, autocast
+from attention_modules.masks import combine_masks, hide, visible
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.symmetric import check_self_attention
+
+Threshold = Literal["released", "ratio"]
+RELEASED_LAM = 4.0
+# Below this sum of |k| a row's keys count as zero: its threshold is beyond every key, and its slope would overflow.
+ZERO_NORM = 1e-12
+
+
+def check_rpc_options(iterations: int, lam: float | None, threshold: str) -> None:
+    """Check the options of :func:`rpc_attention`.
+
+    Raises:
+        ValueError: if ``iterations`` < 1, ``lam`` is negative or NaN, or ``threshold`` is unknown.
+    """
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+        raise ValueError(f"iterations counts softmax passes and must be an integer of at least 1, got {iterations!r}")
+    if lam is not None and not lam >= 0:  # also catches NaN
+        raise ValueError(f"lam must be a number of at least 0 (inf: no sparse part), got {lam!r}")
+    if threshold not in get_args(Threshold):
+        raise ValueError(f"threshold must be one of {', '.join(map(repr, get_args(Threshold)))}, got {threshold!r}")
+
+
+def visible_norm(k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Σ‖k_j‖₁ over the keys that each row sees, and their number.
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``, or None.
+        is_causal: row i sees keys 0 to i only.
+
+    Returns:
+        Sum and number, in float32 (float64 for float64 keys), each broadcastable to ``[B, H, N, 1]``.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(k, ord=1, dim=-1, dtype=dtype)  # [B, H, N]
+    tokens = k.shape[-2]
+    if attn_mask is not None:
+        seen = visible(attn_mask).to(dtype)
+        seen = seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape)).expand(-1, -1, -1, tokens)
+        count = seen.sum(-1, keepdim=True)  # [B|1, H|1, N|1, 1]
+        if seen.shape[1] == 1:  # one product for all heads
+            total = (seen[:, 0] @ norms.transpose(-2, -1)).transpose(-2, -1).unsqueeze(-1)
+        else:
+            total = seen @ norms.unsqueeze(-1)
+        return total, count
+    if is_causal:
+        count = torch.arange(1, tokens + 1, dtype=dtype, device=k.device).unsqueeze(-1)
+        return norms.cumsum(-1).unsqueeze(-1), count
+    return norms.sum(-1)[..., None, None], norms.new_full((), tokens)
+
+
+def pursuit_threshold(
+    k: Tensor,
+    lam: float | None = None,
+    threshold: Threshold = "released",
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor | None:
+    """The soft threshold t of Principal Attention Pursuit, a row.
+
+    ``"released"``: t = lam·mu, mu = |V|·H·d/(4 Σ‖k‖₁), as in the released code; lam is 4 where None.
+    ``"ratio"``: t = lam/mu, mu = |V|·d/(4 Σ‖k‖₁), the threshold of standard Principal Component Pursuit
+    (our reading); lam is 1/√max(|V|, d) where None. V are the keys that the row sees (masks and
+    causality: our reading).
+
+    Returns:
+        Broadcastable to ``[B, H, N, 1]``, in float32 (float64 for float64 keys); None where lam is inf.
+    """
+    if lam == math.inf:
+        return None
+    heads, _, head_dim = k.shape[-3:]
+    total, count = visible_norm(k, attn_mask, is_causal)
+    if threshold == "ratio":
+        factor = count.clamp(min=head_dim).rsqrt() if lam is None else lam
+        return factor * 4 * total / (count.clamp(min=1) * head_dim)
+    lam = RELEASED_LAM if lam is None else lam
+    empty = total <= ZERO_NORM
+    limit = lam * count * (heads * head_dim / 4) / total.masked_fill(empty, 1.0)
+    return limit.masked_fill(empty, math.inf)
+
+
+def clip(x: Tensor, limit: Tensor | None) -> Tensor:
+    """x clamped to [-limit, limit]; x itself where there is no limit."""
+    return x if limit is None else torch.clamp(x, -limit, limit)
+
+
+def pursue(
+    k: Tensor,
+    v: Tensor,
+    limit: Tensor | None,
+    iterations: int,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """The pursuit in its short form, differentiable to any order where attention is.
+
+    With the dual variable divided by mu, mu is left in the threshold only, and with E = Y/mu + L each
+    pass is: c = clip(k + E - 2L), q = c - 2E + 3L, E <- L + c, L <- attention(q, q, v).
+    """
+
+    def drop(done: int) -> float:
+        return dropout_p if done == iterations else 0.0
+
+    estimate = clip(k, limit)
+    low_rank = attend(estimate, estimate, v, attn_mask, is_causal, drop(1), scale)
+    for done in range(2, iterations + 1):
+        clipped = clip(k + estimate - 2 * low_rank, limit)
+        query = clipped - 2 * estimate + 3 * low_rank
+        estimate = low_rank + clipped
+        low_rank = attend(query, query, v, attn_mask, is_causal, drop(done), scale)
+    return low_rank
+
+
+def rpc_attention(
+    k: Tensor,
+    v: Tensor,
+    *,
+    iterations: int = 4,
+    lam: float | None = None,
+    threshold: Threshold = "released",
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """The low-rank part L after ``iterations`` softmax passes of Principal Attention Pursuit.
+
+    L = Y = 0; then S = soft(k - L + Y/mu, t), k₂ = k - S - Y/mu, L = softmax(k₂ k₂ᵀ · scale) v,
+    Y <- Y + mu (k - L - S) (Teo and Nguyen, NeurIPS 2024, and their released code). Masks and causality
+    are our reading: mu and t are taken a row, over the keys that the row sees. Under a mask that is not
+    transitive (a sliding window) each pass widens what a row depends on by the window.
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        iterations: number of softmax passes, at least 1.
+        lam: factor of the threshold, at least 0; None for the default of :func:`pursuit_threshold`; with
+            inf nothing is sparse, and one pass is symmetric attention.
+        threshold: ``"released"`` or ``"ratio"``, see :func:`pursuit_threshold`.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout, in the last pass only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask is neither boolean nor floating.
+        ValueError: if an option is out of its limits, or shapes do not fit.
+    """
+    check_rpc_options(iterations, lam, threshold)
+    if k.shape != v.shape:
+        raise ValueError(
+            f"RPC attention subtracts values from keys: they need one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
+    attn_mask = hide(attn_mask)
+    limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal)
+    k, v = autocast(k), autocast(v)
+    attn_mask = None if attn_mask is None else autocast(attn_mask)
+    limit = None if limit is None else limit.to(k.dtype)
+    return pursue(k, v, limit, iterations, attn_mask, is_causal, dropout_p, scale)
+
+
+@register_mechanism("rpc")
+class RPCAttention(AttentionMechanism):
+    """:func:`rpc_attention` as a mechanism: no query projection, no parameter.
+
+    Args:
+        spec: the layer that it serves.
+        iterations: number of softmax passes, at least 1.
+        lam: factor of the threshold, at least 0; None for 4 (``"released"``) or 1/√max(N, d) (``"ratio"``).
+        threshold: ``"released"`` (t = lam·mu) or ``"ratio"`` (t = lam/mu, our reading).
+
+    Raises:
+        ValueError: if an option is out of its limits.
+    """
+
+    uses_query = False
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        iterations: int = 4,
+        lam: float | None = None,
+        threshold: Threshold = "released",
+    ) -> None:
+        check_rpc_options(iterations, lam, threshold)
+        super().__init__(spec)
+        self.iterations = iterations
+        self.lam = lam
+        self.threshold: Threshold = threshold
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, lam={self.lam}, threshold={self.threshold!r}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Run the pursuit; of ``q`` only the length is read.
+
+        Raises:
+            ValueError: if the numbers of queries and keys differ, or a mask's shape does not fit.
+        """
+        check_self_attention("RPC", q, k)
+        return rpc_attention(
+            k,
+            v,
+            iterations=self.iterations,
+            lam=self.lam,
+            threshold=self.threshold,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+        )

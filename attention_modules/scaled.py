@@ -1,0 +1,143 @@
+"""Scaled Attention: values corrected before ordinary softmax attention (Teo and Nguyen, NeurIPS 2024)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide, visible
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.symmetric import check_self_attention
+
+Variant = Literal["matrix", "scalar"]
+
+
+def apply_matrix(s: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """S v a head, with S restricted to the keys that each row sees.
+
+    Args:
+        s: ``[H, N, N]``.
+        v: values ``[B, H, N, d]``.
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``, or None.
+        is_causal: row i sees keys 0 to i only.
+
+    Returns:
+        ``[B, H, N, d]``.
+    """
+    s = s.to(v.dtype)
+    if is_causal:
+        s = s.tril()
+    if attn_mask is not None:
+        seen = visible(attn_mask)
+        seen = seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape))
+        if seen.shape[0] > 1 and seen.shape[2] == 1:  # padding: hide values, not a matrix a sample
+            v = v * seen.transpose(-2, -1)
+        elif seen.shape[0] > 1:
+            return (s * seen) @ v
+        else:
+            s = s * seen[0]
+    batch, heads, tokens, width = v.shape
+    flat = v.permute(1, 2, 0, 3).reshape(heads, tokens, batch * width)
+    return (s @ flat).view(heads, tokens, batch, width).permute(2, 0, 1, 3)
+
+
+def scaled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale) (I - S) v (Scaled Attention of Teo and Nguyen, NeurIPS 2024, and their released code).
+
+    Under a mask, S and the softmax inside it are restricted to what each row sees (our reading: a full S
+    would leak the future).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        s: the matrix S itself, ``[H, N, N]``, or a scalar s (one number), for which S = s · softmax(k kᵀ · scale).
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout, in the outer softmax only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError, ValueError: if the mask's dtype or a shape does not fit.
+    """
+    check_self_attention("scaled", q, k)
+    heads, tokens = k.shape[-3:-1]
+    matrix = s.dim() == 3
+    if not (s.shape == (heads, tokens, tokens) if matrix else s.shape in ((), (1,))):
+        raise ValueError(f"s must be a scalar or [heads, N, N] = {(heads, tokens, tokens)}, got {tuple(s.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+    attn_mask = hide(attn_mask)
+    if matrix:
+        correction = apply_matrix(s, v, attn_mask, is_causal)
+    else:
+        correction = s * attend(k, k, v, attn_mask, is_causal, scale=scale)
+    return attend(q, k, v - correction.to(v.dtype), attn_mask, is_causal, dropout_p, scale)
+
+
+@register_mechanism("scaled")
+class ScaledAttention(AttentionMechanism):
+    """:func:`scaled_attention` as a mechanism; at its initial s = 0 it is plain attention.
+
+    Args:
+        spec: the layer that it serves; ``"matrix"`` needs ``num_tokens``. Sequences of fewer tokens use the
+            first rows and columns of S, as learned positions do.
+        variant: ``"matrix"``, S a free ``[H, N, N]``; ``"scalar"``, S = s · softmax(k kᵀ · scale), one s a layer.
+
+    Raises:
+        ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens.
+    """
+
+    def __init__(self, spec: AttentionSpec, variant: Variant = "matrix") -> None:
+        if variant not in get_args(Variant):
+            raise ValueError(f"variant must be one of {', '.join(map(repr, get_args(Variant)))}, got {variant!r}")
+        if variant == "matrix" and spec.num_tokens is None:
+            raise ValueError(
+                "scaled attention with variant='matrix' learns an N x N matrix and needs the number of tokens; "
+                "set num_tokens in the AttentionSpec (or the layer), or use variant='scalar'"
+            )
+        super().__init__(spec)
+        self.variant = variant
+        shape = (spec.num_heads, spec.num_tokens or 0, spec.num_tokens or 0) if variant == "matrix" else (1,)
+        self.s = nn.Parameter(torch.zeros(shape))
+
+    def extra_repr(self) -> str:
+        return f"variant={self.variant!r}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Correct the values, then mix them.
+
+        Raises:
+            ValueError: if there are more tokens than S has, or not one query for each key.
+        """
+        s: Tensor = self.s
+        if self.variant == "matrix":
+            tokens, limit = k.shape[-2], s.shape[-1]
+            if tokens > limit:
+                raise ValueError(f"scaled attention was built for at most {limit} tokens (num_tokens), got {tokens}")
+            s = s[:, :tokens, :tokens]
+        return scaled_attention(q, k, v, s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
