@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import nn
@@ -39,5 +40,9 @@ def attention_layers(
 def describe(found: Survey, layer: Found) -> AttentionLayer:
     """The layer with its spec; its index counts the model's self-attention layers."""
     selves = [other.name for other in found.layers if not other.cross]
-    index = None if layer.cross else selves.index(layer.name)
-    return AttentionLayer(layer.name, layer.module, layer.host, layer.host.spec(layer.module, index))
+    spec = layer.host.spec(layer.module, None if layer.cross else selves.index(layer.name))
+    if spec.num_tokens is None:
+        parts = layer.name.split(".")
+        ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
+        spec = dataclasses.replace(spec, num_tokens=layer.host.num_tokens(layer.module, ancestors))
+    return AttentionLayer(layer.name, layer.module, layer.host, spec)

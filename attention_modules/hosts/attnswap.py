@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward, plain_linear_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
@@ -18,13 +18,20 @@ class SwappedSelf(Swapped):
 
     kept_mechanism: tuple[AttentionMechanism]  # a tuple, so that nn.Module does not register it
 
+    def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:
+        """A checkpoint from before the swap holds the layer's own mechanism, which is then the one to fill."""
+        (own,) = self.kept_mechanism
+        given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+        if given == set(own.state_dict()) and given != set(self.mechanism.state_dict()):
+            own.load_state_dict({key: state.pop(prefix + key) for key in given})
+            self.mechanism.state_dict(destination=state, prefix=prefix)
+
 
 class SelfAttentionHost(Host):
     """``attention_modules.SelfAttention``."""
 
     name = "attnswap SelfAttention"
     mixin = SwappedSelf
-    owns_mechanism = True
 
     def understands(self, module: nn.Module) -> bool:
         return isinstance(module, SelfAttention) and is_own_forward(module, SelfAttention.forward)
@@ -50,9 +57,17 @@ class SelfAttentionHost(Host):
         start = width if layer.mechanism.uses_query else 0
         return Rows(layer.qkv, 0, width), Rows(layer.qkv, start, start + width)
 
+    def caveat(self, layer: Any) -> str | None:
+        return None if isinstance(layer.k_norm, nn.Identity) else "q/k norm: the logits do not have the spectrum of W"
+
     def query_refusal(self, layer: Any) -> str | None:
         if not layer.mechanism.uses_query:
             return None
+        if not isinstance(layer.q_norm, nn.Identity):
+            return (
+                "it normalises queries (q_norm), whose weights would train nothing without a query; "
+                "use a mechanism with a query, or build the layer with qk_norm=False"
+            )
         return plain_linear_refusal(layer, {"qkv": nn.Linear})
 
     def missing_query(self, layer: Any) -> str | None:

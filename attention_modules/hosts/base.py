@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,13 +29,17 @@ class Swapped(nn.Module):
         """Accept the plain layout beside the swapped one, strictly."""
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
-        own = prefix + "mechanism."
-        if not self.host.owns_mechanism and not any(key.startswith(own) for key in state_dict):
-            self.mechanism.state_dict(destination=state_dict, prefix=own)  # a checkpoint from before the swap
+        self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
+    def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:
+        """A checkpoint from before the swap has nothing for the mechanism: it keeps its values."""
+        if not any(key.startswith(prefix) for key in state):
+            self.mechanism.state_dict(destination=state, prefix=prefix)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (type(self).host, type(self).plain_class), self.__dict__.copy()
+        plain = self.plain_class.__new__(self.plain_class)  # copied and pickled as its class does it
+        return _swapped_blank, (type(self).host, plain), self.__dict__.copy()
 
 
 _SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
@@ -49,10 +53,10 @@ def swapped_class(host: Host, plain: type[nn.Module]) -> type[Swapped]:
     return _SWAPPED_CLASSES[host, plain]
 
 
-def _blank(host: Host, plain: type[nn.Module]) -> Swapped:
-    """An empty swapped layer, for copying and unpickling."""
-    cls = swapped_class(host, plain)
-    return cls.__new__(cls)
+def _swapped_blank(host: Host, plain: nn.Module) -> nn.Module:
+    """An empty swapped layer from an empty plain one, for copying and unpickling to fill."""
+    plain.__class__ = swapped_class(host, type(plain))
+    return plain
 
 
 class Host(ABC):
@@ -63,7 +67,6 @@ class Host(ABC):
 
     name: ClassVar[str]
     mixin: ClassVar[type[Swapped]]
-    owns_mechanism: ClassVar[bool] = False  # True: the plain layer has a mechanism of its own
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -94,6 +97,10 @@ class Host(ABC):
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, attribute: str) -> bool:
         """Whether the layer attends to another sequence."""
         return False
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """The sequence length where the model around the layer fixes it (``ancestors``: outermost first)."""
+        return None
 
     def groups(self, layer: Any) -> int:
         """Query heads that share one key head."""

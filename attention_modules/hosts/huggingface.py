@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
-from attention_modules.softmax import SoftmaxAttention
 
 INTERFACE = "attnswap"
 _UNDERSTOOD = (None, "eager", "sdpa")  # implementations whose masks are None, boolean or additive
@@ -88,20 +88,16 @@ def mechanism_attention_forward(
     causal = causal and query.shape[2] > 1
     if causal and key.shape[2] > query.shape[2]:  # a static cache that is still empty beyond the prompt
         key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
-    if key.shape[2] != query.shape[2] and not module.attends_elsewhere and not _continues(mechanism):
-        raise NotImplementedError(
-            f"{type(mechanism).__name__} cannot continue from a key-value cache ({query.shape[2]} queries, "
-            f"{key.shape[2]} keys): pass use_cache=False"
-        )
     if not mechanism.uses_query:
+        if key.shape[2] != query.shape[2]:
+            raise NotImplementedError(
+                f"{type(mechanism).__name__} has no query, so it cannot continue from a key-value cache "
+                f"({query.shape[2]} new tokens, {key.shape[2]} keys): pass use_cache=False"
+            )
         query = key
+    # A mechanism with a query that cannot take more keys than queries says so itself.
     out = mechanism(query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _continues(mechanism: nn.Module) -> bool:
-    """Whether each row depends on its own query and the visible keys and values alone, as a cache presumes."""
-    return type(mechanism) is SoftmaxAttention
 
 
 AttentionInterface.register(INTERFACE, mechanism_attention_forward)
@@ -115,7 +111,6 @@ class SwappedHuggingFace(Swapped):
     config: PretrainedConfig
     plain_config: PretrainedConfig
     num_groups: int
-    attends_elsewhere: bool
 
 
 class KeyValueConv1D(Conv1D):
@@ -171,6 +166,11 @@ class HuggingFaceHost(Host):
         causal = bool(getattr(layer, "is_causal", False))
         return AttentionSpec(dim, heads, head_dim, is_causal=causal, layer_index=layer_index)
 
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """A ViT has one length, its patches and the class token."""
+        size, patch = (getattr(layer.config, name, None) for name in ("image_size", "patch_size"))
+        return (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else None
+
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         if self._fused(layer):
             return query_parts(layer, "c_attn", layer.embed_dim, {"weight": 1, "bias": 0})
@@ -222,12 +222,11 @@ class HuggingFaceHost(Host):
             layer.config = copy.copy(layer.config)
             layer.config._attn_implementation_internal = INTERFACE
             layer.num_groups = self.groups(layer)
-            layer.attends_elsewhere = self.is_cross(layer, None, "")
 
     def remove(self, layer: Any) -> None:
         super().remove(layer)
         layer.config = layer.plain_config
-        del layer.plain_config, layer.num_groups, layer.attends_elsewhere
+        del layer.plain_config, layer.num_groups
 
     def _drop_query(self, layer: Any) -> None:
         super()._drop_query(layer)

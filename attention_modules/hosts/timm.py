@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from timm.layers.attention import Attention, AttentionRope
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward, plain_linear_refusal
@@ -96,6 +98,13 @@ class TimmAttentionHost(Host):
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         dim = layer.proj.in_features if layer.qkv is None else layer.qkv.in_features
         return AttentionSpec(dim, layer.num_heads, layer.head_dim, layer_index=layer_index)
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """Learned absolute positions fix the length, class and register tokens included."""
+        model: Any = next((outer for outer in reversed(ancestors) if isinstance(outer, VisionTransformer)), None)
+        if model is None or model.pos_embed is None or model.dynamic_img_size:
+            return None
+        return model.pos_embed.shape[1] + (model.num_prefix_tokens if model.no_embed_class else 0)
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         return query_parts(layer, "qkv", layer.attn_dim, {"weight": 0, "bias": 0})
