@@ -78,7 +78,7 @@ class BaseTask(LightningModule):
 
     def on_fit_start(self) -> None:
         """Go on with the random state of the checkpoint that is resumed, on as many devices as there are."""
-        if self._random_state is None:
+        if self._random_state is None or self.trainer.ckpt_path is None:  # loaded as a start for another fit
             return
         cpu, *devices = (state.cpu() for state in self._random_state)
         torch.set_rng_state(cpu)

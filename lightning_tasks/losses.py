@@ -72,7 +72,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 slope = slope.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = (slope @ head).to(hidden.dtype)
-                if grad_weight is not None:
+                if grad_weight is not None and dtype == sums:
+                    grad_weight.addmm_(slope.T, chunk)  # no second [V, D]
+                elif grad_weight is not None:
                     grad_weight += slope.T @ chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
