@@ -40,7 +40,7 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             carry_out(self, plan)
 
     # Lightning calls configure_model after __init__ and before it loads weights: the one moment to swap.
-    swapping = type(cls.__name__, (cls,), {"configure_model": configure_model, "__module__": cls.__module__})
+    swapping: Any = type(cls.__name__, (cls,), {"configure_model": configure_model, "__module__": cls.__module__})
     module = swapping.load_from_checkpoint(path, **kwargs)
     module.__class__ = cls
     return module

@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         pre_norm: LayerNorm before each part (True) or after each residual sum (False).
     """
 
-    def __init__(self, attention: nn.Module, dim: int, mlp_dim: int, dropout: float, pre_norm: bool) -> None:
+    def __init__(self, attention: SelfAttention, dim: int, mlp_dim: int, dropout: float, pre_norm: bool) -> None:
         super().__init__()
         self.pre_norm = pre_norm
         self.attn = attention
@@ -46,6 +46,14 @@ class TransformerLayer(nn.Module):
         self.attn_norm = nn.LayerNorm(dim)
         self.mlp_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the projections of attention; the rest keeps PyTorch's initial values, the mechanism its own."""
+        for projection in self.attn.qkv.weight.split(self.attn.num_heads * self.attn.head_dim):  # each of q, k, v
+            nn.init.xavier_uniform_(projection, gain=2**-0.5)
+        nn.init.xavier_uniform_(self.attn.proj.weight)
+        nn.init.zeros_(self.attn.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, N, dim]`` to ``[B, N, dim]``; token i depends on tokens 0 to i only."""
@@ -121,7 +129,7 @@ class TransformerLM(nn.Module):
         else:
             self.register_buffer("positions", sinusoidal_positions(num_tokens, dim), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
+        layers = [
             TransformerLayer(
                 SelfAttention(
                     dim,
@@ -138,26 +146,24 @@ class TransformerLM(nn.Module):
                 norm == "pre",
             )
             for index in range(num_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        self.reset_parameters()
+        self._reset_parameters(layers)
         if tied:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def _reset_parameters(self, layers: list[TransformerLayer]) -> None:
         """Draw initial values as the class docstring says; those of the mechanisms stay their own."""
-        dim = self.embedding.embedding_dim
-        for weight in (self.embedding.weight, self.head.weight):
-            nn.init.normal_(weight, std=dim**-0.5)
+        std = self.embedding.embedding_dim**-0.5
+        nn.init.normal_(self.embedding.weight, std=std)
+        nn.init.normal_(self.head.weight, std=std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=dim**-0.5)
-        for layer in self.layers:
-            for projection in layer.attn.qkv.weight.split(dim):  # each of q, k, v (or k, v): [dim, dim]
-                nn.init.xavier_uniform_(projection, gain=2**-0.5)
-            nn.init.xavier_uniform_(layer.attn.proj.weight)
-            nn.init.zeros_(layer.attn.proj.bias)
+            nn.init.normal_(self.positions, std=std)
+        for layer in layers:
+            layer.reset_parameters()
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the head sees: ``[B, N]`` token ids to ``[B, N, dim]``.
