@@ -91,7 +91,9 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
     if isinstance(value, Mapping):
         unknown = set(value) - {"class_path", "init_args"}
         if unknown or "class_path" not in value:
-            raise ValueError(f"{what} must have the keys 'class_path' and 'init_args' only, got {sorted(map(str, value))}")
+            raise ValueError(
+                f"{what} must have the keys 'class_path' and 'init_args' only, got {sorted(map(str, value))}"
+            )
         arguments = value.get("init_args") or {}
         spec = plain_spec(value["class_path"], *modules, what=what)
     elif isinstance(value, functools.partial):
