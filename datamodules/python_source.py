@@ -35,6 +35,7 @@ class PythonSourceDataModule(TextDataModule):
         NotADirectoryError: `folder` or `cache_dir` is no folder.
     """
 
+    text_name = "python-source"
     splitter = "code"
 
     def __init__(
@@ -52,10 +53,6 @@ class PythonSourceDataModule(TextDataModule):
         self.folder = Path(folder or sysconfig.get_path("stdlib")).expanduser().absolute()
         if not self.folder.is_dir():
             raise NotADirectoryError(f"{self.folder} is no folder of Python source: give one as folder=...")
-
-    @property
-    def text_name(self) -> str:
-        return "python-source"
 
     @property
     def where(self) -> str:

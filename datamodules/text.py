@@ -43,6 +43,8 @@ class TextDataModule(DataModule):
         NotADirectoryError: `cache_dir` is a file.
     """
 
+    text_name: str
+    """The name of the text, also of its folder in the cache."""
     splitter = "words"
 
     def __init__(
@@ -64,11 +66,6 @@ class TextDataModule(DataModule):
         self.cache_dir = cache_root(cache_dir)
         self._tokenizer: Tokenizer | None = None
         self._entry: CacheEntry | None = None
-
-    @property
-    @abstractmethod
-    def text_name(self) -> str:
-        """The name of the text, also of its folder in the cache."""
 
     @abstractmethod
     def source_identity(self) -> Mapping[str, Any]:
@@ -101,16 +98,15 @@ class TextDataModule(DataModule):
         self._cache_entry().prepare(self._write)
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens what `prepare_data` made; makes it where that was never called."""
-        entry = self._cache_entry()
-        if not entry.exists():
-            entry.prepare(self._write)
-        self._tokenizer = self._tokenizer_class.load(entry.folder)
-        self._entry = entry
+        """Opens what `prepare_data` made; without a trainer, which calls it, also calls it."""
+        if self.trainer is None or not self._cache_entry().exists():
+            self.prepare_data()
+        self._entry = self._cache_entry()
+        self._tokenizer = self._tokenizer_class.load(self._entry.folder)
 
     def train_dataloader(self) -> DataLoader:
         windows = TokenWindows(self.tokens("train"), self.num_tokens, END_OF_LINE_ID)
-        return self._loader(windows, EpochShuffle(len(windows)))
+        return self._loader(windows, EpochShuffle(windows))
 
     def val_dataloader(self) -> DataLoader:
         return self._in_order("validation")
@@ -127,6 +123,8 @@ class TextDataModule(DataModule):
             return f"{name}, not set up)"
         counts = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
         return f"{name}, vocabulary {self.vocab_size:,}, {counts} tokens)"
+
+    __str__ = __repr__
 
     def _cache_entry(self) -> CacheEntry:
         settings = {"tokenizer": self.tokenizer_name, "splitter": self.splitter, "vocab_size": self.max_vocab_size}
@@ -179,5 +177,5 @@ class TextDataModule(DataModule):
         return value
 
 
-def _as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _as_it_is(batch: Any) -> Any:
     return batch

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,10 +16,6 @@ from filelock import FileLock
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
-
-
-class CorruptCacheError(RuntimeError):
-    """A prepared folder that does not hold what its manifest says."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class CacheEntry:
         return cls(cache / name / hashlib.sha256(described.encode()).hexdigest()[:20])
 
     def prepare(self, write: Callable[[Path], None]) -> None:
-        """Makes the entry with `write(folder)` unless it is there and whole; a corrupt one is made again, with a warning.
+        """Makes the entry with `write(folder)` unless it is there and whole; a corrupt one is made again, and warns.
 
         `write` fills a temporary folder that takes the entry's name only when it is complete.
         """
@@ -50,13 +45,15 @@ class CacheEntry:
         with FileLock(self.folder.with_suffix(".lock")):
             if self._is_whole():  # another process was first
                 return
-            temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=self.folder.parent))
+            if self.folder.exists():
+                warnings.warn(f"{self.folder} is corrupt and is made again: {self._fault()}", stacklevel=2)
+            temporary = self.folder.with_name(f".{self.folder.name}.new")
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            temporary.mkdir()
             try:
                 write(temporary)
                 _write_manifest(temporary)
-                if self.folder.exists():
-                    warnings.warn(f"{self.folder} was corrupt and is made again: {self._fault()}", stacklevel=2)
-                    shutil.rmtree(self.folder)
+                shutil.rmtree(self.folder, ignore_errors=True)
                 os.replace(temporary, self.folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -88,7 +85,7 @@ class CacheEntry:
 
 
 def write_tokens(folder: Path, split: str, chunks: Iterable[np.ndarray], vocab_size: int) -> int:
-    """Writes `chunks` of ids one after another into `folder`, 16 bits an id where they suffice; returns their number."""
+    """Writes `chunks` of ids one after another into `folder`, 16 bits an id where that suffices; returns how many."""
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
     count = 0
     with open(folder / f"{split}.bin", "wb") as file:

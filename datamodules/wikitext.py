@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.hub import download_parquet
+from datamodules.parquet import count_rows, read_column
 from datamodules.paths import data_root
 from datamodules.text import SPLITS, TextDataModule
 
@@ -52,13 +53,9 @@ class WikiTextDataModule(TextDataModule):
         if name not in NAMES:
             raise ValueError(f"name is {name!r}: give one of {', '.join(map(repr, NAMES))}")
         super().__init__(num_tokens, batch_size, num_workers, vocab_size, tokenizer, cache_dir)
-        self.name = name
+        self.text_name = name
         self.folder = data_root(root) / "wikitext" / name
         self.download = download
-
-    @property
-    def text_name(self) -> str:
-        return self.name
 
     @property
     def where(self) -> str:
@@ -66,7 +63,7 @@ class WikiTextDataModule(TextDataModule):
 
     def prepare_data(self) -> None:
         if self.download and any(self._missing(split) for split in SPLITS):
-            download_parquet(REPOSITORY, self.name, self.folder, SPLITS)
+            download_parquet(REPOSITORY, self.text_name, self.folder, SPLITS)
         super().prepare_data()
 
     def source_identity(self) -> dict[str, Any]:
@@ -74,24 +71,18 @@ class WikiTextDataModule(TextDataModule):
         return {"files": {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}}
 
     def num_lines(self, split: str) -> int:
-        import pyarrow.parquet
-
-        return sum(pyarrow.parquet.read_metadata(path).num_rows for path in self._shards(split))
+        return sum(count_rows(path) for path in self._shards(split))
 
     def lines(self, split: str) -> Iterator[list[str]]:
-        import pyarrow.parquet
-
         for path in self._shards(split):
-            with pyarrow.parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(_LINES_A_BATCH, columns=["text"]):
-                    yield batch.column("text").to_pylist()
+            yield from read_column(path, "text", _LINES_A_BATCH)
 
     def _shards(self, split: str) -> list[Path]:
         if missing := self._missing(split):
+            address = f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{self.text_name}"
             raise FileNotFoundError(
-                f"{self.folder / missing} is missing. Put it there from "
-                f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{self.name}, name another folder as root=... "
-                "or in $ATTNSWAP_DATA, or set download=True"
+                f"{self.folder / missing} is missing. Put it there from {address}, "
+                "name another folder as root=... or in $ATTNSWAP_DATA, or set download=True"
             )
         return self._found(split)
 
@@ -101,7 +92,7 @@ class WikiTextDataModule(TextDataModule):
     def _missing(self, split: str) -> str | None:
         found = [path.name for path in self._found(split)]
         if not found:
-            shards = 2 if split == "train" and "-103-" in self.name else 1
+            shards = 2 if split == "train" and "-103-" in self.text_name else 1
             return f"{split}-00000-of-{shards:05d}.parquet"
         total = int(_SHARD.search(found[0]).group(2))  # type: ignore[union-attr]
         wanted = [f"{split}-{index:05d}-of-{total:05d}.parquet" for index in range(total)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, RandomSampler
 
 IGNORED = -100
 """The target of a position that does not count (the default of `torch.nn.functional.cross_entropy`)."""
@@ -16,8 +16,8 @@ class TokenWindows(Dataset):
     """Contiguous windows that do not overlap; every token of the stream is a target exactly once.
 
     Window i has the targets `ids[i T : (i + 1) T]`, and as inputs the tokens one place before these; `start` stands
-    before the first. The places after the end have the input `start` and the target -100, also in whole windows that
-    fill up to a multiple of `multiple_of` (so that every process of several gets equally many, none twice).
+    before the first. Places after the end have the target -100, also in whole windows that fill up to a multiple of
+    `multiple_of` (so that every process of several gets equally many, none twice).
 
     Args:
         ids: the stream, `[tokens]` of integers, a memory map or array.
@@ -50,16 +50,19 @@ class TokenWindows(Dataset):
         return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
 
 
-class EpochShuffle(Sampler[int]):
+class EpochShuffle(RandomSampler):
     """A new order every epoch that depends on the seed of `seed_everything` and the epoch alone.
 
     Nothing drawn elsewhere moves it, so models that initialise differently see the same order, and a resumed run the
     order of its epoch. It is the order of `torch.utils.data.DistributedSampler`, which Lightning puts in its place
-    for several processes: together these see the same windows in each step.
+    of a `RandomSampler` for several processes: together these see the same windows in each step.
+
+    Args:
+        windows: what is put in order.
     """
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, windows: TokenWindows) -> None:
+        super().__init__(windows)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.epoch = 0
 
@@ -67,9 +70,6 @@ class EpochShuffle(Sampler[int]):
         """Selects the order of `epoch`; Lightning calls this."""
         self.epoch = epoch
 
-    def __len__(self) -> int:
-        return self.length
-
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+        return iter(torch.randperm(len(self), generator=generator).tolist())

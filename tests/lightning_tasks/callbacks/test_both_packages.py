@@ -12,7 +12,7 @@ from attention_modules.mechanism import AttentionMechanism
 from lightning_tasks.callbacks import AttentionMonitor, Callback, LocAteR, SpectrumMonitor, SwapAttention
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
-WORDS = "the cat sat on a mat and saw that dog run far away".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far", "away"]
 
 
 @pytest.fixture(params=PACKAGES)

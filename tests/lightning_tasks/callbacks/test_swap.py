@@ -178,7 +178,7 @@ def test_resume_with_another_mechanism_warns(tmp_path):
 
 
 def test_two_callbacks_on_one_layer_are_an_error():
-    with pytest.raises(ValueError, match="layers.1.self_attn"):
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn"):
         fit(TinyLM(), [SwapAttention("softmax", layers=[1]), SwapAttention("symmetric", where="*")])
 
 
