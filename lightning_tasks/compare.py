@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from lightning_tasks.compare_cell import Cell, run_cell
+from lightning_tasks.compare_cell import Cell, end_with_parent, run_cell
 from lightning_tasks.compare_table import summarise, write_summary
 from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
 
@@ -106,7 +107,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     waiting = [cell for cell in cells if not cell.is_finished()]
     failures: list[tuple[Cell, str]] = []
     with (
-        ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),)) as pool,
         tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
     ):
         futures = {pool.submit(run_cell, cell): cell for cell in waiting}
