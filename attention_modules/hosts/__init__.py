@@ -1,0 +1,48 @@
+"""Whose attention layers can be swapped, and how they are found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from attention_modules.hosts.base import AttentionLayer, Host
+from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, select, survey
+from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.table import known_hosts
+
+__all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]
+
+
+def attention_layers(
+    model: nn.Module,
+    where: Selector | None = None,
+    layers: int | Sequence[int] | None = None,
+    exclude: Selector = (),
+) -> list[AttentionLayer]:
+    """The self-attention layers that a host understands, plain or swapped, in module order.
+
+    Args:
+        model: any module.
+        where: glob, list of globs, or callable ``(name, module) -> bool``; None = all.
+        layers: positions among the self-attention layers that match (negative: from the end); None = all.
+        exclude: as ``where``, taken out of the selection.
+
+    Raises:
+        AttentionSwapError: if nothing matches, a pattern matches nothing, or an index is out of range.
+    """
+    found = survey(model)
+    chosen, _ = select(found, where, layers, exclude)
+    return [describe(found, layer) for layer in chosen if not layer.cross]
+
+
+def describe(found: Survey, layer: Found) -> AttentionLayer:
+    """The layer with its spec; its index counts the model's self-attention layers."""
+    selves = [other.name for other in found.layers if not other.cross]
+    spec = layer.host.spec(layer.module, None if layer.cross else selves.index(layer.name))
+    if spec.num_tokens is None:
+        parts = layer.name.split(".")
+        ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
+        spec = dataclasses.replace(spec, num_tokens=layer.host.num_tokens(layer.module, ancestors))
+    return AttentionLayer(layer.name, layer.module, layer.host, spec)

@@ -1,0 +1,248 @@
+"""What a host is, and what every swapped layer has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
+from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec
+
+
+class Swapped(nn.Module):
+    """Mixed in before a host's class when a layer is swapped: the object stays, its class changes.
+
+    The Parameters, hooks, names and parents of the layer are untouched; to restore is to set the class back.
+    """
+
+    host: ClassVar[Host]
+    plain_class: ClassVar[type[nn.Module]]
+    mechanism: AttentionMechanism
+    dropped_query: tuple[QueryPart, ...]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Accept the plain layout beside the swapped one, strictly."""
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
+        self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:
+        """A checkpoint from before the swap has nothing for the mechanism: it keeps its values."""
+        if not any(key.startswith(prefix) for key in state):
+            self.mechanism.state_dict(destination=state, prefix=prefix)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain_class.__new__(self.plain_class)  # copied and pickled as its class does it
+        return _swapped_blank, (type(self).host, plain), self.__dict__.copy()
+
+
+_SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
+
+
+def swapped_class(host: Host, plain: type[nn.Module]) -> type[Swapped]:
+    """The one subclass of ``plain`` whose forward calls ``self.mechanism``."""
+    if (host, plain) not in _SWAPPED_CLASSES:
+        members = {"host": host, "plain_class": plain, "__module__": host.mixin.__module__}
+        _SWAPPED_CLASSES[host, plain] = type(f"Swapped{plain.__name__}", (host.mixin, plain), members)
+    return _SWAPPED_CLASSES[host, plain]
+
+
+def _swapped_blank(host: Host, plain: nn.Module) -> nn.Module:
+    """An empty swapped layer from an empty plain one, for copying and unpickling to fill."""
+    plain.__class__ = swapped_class(host, type(plain))
+    return plain
+
+
+class Host(ABC):
+    """Knows one family of attention layers: how to find, read, swap and restore them.
+
+    Hosts carry no state: two of the same class are equal.
+    """
+
+    name: ClassVar[str]
+    mixin: ClassVar[type[Swapped]]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    @abstractmethod
+    def understands(self, module: nn.Module) -> bool:
+        """Whether this plain module is one of this host's layers, with the host's own forward."""
+
+    @abstractmethod
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        """What a mechanism is told about the layer."""
+
+    @abstractmethod
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        """Where a plain layer holds its query rows."""
+
+    @abstractmethod
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        """The query's and the key's rows of the projection, as the layer is now."""
+
+    def near_miss(self, module: nn.Module) -> str | None:
+        """Why a module that looks like this host's is none, if so."""
+        return None
+
+    def is_cross(self, layer: nn.Module, parent: nn.Module | None, attribute: str) -> bool:
+        """Whether the layer attends to another sequence."""
+        return False
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """The sequence length where the model around the layer fixes it (``ancestors``: outermost first)."""
+        return None
+
+    def groups(self, layer: Any) -> int:
+        """Query heads that share one key head."""
+        return 1
+
+    def caveat(self, layer: Any) -> str | None:
+        """Why the spectrum of W_qᵀ W_k is not that of the logits, if so."""
+        return None
+
+    def refusal(self, layer: Any) -> str | None:
+        """Why no mechanism can be put into this layer, if so."""
+        return None
+
+    def query_refusal(self, layer: Any) -> str | None:
+        """Why the query of this plain layer cannot be dropped, if so."""
+        if self.groups(layer) > 1:
+            return (
+                f"{self.groups(layer)} query heads share each key head (grouped keys), so without a query all heads of "
+                "a group would be identical; use a mechanism with a query, or a model with as many key as query heads"
+            )
+        return None
+
+    def missing_query(self, layer: Any) -> str | None:
+        """Why no mechanism with a query can be put into this plain or swapped layer, if so."""
+        return None
+
+    def query_return_refusal(self, layer: Any) -> str | None:
+        """Why a swapped layer cannot take its kept query rows back, if so."""
+        for part in layer.dropped_query:
+            owner = layer.get_submodule(part.owner)
+            if wrapped_by_peft(owner):
+                return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
+            if owner._buffers.get(part.buffer) is None:
+                return f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap"
+        return None
+
+    def settle(self, model: nn.Module) -> None:
+        """Bring what surrounds the layers in line with which of them are swapped."""
+        return None
+
+    def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
+        """Put a mechanism into a plain or swapped layer."""
+        if not isinstance(layer, Swapped):
+            layer.__class__ = swapped_class(self, type(layer))
+            layer.dropped_query = ()
+        if mechanism.uses_query:
+            self._restore_query(layer)
+        elif not layer.dropped_query:
+            self._drop_query(layer)
+        layer.mechanism = mechanism
+
+    def remove(self, layer: Any) -> None:
+        """Make a swapped layer plain again."""
+        self._restore_query(layer)
+        del layer.dropped_query
+        self._take_mechanism(layer)
+        layer.__class__ = layer.plain_class
+
+    def _take_mechanism(self, layer: Any) -> None:
+        del layer.mechanism
+
+    def _drop_query(self, layer: Any) -> None:
+        parts = self.query_parts(layer)
+        drop_query(layer, parts)
+        layer.dropped_query = parts
+
+    def _restore_query(self, layer: Any) -> None:
+        restore_query(layer, layer.dropped_query)
+        layer.dropped_query = ()
+
+
+def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]) -> str | None:
+    """Why the query rows of these projections cannot be split off, if so."""
+    for path, wanted in owners.items():
+        owner = layer.get_submodule(path)
+        if wrapped_by_peft(owner):
+            return (
+                f"its projection {path!r} is wrapped by peft ({type(owner).__name__}): call merge_and_unload() first, "
+                "or swap before get_peft_model()"
+            )
+        if type(owner) is not wanted:
+            found = f"{type(owner).__module__}.{type(owner).__qualname__}"
+            return f"its projection {path!r} is a {found}, and only a plain {wanted.__name__} can be split"
+    return None
+
+
+def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
+    return getattr(type(module), "forward", None) is forward and "forward" not in module.__dict__
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """A self-attention layer that a host understands.
+
+    Args:
+        name: the layer's name in the model ("" where it is the model).
+        module: the layer.
+        host: the host that understands it.
+        spec: what a mechanism is told about it.
+    """
+
+    name: str
+    module: nn.Module
+    host: Host
+    spec: AttentionSpec
+
+    @property
+    def mechanism(self) -> AttentionMechanism | None:
+        """The layer's mechanism; None where the layer is plain."""
+        found = getattr(self.module, "mechanism", None)
+        return found if isinstance(found, AttentionMechanism) else None
+
+    @property
+    def spectrum_caveat(self) -> str | None:
+        """Why the spectrum of W_qᵀ W_k is not that of the logits (rope, q/k norm), if so."""
+        return self.host.caveat(self.module)
+
+    def _rows(self) -> tuple[Rows, Rows]:
+        return self.host.qk_rows(self.module)
+
+    def _shares_rows(self) -> bool:
+        mechanism = self.mechanism
+        return mechanism is not None and not mechanism.uses_query
+
+    def qk_weights(self) -> tuple[Tensor, Tensor]:
+        """W_q and W_k ``[H, d, dim]``: differentiable views of the current Parameters.
+
+        Without a query W_q is W_k; grouped keys are repeated, one for each query head.
+        """
+        query, key = self._rows()
+        w_k = key.weight().unflatten(0, (-1, self.spec.head_dim)).repeat_interleave(self._groups, 0)
+        if self._shares_rows():
+            return w_k, w_k
+        return query.weight().unflatten(0, (-1, self.spec.head_dim)), w_k
+
+    @property
+    def _groups(self) -> int:
+        return self.host.groups(self.module)
+
+    def qk_parameters(self) -> list[nn.Parameter]:
+        """The Parameters that :meth:`qk_weights` reads, each once."""
+        query, key = self._rows()
+        found = key.parameters() if self._shares_rows() else [*query.parameters(), *key.parameters()]
+        return list({id(parameter): parameter for parameter in found}.values())

@@ -1,0 +1,240 @@
+"""Finding a model's attention layers, and choosing among them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.table import known_hosts, loaded_hosts
+from attention_modules.mechanism import AttentionMechanism
+
+Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Found:
+    """An attention layer and the host that understands it; a shared layer has several names."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    host: Host
+    cross: bool
+
+    @property
+    def name(self) -> str:
+        """The first name, in module order."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An attention-like module that is not swapped, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class Survey:
+    """What a model holds: layers that hosts understand, attention-like modules that none does, all names."""
+
+    layers: list[Found] = field(default_factory=list)
+    others: list[Skipped] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def host_of(module: nn.Module) -> Host | None:
+    """The host that understands this plain or swapped layer, if one does."""
+    if isinstance(module, Swapped):
+        return module.host
+    return next((host for host in loaded_hosts() if host.understands(module)), None)
+
+
+def survey(model: nn.Module) -> Survey:
+    """Every attention layer of the model, in module order, each once under all its names."""
+    found = Survey(modules=dict(model.named_modules(remove_duplicate=False)))
+    by_id: dict[int, int] = {}
+    inside: list[str] = []  # prefixes of layers already understood: what they are made of is theirs
+    strangers: dict[str, nn.Module] = {}
+    for name, module in found.modules.items():
+        if any(name.startswith(prefix) for prefix in inside):
+            continue
+        host = host_of(module)
+        if host is None:
+            strangers[name] = module
+            continue
+        inside.append(f"{name}." if name else "")
+        if id(module) in by_id:
+            index = by_id[id(module)]
+            known = found.layers[index]
+            found.layers[index] = Found((*known.names, name), module, host, known.cross)
+            continue
+        parent_name, _, attribute = name.rpartition(".")
+        parent = found.modules[parent_name] if name else None
+        by_id[id(module)] = len(found.layers)
+        found.layers.append(Found((name,), module, host, host.is_cross(module, parent, attribute)))
+    found.others = _attention_like(strangers, [name for layer in found.layers for name in layer.names])
+    return found
+
+
+def _attention_like(strangers: dict[str, nn.Module], understood: list[str]) -> list[Skipped]:
+    """Modules that call themselves attention, are no shell around an understood layer, and that no host knows."""
+    skipped: list[Skipped] = []
+    for name, module in strangers.items():
+        kind = type(module).__name__
+        if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
+            continue
+        prefix = f"{name}." if name else ""
+        if any(other.startswith(prefix) for other in understood):
+            continue
+        if any(name.startswith(f"{outer.name}.") for outer in skipped):
+            continue
+        skipped.append(Skipped(name, kind, _why_not(module)))
+    return skipped
+
+
+def _why_not(module: nn.Module) -> str:
+    kind = type(module).__name__
+    near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
+    if near:
+        return near
+    if "Pool" in kind:
+        return "attention pooling: its queries are no tokens of the sequence"
+    if "Cross" in kind:
+        return "cross-attention of a kind that no host knows"
+    return f"no host knows {type(module).__module__}.{kind}"
+
+
+def _matches(names: Sequence[str], module: nn.Module, selector: Selector) -> bool:
+    if callable(selector):
+        return any(selector(name, module) for name in names)
+    patterns = [selector] if isinstance(selector, str) else selector
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _names_cross(layer: Found, where: Selector | None) -> bool:
+    """Whether a pattern spells the last component of the cross-attention's name, instead of sweeping it up."""
+    if where is None or callable(where):
+        return False
+    patterns = [where] if isinstance(where, str) else where
+    return any(
+        fnmatchcase(name, pattern) and not set(pattern.rpartition(".")[2]) & set("*?[")
+        for pattern in patterns
+        for name in layer.names
+    )
+
+
+def select(
+    found: Survey, where: Selector | None, layers: int | Sequence[int] | None, exclude: Selector
+) -> tuple[list[Found], list[Skipped]]:
+    """The chosen layers, and what is left out with the reason.
+
+    Raises:
+        AttentionSwapError: if nothing matches, a pattern matches nothing, or an index is out of range.
+    """
+    _check_patterns(found, "where", where)
+    _check_patterns(found, "exclude", exclude)
+    if not found.layers:
+        raise AttentionSwapError(_nothing_known(found))
+    matched = [layer for layer in found.layers if where is None or _matches(layer.names, layer.module, where)]
+    crosses = [layer for layer in matched if layer.cross and layers is None and _names_cross(layer, where)]
+    selves = [layer for layer in matched if not layer.cross]
+    if not selves and not crosses:
+        raise AttentionSwapError(
+            f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
+        )
+    if layers is not None:
+        selves = [selves[index] for index in _indices(layers, len(selves))]
+    wanted = {id(layer) for layer in (*selves, *crosses)}
+    if not callable(exclude) and not exclude:
+        excluded: set[int] = set()
+    else:
+        excluded = {id(layer) for layer in found.layers if _matches(layer.names, layer.module, exclude)}
+    chosen = [layer for layer in found.layers if id(layer) in wanted - excluded]
+    if not chosen:
+        raise AttentionSwapError(f"exclude={exclude!r} leaves none of the {len(wanted)} selected attention layers")
+    left = [_left_out(layer, id(layer) in excluded) for layer in found.layers if layer not in chosen]
+    return chosen, [*left, *found.others]
+
+
+def _left_out(layer: Found, excluded: bool) -> Skipped:
+    kind = getattr(layer.module, "plain_class", type(layer.module)).__name__
+    if excluded:
+        return Skipped(layer.name, kind, "excluded")
+    if layer.cross:
+        return Skipped(layer.name, kind, "cross-attention: swapped only where a pattern of `where` spells its name")
+    return Skipped(layer.name, kind, "not selected")
+
+
+def _indices(layers: int | Sequence[int], count: int) -> list[int]:
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    for index in wanted:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise AttentionSwapError(f"layers takes integers, got {index!r}")
+        if not -count <= index < count:
+            raise AttentionSwapError(
+                f"layers: {index} is out of range, {count} self-attention layers match (0 to {count - 1}, or -{count} "
+                "to -1 from the end)"
+            )
+    if not wanted:
+        raise AttentionSwapError("layers is empty: give indices, or None for all")
+    return sorted({index % count for index in wanted})
+
+
+def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> None:
+    """Each pattern must match an attention layer."""
+    if selector is None or callable(selector):
+        return
+    for pattern in [selector] if isinstance(selector, str) else selector:
+        if not isinstance(pattern, str):
+            raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {pattern!r}")
+        if not any(_matches(layer.names, layer.module, pattern) for layer in found.layers):
+            raise AttentionSwapError(f"{argument}={pattern!r} {_why_no_match(found, pattern)}")
+
+
+def _why_no_match(found: Survey, pattern: str) -> str:
+    """An attention layer that no host knows, a module that is no attention, or no module at all."""
+    names = _all_names(found)
+    here = f"attention layers here: {_listed(names)}"
+    stranger = next((other for other in found.others if fnmatchcase(other.name, pattern)), None)
+    if stranger is not None:
+        return (
+            f"names {stranger.name!r} ({stranger.kind}), an unsupported host: {stranger.reason}. "
+            f"Known hosts: {', '.join(known_hosts())}"
+        )
+    hit = next((name for name in found.modules if fnmatchcase(name, pattern)), None)
+    if hit is not None:
+        kind = type(found.modules[hit]).__name__
+        return (
+            f"names {hit!r} ({kind}), which is no attention layer of a known host ({', '.join(known_hosts())}); {here}"
+        )
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; {here}"
+
+
+def _nothing_known(found: Survey) -> str:
+    if not found.others:
+        return f"the model has no attention layer; known hosts: {', '.join(known_hosts())}"
+    reasons = "; ".join(f"{other.name or 'the model'} ({other.kind}): {other.reason}" for other in found.others[:5])
+    return f"no host knows the model's attention layers: {reasons}. Known hosts: {', '.join(known_hosts())}"
+
+
+def _all_names(found: Survey) -> list[str]:
+    return [name for layer in found.layers for name in layer.names]
+
+
+def _self_names(found: Survey) -> list[str]:
+    return [layer.name for layer in found.layers if not layer.cross]
+
+
+def _listed(names: Sequence[str], limit: int = 6) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit]) or "none"
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,134 @@
+"""Taking the query rows out of a projection, and putting them back.
+
+The rows live on as non-persistent buffers of the projection: outside ``parameters()`` and ``state_dict()``, but
+moved, cast, copied and pickled with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class QueryPart:
+    """A tensor whose first ``size`` entries along ``dim`` belong to the query.
+
+    Args:
+        owner: path of the module that holds the tensor, below the attention layer ("" = the layer itself).
+        tensor: the Parameter's name in its owner.
+        dim: axis of the output features.
+        size: query features, H * d.
+        full: output features in all, keys and values included.
+        trains: ``requires_grad`` of the Parameter when the rows were taken.
+    """
+
+    owner: str
+    tensor: str
+    dim: int
+    size: int
+    full: int
+    trains: bool = True
+
+    @property
+    def buffer(self) -> str:
+        """Name of the buffer that keeps the rows."""
+        return f"query_{self.tensor}"
+
+    def key(self, prefix: str) -> str:
+        """The tensor's key in a state dict."""
+        return prefix + (f"{self.owner}." if self.owner else "") + self.tensor
+
+
+class QuerylessLinear(nn.Linear):
+    """A query projection without weights: gives zeros of the right shape that cost no memory."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.new_zeros(()).expand(*input.shape[:-1], self.out_features)
+
+
+def query_parts(layer: nn.Module, owner: str, size: int, dims: dict[str, int]) -> tuple[QueryPart, ...]:
+    """The query's share in each of the owner's tensors ``dims`` (name -> axis) that exist."""
+    holder = layer.get_submodule(owner)
+    tensors = {name: holder._parameters.get(name) for name in dims}
+    return tuple(
+        QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    )
+
+
+def _parameter(data: Tensor, trains: bool, old: Tensor | None) -> nn.Parameter:
+    new = nn.Parameter(data, requires_grad=trains)
+    if old is not None:
+        new.__dict__.update(old.__dict__)  # marks such as `_no_weight_decay`
+    return new
+
+
+def _set_size(owner: Any, size: int) -> None:
+    """Keep the printed size of nn.Linear and Conv1D true."""
+    for attribute in ("out_features", "nf"):
+        if hasattr(owner, attribute):
+            setattr(owner, attribute, size)
+
+
+def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
+    """Shrink the projections to keys and values."""
+    for part in parts:
+        owner = layer.get_submodule(part.owner)
+        old = owner._parameters[part.tensor]
+        if old is None:
+            raise RuntimeError(f"{part.owner}.{part.tensor} has no values to take the query rows from")
+        rows, rest = old.detach().split([part.size, part.full - part.size], part.dim)
+        owner.register_buffer(part.buffer, rows.clone(), persistent=False)
+        if part.full > part.size:
+            owner._parameters[part.tensor] = _parameter(rest.clone(), old.requires_grad, old)
+            _set_size(owner, part.full - part.size)
+        else:
+            owner._parameters[part.tensor] = None
+            owner.__class__ = QuerylessLinear
+
+
+def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
+    """Put the kept query rows in front of the current keys and values."""
+    for part in parts:
+        owner = layer.get_submodule(part.owner)
+        rows = owner._buffers[part.buffer]
+        if rows is None:
+            raise RuntimeError(f"{part.owner}.{part.buffer} was emptied: the query rows are lost")
+        delattr(owner, part.buffer)
+        rest = owner._parameters[part.tensor]
+        if rest is None:
+            owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
+            owner.__class__ = nn.Linear
+        else:
+            full = torch.cat([rows.to(rest), rest.detach()], part.dim)
+            owner._parameters[part.tensor] = _parameter(full, rest.requires_grad, rest)
+            _set_size(owner, part.full)
+
+
+def accept_plain_layout(
+    layer: nn.Module, parts: Sequence[QueryPart], state: dict[str, Tensor], prefix: str, assign: bool
+) -> None:
+    """Where ``state`` holds the plain projection, move its query rows to the kept rows and leave the rest."""
+    for part in parts:
+        owner = layer.get_submodule(part.owner)
+        key, kept, given = part.key(prefix), owner._buffers[part.buffer], state.get(part.key(prefix))
+        if kept is None or given is None:
+            continue
+        plain_shape = (*kept.shape[: part.dim], part.full, *kept.shape[part.dim + 1 :])
+        if tuple(given.shape) != plain_shape:
+            continue
+        rows, rest = given.detach().split([part.size, part.full - part.size], part.dim)
+        if assign:
+            owner._buffers[part.buffer] = rows.clone()
+        else:
+            kept.copy_(rows)
+        if part.full > part.size:
+            state[key] = rest
+        else:
+            del state[key]

@@ -1,0 +1,74 @@
+"""What a swap did, and what it left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import overload
+
+from attention_modules.hosts.discovery import Skipped
+
+
+@dataclass(frozen=True)
+class SwapRow:
+    """One swapped layer.
+
+    Args:
+        name: its name in the model ("" where it is the model).
+        host: the host that understands it.
+        mechanism: class of its new mechanism.
+        dim: width of its input.
+        heads: number of query heads.
+        before: its parameters before the swap.
+        after: its parameters after it.
+    """
+
+    name: str
+    host: str
+    mechanism: str
+    dim: int
+    heads: int
+    before: int
+    after: int
+
+
+class SwapReport(Sequence[SwapRow]):
+    """The swapped layers in module order; ``skipped`` lists the attention-like modules that were not, and why."""
+
+    def __init__(self, rows: Sequence[SwapRow], skipped: Sequence[Skipped]) -> None:
+        self.rows = tuple(rows)
+        self.skipped = tuple(skipped)
+
+    @overload
+    def __getitem__(self, index: int) -> SwapRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SwapRow]: ...
+
+    def __getitem__(self, index: int | slice) -> SwapRow | Sequence[SwapRow]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"SwapReport({len(self.rows)} swapped, {len(self.skipped)} not)"
+
+    def __str__(self) -> str:
+        header = [field.name for field in fields(SwapRow)]
+        lines = _table([header, *([_cell(value) for value in astuple(row)] for row in self.rows)])
+        before, after = (sum(counts) for counts in zip(*((row.before, row.after) for row in self.rows), strict=True))
+        lines.append(f"{len(self.rows)} swapped, {before:,} parameters before, {after:,} after")
+        if self.skipped:
+            lines += ["", f"not swapped ({len(self.skipped)}):"]
+            lines += _table([[_cell(row.name), row.kind, row.reason] for row in self.skipped])
+        return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value) or "(the model)"
+
+
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

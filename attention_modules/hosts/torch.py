@@ -1,0 +1,169 @@
+"""``torch.nn.MultiheadAttention``, alone and inside ``nn.Transformer`` layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.hosts.base import Host, Swapped, is_own_forward
+from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.weights import Rows
+from attention_modules.mechanism import AttentionSpec
+
+_KEPT_FLAG = "use_nested_tensor_before_swap"
+
+
+def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
+    """One mask as mechanisms take it, from nn.MultiheadAttention's two (there True = hidden).
+
+    Args:
+        attn_mask: ``[N, M]`` or ``[B * H, N, M]``, boolean or additive.
+        padding: ``[B, M]``, boolean or additive.
+        num_heads: H.
+        dtype: of an additive result.
+
+    Returns:
+        Boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``; None where both are None.
+    """
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, num_heads)))
+    if padding is not None:
+        masks.append(padding[:, None, None, :])
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        return ~(masks[0] if len(masks) == 1 else masks[0] | masks[1])
+    additive = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype == torch.bool else mask
+        for mask in masks
+    ]
+    return additive[0] if len(additive) == 1 else additive[0] + additive[1]
+
+
+class SwappedMultiheadAttention(Swapped):
+    """nn.MultiheadAttention's forward, with the mechanism between the projections.
+
+    ``need_weights`` is accepted, and the second result is always None: a mechanism has no attention map to give.
+    """
+
+    # Read by the encoder layer before its fused path, which would never call this forward.
+    _qkv_same_embed_dim = property(lambda self: False)
+
+    def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[B, H, N, d]`` of batch-first inputs ``[B, N, C]``."""
+        names = ("k", "v") if self.dropped_query else ("q", "k", "v")
+        if self.in_proj_weight is None:
+            weights = [getattr(self, f"{name}_proj_weight") for name in names]
+        else:
+            weights = self.in_proj_weight.chunk(len(names))
+        biases = [None] * len(names) if self.in_proj_bias is None else self.in_proj_bias.chunk(len(names))
+        inputs = (key, value) if self.dropped_query else (query, key, value)
+        heads = [
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+        ]
+        return (heads[0], *heads) if self.dropped_query else tuple(heads)
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        if query.is_nested:
+            raise RuntimeError(
+                "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
+                "its use_nested_tensor to False"
+            )
+        if self.dropped_query and query is not key:
+            raise RuntimeError(
+                f"{type(self.mechanism).__name__} has no query, so this layer can only attend to its own input; it was "
+                "called with another key: restore it, or choose a mechanism with a query"
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask: give the mask too, as nn.MultiheadAttention asks")
+        batched = query.dim() == 3
+        q, k, v = self._project(*(self._batch_first(x, batched) for x in (query, key, value)))
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
+        hinted = is_causal and key_padding_mask is None  # the hint stands for the mask, as in the plain layer
+        mask = _merge_masks(None if hinted else attn_mask, key_padding_mask, self.num_heads, q.dtype)
+        dropout = self.dropout if self.training else 0.0
+        out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if not batched:
+            return out[0], None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _batch_first(self: Any, x: Tensor, batched: bool) -> Tensor:
+        """``[B, N, C]`` from whichever layout the layer was called with."""
+        if not batched:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+
+class MultiheadAttentionHost(Host):
+    """``torch.nn.MultiheadAttention``."""
+
+    name = "torch MultiheadAttention"
+    mixin = SwappedMultiheadAttention
+
+    def understands(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.MultiheadAttention) and is_own_forward(module, nn.MultiheadAttention.forward)
+
+    def near_miss(self, module: nn.Module) -> str | None:
+        if isinstance(module, nn.MultiheadAttention) and not self.understands(module):
+            return f"unsupported subclass: {type(module).__name__} is a {self.name} with a forward of its own"
+        return None
+
+    def is_cross(self, layer: Any, parent: nn.Module | None, attribute: str) -> bool:
+        if isinstance(parent, nn.TransformerDecoderLayer) and attribute == "multihead_attn":
+            return True
+        return (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim)
+
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        return AttentionSpec(layer.embed_dim, layer.num_heads, layer.head_dim, layer_index=layer_index)
+
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        return query_parts(layer, "", layer.embed_dim, {"in_proj_weight": 0, "in_proj_bias": 0})
+
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        width = layer.embed_dim
+        if layer.in_proj_weight is None:
+            return Rows(layer, 0, width, "q_proj_weight"), Rows(layer, 0, width, "k_proj_weight")
+        start = 0 if getattr(layer, "dropped_query", ()) else width
+        return Rows(layer, 0, width, "in_proj_weight"), Rows(layer, start, start + width, "in_proj_weight")
+
+    def refusal(self, layer: Any) -> str | None:
+        if layer.bias_k is not None or layer.add_zero_attn:
+            return "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
+        return None
+
+    def query_refusal(self, layer: Any) -> str | None:
+        if layer._parameters.get("in_proj_weight") is None:
+            return "its in_proj_weight is no plain Parameter (parametrised, or kdim/vdim differ), so it cannot be split"
+        return super().query_refusal(layer)
+
+    def settle(self, model: nn.Module) -> None:
+        """Nested tensors belong to the fused path: off in each encoder that holds a swapped layer."""
+        for encoder in model.modules():
+            if not isinstance(encoder, nn.TransformerEncoder):
+                continue
+            swapped = any(isinstance(module, SwappedMultiheadAttention) for module in encoder.modules())
+            if swapped and _KEPT_FLAG not in encoder.__dict__:
+                encoder.__dict__[_KEPT_FLAG] = encoder.use_nested_tensor
+                encoder.use_nested_tensor = False
+            elif not swapped and _KEPT_FLAG in encoder.__dict__:
+                encoder.use_nested_tensor = encoder.__dict__.pop(_KEPT_FLAG)
+
+
+HOSTS: tuple[Host, ...] = (MultiheadAttentionHost(),)

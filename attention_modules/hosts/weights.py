@@ -1,0 +1,69 @@
+"""Reading the weight of one head's projection, LoRA included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def wrapped_by_peft(module: nn.Module) -> bool:
+    """Whether peft has put itself around this projection."""
+    return type(module).__module__.startswith("peft.")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Output features ``start`` to ``stop`` of a projection's weight.
+
+    Args:
+        owner: the module that holds the weight.
+        start: first output feature.
+        stop: one past the last output feature.
+        tensor: name of the weight in its owner.
+        transposed: whether the weight is ``[in, out]``, as in Conv1D.
+    """
+
+    owner: nn.Module
+    start: int
+    stop: int
+    tensor: str = "weight"
+    transposed: bool = False
+
+    def weight(self) -> Tensor:
+        """``[stop - start, in]``, a differentiable view of the current values (LoRA: the effective weight)."""
+        owner: Any = self.owner
+        if wrapped_by_peft(owner):
+            full = owner.base_layer.weight
+            for adapter in _acting_adapters(owner):
+                full = full + owner.get_delta_weight(adapter)
+        else:
+            full = getattr(owner, self.tensor)
+        return (full.t() if self.transposed else full)[self.start : self.stop]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The Parameters that :meth:`weight` reads."""
+        owner: Any = self.owner
+        if not wrapped_by_peft(owner):
+            value = getattr(owner, self.tensor)
+            return [value] if isinstance(value, nn.Parameter) else []
+        factors = [
+            getattr(owner, side)[name].weight for name in _acting_adapters(owner) for side in ("lora_A", "lora_B")
+        ]
+        return [owner.base_layer.weight, *factors]
+
+
+def _acting_adapters(owner: Any) -> list[str]:
+    """The LoRA adapters whose update is not yet in the base weight."""
+    if not hasattr(owner, "lora_A"):
+        raise ValueError(
+            f"the weights of a projection in {type(owner).__name__} cannot be read: only LoRA is known; merge the "
+            "adapter first (merge_and_unload())"
+        )
+    if owner.disable_adapters or owner.merged:
+        return []
+    names = [name for name in owner.active_adapters if name in owner.lora_A]
+    if any(name in getattr(owner, "lora_variant", {}) for name in names):
+        raise ValueError("a LoRA variant (DoRA or alike) has no additive weight: merge it first (merge_and_unload())")
+    return names

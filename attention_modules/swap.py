@@ -1,0 +1,216 @@
+"""Putting a mechanism into somebody else's model, and taking it out: plan, validate, commit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention_modules.hosts import describe
+from attention_modules.hosts.base import AttentionLayer, Swapped
+from attention_modules.hosts.discovery import Found, Selector, Survey, select, survey
+from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.report import SwapReport, SwapRow
+from attention_modules.hosts.table import loaded_hosts
+from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
+
+__all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention"]
+
+# Wrappers that hold on to parameters or code of the layers: name of the class -> what to do first.
+_WRAPPERS = {
+    "DistributedDataParallel": "swap before wrapping the model in DistributedDataParallel",
+    "FullyShardedDataParallel": "swap before wrapping the model in FullyShardedDataParallel",
+    "FSDPModule": "swap before fully_shard()",
+    "OptimizedModule": "swap before torch.compile()",
+    "ScriptModule": "swap before torch.jit.script() or trace()",
+}
+
+
+def swap_attention(
+    model: nn.Module,
+    mechanism: Mechanism,
+    *,
+    where: Selector | None = None,
+    layers: int | Sequence[int] | None = None,
+    exclude: Selector = (),
+    **mechanism_options: object,
+) -> SwapReport:
+    """Replace what happens between the projections of a model's attention layers, in place.
+
+    Call it before the optimizer is built: where the mechanism uses no query, the projection becomes a new, smaller
+    Parameter. Where it does, every Parameter stays the same object. A layer that is swapped already gets the new
+    mechanism; :func:`restore_attention` returns to the original.
+
+    Args:
+        model: a model of any known host, or an attention layer itself.
+        mechanism: short name, class, or callable that takes an ``AttentionSpec``.
+        where: glob (``"blocks.*.attn"``), list of globs, or callable ``(name, module) -> bool``; None = every
+            self-attention. Cross-attention is swapped only where a pattern spells the last part of its name.
+        layers: positions among the self-attention layers that match, negative ones from the end; None = all.
+        exclude: as ``where``, taken out of the selection.
+        **mechanism_options: the mechanism's own arguments.
+
+    Returns:
+        What was swapped, and every attention-like module that was not, with the reason.
+
+    Raises:
+        AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, or the model is
+            wrapped (DDP, FSDP, torch.compile). The model is then unchanged.
+        ValueError, TypeError: from the mechanism, for an unknown name or bad options. The model is then unchanged.
+    """
+    _refuse_wrapped(model)
+    found = survey(model)
+    chosen, skipped = select(found, where, layers, exclude)
+    plan = _build(model, [describe(found, layer) for layer in chosen], mechanism, mechanism_options)
+    _validate(model, found, chosen, plan)
+    before = [_count(layer.module) for layer, _ in plan]
+    with _AllOrNothing(model):
+        for layer, built in plan:
+            layer.host.insert(layer.module, built)
+        _settle(model)
+    rows = [
+        SwapRow(
+            layer.name,
+            layer.host.name,
+            type(built).__name__,
+            layer.spec.dim,
+            layer.spec.num_heads,
+            count,
+            _count(layer.module),
+        )
+        for (layer, built), count in zip(plan, before, strict=True)
+    ]
+    return SwapReport(rows, skipped)
+
+
+def restore_attention(model: nn.Module) -> list[str]:
+    """Return every swapped layer to its original class and projection, with its current weights.
+
+    Where the query was dropped, the kept query rows come back beside the current keys and values.
+
+    Returns:
+        Names of the restored layers; empty where none was swapped.
+
+    Raises:
+        AttentionSwapError: if the model is wrapped, or a projection can no longer take its query rows back.
+    """
+    _refuse_wrapped(model)
+    swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]
+    for layer in swapped:
+        _raise_for(layer.name, layer.host.query_return_refusal(layer.module))
+    with _AllOrNothing(model):
+        for layer in swapped:
+            layer.host.remove(layer.module)
+        _settle(model)
+    return [layer.name for layer in swapped]
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise AttentionSwapError(
+                    f"{name or 'the model'} is a {kind.__name__}, which keeps the layers as they are: "
+                    f"{_WRAPPERS[kind.__name__]}"
+                )
+        if module._compiled_call_impl is not None:
+            raise AttentionSwapError(f"{name or 'the model'} is compiled: swap before calling its compile()")
+
+
+Plan = list[tuple[AttentionLayer, AttentionMechanism]]
+
+
+def _build(model: nn.Module, layers: list[AttentionLayer], mechanism: Mechanism, options: dict[str, object]) -> Plan:
+    """The mechanisms, each where and how its layer is, without moving the global random state."""
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+        return [(layer, _alike(build_mechanism(mechanism, layer.spec, **options), layer.module)) for layer in layers]
+
+
+def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
+    """The mechanism on the layer's device, in its dtype and train flag."""
+    tensor = next((tensor for tensor in layer.parameters() if tensor.is_floating_point()), None)
+    if tensor is not None:
+        built = built.to(tensor.device, tensor.dtype)
+    return built.train(layer.training)
+
+
+def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) -> None:
+    """Refuse, before anything changes, what any layer cannot take."""
+    owners = _owners(model)
+    for place, (layer, built) in zip(chosen, plan, strict=True):
+        host, module = layer.host, layer.module
+        swapped = isinstance(module, Swapped)
+        _raise_for(layer.name, host.refusal(module))
+        if built.uses_query:
+            _raise_for(layer.name, host.missing_query(module))
+            if swapped:
+                _raise_for(layer.name, host.query_return_refusal(module))
+        elif place.cross:
+            _raise_for(
+                layer.name,
+                f"cross-attention needs a query, which {type(built).__name__} does not use; leave it out of `where`, "
+                "or choose a mechanism with a query",
+            )
+        elif not (swapped and module.dropped_query):
+            _raise_for(layer.name, host.query_refusal(module))
+            _raise_for(layer.name, _tied(host.query_parts(module), module, owners))
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    """Which modules hold each Parameter, by id."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _tied(parts: Any, layer: nn.Module, owners: dict[int, set[int]]) -> str | None:
+    for part in parts:
+        tensor = layer.get_submodule(part.owner)._parameters[part.tensor]
+        if len(owners.get(id(tensor), ())) > 1:
+            return f"its {part.key('')} is tied to another module, which would keep the query rows; untie it first"
+    return None
+
+
+def _raise_for(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise AttentionSwapError(f"cannot swap {name or 'the model'!r}: {reason}")
+
+
+def _settle(model: nn.Module) -> None:
+    for host in loaded_hosts():
+        host.settle(model)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass
+class _AllOrNothing:
+    """Put every module back as it was, should anything fail inside."""
+
+    model: nn.Module
+
+    def __enter__(self) -> None:
+        self.before = [
+            (module, type(module), {key: _shallow(value) for key, value in module.__dict__.items()})
+            for module in self.model.modules()
+        ]
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            for module, cls, state in self.before:
+                module.__class__ = cls
+                module.__dict__.clear()
+                module.__dict__.update(state)
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, set)) else value
