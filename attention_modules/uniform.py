@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
 
@@ -27,6 +27,7 @@ class UniformAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask > torch.finfo(attn_mask.dtype).min / 2
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+        if attn_mask is not None:
+            attn_mask = visible(attn_mask)
         return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)

@@ -8,15 +8,15 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_tasks.hparams import import_path, plain_data
-from lightning_tasks.optimization import build, build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
+from lightning_tasks.hparams import build, plain_data
+from lightning_tasks.optimization import build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
 Buildable = str | dict[str, Any] | Callable[..., Any]
 
 
 class BaseTask(LightningModule):
-    """A LightningModule whose ``self.model`` is built in ``configure_model``, and whose hyper-parameters are plain data.
+    """A LightningModule that builds ``self.model`` in ``configure_model`` and keeps its hyper-parameters as plain data.
 
     Subclasses implement :meth:`build_model` and the steps, and hand their own arguments on as ``hparams``.
 
@@ -25,7 +25,7 @@ class BaseTask(LightningModule):
         scheduler: likewise, or None for a constant learning rate; it is called with ``optimizer=``.
         scheduler_interval: "step" or "epoch".
         scheduler_monitor: metric that ``ReduceLROnPlateau`` watches.
-        param_groups: rules ``{"match": GLOB, option: value}``, see :func:`~lightning_tasks.optimization.parameter_groups`.
+        param_groups: rules ``{"match": GLOB, option: value}``, as ``optimization.parameter_groups`` reads them.
         hparams: further hyper-parameters, stored as plain data.
 
     Raises:
@@ -54,8 +54,7 @@ class BaseTask(LightningModule):
             "scheduler_monitor": scheduler_monitor,
             "param_groups": param_groups,
         }
-        plain = {name: plain_data(value, name) for name, value in stored.items()}
-        self.save_hyperparameters({"_class_path": import_path(type(self)), **plain})
+        self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
         self.model: Any = None
 
     def build_model(self) -> nn.Module:
@@ -67,7 +66,7 @@ class BaseTask(LightningModule):
         if self.model is None:
             self.model = self.build_model()
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""
         groups = parameter_groups(self.named_parameters(), self.hparams["param_groups"] or ())
         optimizer = build(self.hparams["optimizer"], groups)

@@ -12,22 +12,24 @@ Spec = dict[str, Any]
 
 
 def import_path(target: Any) -> str:
-    """The dotted path under which a class or function can be imported again.
+    """The shortest dotted path under which a class or function can be imported again, e.g. ``torch.optim.AdamW``.
 
     Raises:
         TypeError: if there is none (a lambda, a local class or function); the text names the cure.
     """
-    path = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None)}"
-    try:
-        found = import_object(path)
-    except ValueError:
-        found = None
-    if found is not target:
-        raise TypeError(
-            f"{target!r} cannot be stored in a checkpoint: it is not importable as {path!r}. Define it at the top "
-            "level of a module, or give {'class_path': ..., 'init_args': {...}} or a functools.partial of a class"
-        )
-    return path
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
+    packages = module.split(".")
+    for size in range(1, len(packages) + 1):
+        path = ".".join([*packages[:size], name])
+        try:
+            if import_object(path) is target:
+                return path
+        except ValueError:
+            continue
+    raise TypeError(
+        f"{target!r} cannot be stored in a checkpoint, as it cannot be imported again. Define it at the top level of a "
+        "module, or give {'class_path': ..., 'init_args': {...}} or a functools.partial of a class"
+    )
 
 
 def import_object(path: str, *modules: ModuleType) -> Any:
@@ -79,20 +81,21 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
     """``{"class_path": ..., "init_args": {...}}`` from a name, a class, a function, a partial of one, or such a dict.
 
     Args:
-        value: what is to be built later. A bare name is looked for in ``modules``.
+        value: what is to be built later. A bare name is looked for in ``modules``. Further keys of a dict join its
+            "init_args": the command line's ``--optimizer.init_args.lr 0.1`` arrives as the key "lr".
         what: how error messages call it, e.g. "optimizer".
 
     Raises:
         TypeError: if it is none of these, or not importable.
-        ValueError: if the path names nothing, or the dict has other keys.
+        ValueError: if the path names nothing, or the dict has no "class_path".
     """
     if isinstance(value, str):
         return {"class_path": import_path(import_object(value, *modules)), "init_args": {}}
     if isinstance(value, Mapping):
-        unknown = set(value) - {"class_path", "init_args"}
-        if unknown or "class_path" not in value:
-            raise ValueError(f"{what} must have the keys 'class_path' and 'init_args' only, got {sorted(map(str, value))}")
-        arguments = value.get("init_args") or {}
+        if "class_path" not in value:
+            raise ValueError(f"{what} needs the key 'class_path', got {sorted(map(str, value))}")
+        short = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args")}
+        arguments = {**(value.get("init_args") or {}), **short}
         spec = plain_spec(value["class_path"], *modules, what=what)
     elif isinstance(value, functools.partial):
         if value.args:
@@ -103,7 +106,8 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
         return {"class_path": import_path(value), "init_args": {}}
     else:
         raise TypeError(
-            f"{what} must be a class, a dotted path, a functools.partial or {{'class_path', 'init_args'}}, got {value!r}"
+            f"{what} must be a class, a dotted path, a functools.partial or {{'class_path': ..., 'init_args': ...}}, "
+            f"got {value!r}"
         )
     return {**spec, "init_args": {**spec["init_args"], **plain_data(arguments, f"{what}.init_args")}}
 

@@ -161,7 +161,9 @@ def _flatten(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"hidden {list(hidden.shape)} needs targets {list(hidden.shape[:-1])}, got {list(targets.shape)}")
+        raise ValueError(
+            f"hidden {list(hidden.shape)} needs targets {list(hidden.shape[:-1])}, got {list(targets.shape)}"
+        )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight must be [V, {hidden.shape[-1]}] as hidden has that width, got {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -84,11 +84,10 @@ class SelfAttentionHost(Host):
             layer.__dict__["kept_mechanism"] = (layer.mechanism,)
         super().insert(layer, mechanism)
 
-    def remove(self, layer: Any) -> None:
+    def _take_mechanism(self, layer: Any) -> None:
         (own,) = layer.__dict__.pop("kept_mechanism")
-        super().remove(layer)
         weight = layer.proj.weight
-        layer.mechanism = own.to(weight.device, weight.dtype).train(layer.training)
+        layer.mechanism = own.to(weight.device, weight.dtype).train(layer.training)  # keeps its place among the modules
 
 
 HOSTS: tuple[Host, ...] = (SelfAttentionHost(),)

@@ -155,8 +155,12 @@ class Host(ABC):
     def remove(self, layer: Any) -> None:
         """Make a swapped layer plain again."""
         self._restore_query(layer)
-        del layer.mechanism, layer.dropped_query
+        del layer.dropped_query
+        self._take_mechanism(layer)
         layer.__class__ = layer.plain_class
+
+    def _take_mechanism(self, layer: Any) -> None:
+        del layer.mechanism
 
     def _drop_query(self, layer: Any) -> None:
         parts = self.query_parts(layer)

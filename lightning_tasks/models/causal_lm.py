@@ -13,11 +13,12 @@ from torch.nn import functional
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import Mechanism
-from lightning_tasks.hparams import build, import_object, plain_data, plain_spec
+from attention_modules.swap import swap_attention
+from lightning_tasks.hparams import Spec, build, import_object, plain_data, plain_spec
 from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 
 
-def model_spec(value: Any) -> Any:
+def model_spec(value: Any) -> str | Spec:
     """Plain data of a model.
 
     A class (or its name) becomes ``{class_path, init_args}``, a Hugging Face config its dict with ``model_type``; the
@@ -47,7 +48,7 @@ def model_spec(value: Any) -> Any:
 
 
 def build_causal_lm(
-    spec: Any, vocab_size: int, attention: Mechanism, options: Mapping[str, Any], layers: list[int] | None
+    spec: str | Spec, vocab_size: int, attention: Mechanism, options: Mapping[str, Any], layers: list[int] | None
 ) -> nn.Module:
     """A model from what :func:`model_spec` returned, with a mechanism in its attention layers.
 
@@ -56,7 +57,7 @@ def build_causal_lm(
     Raises:
         ValueError: if a pretrained model has fewer token ids than ``vocab_size``.
     """
-    if isinstance(spec, Mapping) and "class_path" in spec:
+    if isinstance(spec, dict) and "class_path" in spec:
         accepted = inspect.signature(import_object(spec["class_path"])).parameters
         extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
         if "attention" in accepted:
@@ -66,22 +67,21 @@ def build_causal_lm(
     else:
         model = _hugging_face(spec, vocab_size)
     if attention != "softmax":
-        from attention_modules import swap_attention
-
         swap_attention(model, attention, layers=layers, **options)
     return model
 
 
-def _hugging_face(spec: str | Mapping[str, Any], vocab_size: int) -> nn.Module:
+def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if isinstance(spec, Mapping):
+    if isinstance(spec, dict):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
     model = AutoModelForCausalLM.from_pretrained(spec)
-    known = model.get_input_embeddings().num_embeddings
+    known = model.get_input_embeddings().weight.size(0)
     if known < vocab_size:
         raise ValueError(
-            f"{spec} knows {known} token ids and the data has {vocab_size}; tokenise the data with the model's tokenizer"
+            f"{spec} knows {known} token ids and the data has {vocab_size}; "
+            "tokenise the data with the model's own tokenizer"
         )
     return model
 

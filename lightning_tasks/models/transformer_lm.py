@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         pre_norm: LayerNorm before each part (True) or after each residual sum (False).
     """
 
-    def __init__(self, attention: nn.Module, dim: int, mlp_dim: int, dropout: float, pre_norm: bool) -> None:
+    def __init__(self, attention: SelfAttention, dim: int, mlp_dim: int, dropout: float, pre_norm: bool) -> None:
         super().__init__()
         self.pre_norm = pre_norm
         self.attn = attention
@@ -46,6 +46,14 @@ class TransformerLayer(nn.Module):
         self.attn_norm = nn.LayerNorm(dim)
         self.mlp_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the projections of attention; the rest keeps PyTorch's initial values, the mechanism its own."""
+        for projection in self.attn.qkv.weight.split(self.attn.num_heads * self.attn.head_dim):  # each of q, k, v
+            nn.init.xavier_uniform_(projection, gain=2**-0.5)
+        nn.init.xavier_uniform_(self.attn.proj.weight)
+        nn.init.zeros_(self.attn.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, N, dim]`` to ``[B, N, dim]``; token i depends on tokens 0 to i only."""
@@ -148,16 +156,13 @@ class TransformerLM(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw initial values as the class docstring says; those of the mechanisms stay their own."""
-        dim = self.embedding.embedding_dim
-        for weight in (self.embedding.weight, self.head.weight):
-            nn.init.normal_(weight, std=dim**-0.5)
+        std = self.embedding.embedding_dim**-0.5
+        nn.init.normal_(self.embedding.weight, std=std)
+        nn.init.normal_(self.head.weight, std=std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=dim**-0.5)
+            nn.init.normal_(self.positions, std=std)
         for layer in self.layers:
-            for projection in layer.attn.qkv.weight.split(dim):  # each of q, k, v (or k, v): [dim, dim]
-                nn.init.xavier_uniform_(projection, gain=2**-0.5)
-            nn.init.xavier_uniform_(layer.attn.proj.weight)
-            nn.init.zeros_(layer.attn.proj.bias)
+            layer.reset_parameters()
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the head sees: ``[B, N]`` token ids to ``[B, N, dim]``.

@@ -1,0 +1,263 @@
+"""Tiny models of every host and the mechanisms put into them: what the table test runs, and what the docs list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+DIM, HEADS, TOKENS, BATCH = 16, 4, 6, 2
+
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "symmetric": ("symmetric", {}),
+    "rpc": ("rpc", {"iterations": 2}),
+    "scaled": ("scaled", {"variant": "scalar"}),
+}
+WITHOUT_QUERY = ("symmetric", "rpc")
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """A model, how to run it on one batch, and which swaps it refuses.
+
+    Args:
+        title: row of the table in the docs.
+        build: makes the plain model.
+        run: calls it with a padding mask (True = padding) or None, and gives the output ``[B, N, *]``.
+        refuses: mechanism -> a piece of the error's text.
+        padding: whether it takes padding.
+        layers: how many layers are swapped.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    run: Callable[[nn.Module, Tensor | None], Tensor]
+    refuses: dict[str, str] = field(default_factory=dict)
+    padding: bool = True
+    layers: int = 1
+
+
+def features(seed: int = 0) -> Tensor:
+    """``[B, N, C]``."""
+    return torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def token_ids(seed: int = 0) -> Tensor:
+    """``[B, N]``."""
+    return torch.randint(5, 40, (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask() -> Tensor:
+    """``[B, N]``, True where a token is padding: the last two of the second sample."""
+    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    mask[1, -2:] = True
+    return mask
+
+
+def _timm_layer(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layers = pytest.importorskip("timm.layers.attention")
+        return getattr(layers, name)(DIM, num_heads=HEADS, qkv_bias=True, **options)
+
+    return build
+
+
+def _run_masked(model: nn.Module, padding: Tensor | None) -> Tensor:
+    mask = None if padding is None else ~padding[:, None, None, :]
+    return model(features(), attn_mask=mask)
+
+
+def _run_rope(model: nn.Module, padding: Tensor | None) -> Tensor:
+    mask = None if padding is None else ~padding[:, None, None, :]
+    angles = torch.randn(TOKENS - 1, 2 * DIM // HEADS, generator=torch.Generator().manual_seed(1))
+    return model(features(), rope=angles, attn_mask=mask)
+
+
+def _vision_transformer() -> nn.Module:
+    module = pytest.importorskip("timm.models.vision_transformer")
+    return module.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=DIM, depth=1, num_heads=HEADS, num_classes=3, mlp_ratio=1
+    )
+
+
+def _run_image(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return model(torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def _run_image_features(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return _run_image(model, padding).last_hidden_state
+
+
+def _self_attention() -> nn.Module:
+    from attention_modules.layers import SelfAttention
+
+    return SelfAttention(DIM, HEADS, qkv_bias=True)
+
+
+def _encoder(**options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, batch_first=True, **options)
+        return nn.TransformerEncoder(layer, 2)
+
+    return build
+
+
+def _run_encoder(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return model(features(), src_key_padding_mask=padding)
+
+
+def _run_mha(model: nn.Module, padding: Tensor | None) -> Tensor:
+    x = features()
+    return model(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+def _run_decoder(model: nn.Module, padding: Tensor | None) -> Tensor:
+    causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    if padding is not None:
+        padding = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
+    return model(
+        features(),
+        features(1),
+        tgt_mask=causal,
+        tgt_is_causal=padding is None,
+        tgt_key_padding_mask=padding,
+        memory_key_padding_mask=padding,
+    )
+
+
+def _run_transformer(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return model(
+        features(),
+        features(1),
+        src_key_padding_mask=padding,
+        tgt_key_padding_mask=padding,
+        memory_key_padding_mask=padding,
+    )
+
+
+_BASE = {"vocab_size": 50, "hidden_size": DIM, "num_hidden_layers": 1, "intermediate_size": 2 * DIM}
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def hugging_face(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    """A builder of a random model of ``transformers``."""
+
+    def build() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+    return build
+
+
+def gpt2(**options: Any) -> Callable[[], nn.Module]:
+    """A random GPT-2 of one layer."""
+    sizes = {"vocab_size": 50, "n_embd": DIM, "n_layer": 1, "n_head": HEADS, "n_positions": 32, **_SPECIAL}
+    return hugging_face("GPT2Model", "GPT2Config", **{**sizes, **options})
+
+
+def decoder(family: str, groups: int = 1, **options: Any) -> Callable[[], nn.Module]:
+    """A random model of the Llama kind, of one layer."""
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // groups, "head_dim": DIM // HEADS}
+    sizes = {**_BASE, **_SPECIAL, **heads, "max_position_embeddings": 32, **options}
+    return hugging_face(f"{family}Model", f"{family}Config", **sizes)
+
+
+def _bert(family: str, **options: Any) -> Callable[[], nn.Module]:
+    sizes = {**_BASE, "num_attention_heads": HEADS, "max_position_embeddings": 32, **options}
+    return hugging_face(f"{family}Model", f"{family}Config", **sizes)
+
+
+def run_tokens(model: nn.Module, padding: Tensor | None) -> Tensor:
+    """The last hidden state of a Hugging Face model of token ids."""
+    mask = None if padding is None else (~padding).long()
+    return model(token_ids(), attention_mask=mask, use_cache=False)[0]
+
+
+def _refuses(text: str) -> dict[str, str]:
+    return dict.fromkeys(WITHOUT_QUERY, text)
+
+
+HOSTS: dict[str, HostCase] = {
+    "own": HostCase("attnswap `SelfAttention`", _self_attention, _run_masked),
+    "timm-attention": HostCase("timm `Attention`", _timm_layer("Attention"), _run_masked),
+    "timm-attention-norm": HostCase(
+        "timm `Attention` with q/k norm",
+        _timm_layer("Attention", qk_norm=True, scale_norm=True, gated=True, norm_layer=nn.LayerNorm),
+        _run_masked,
+        _refuses("q_norm"),
+    ),
+    "timm-vit": HostCase("timm `VisionTransformer`", _vision_transformer, _run_image, padding=False),
+    "timm-rope": HostCase(
+        "timm `AttentionRope`", _timm_layer("AttentionRope", scale_norm=True, norm_layer=nn.LayerNorm), _run_rope
+    ),
+    "timm-rope-unfused": HostCase(
+        "timm `AttentionRope`, `qkv_fused=False`", _timm_layer("AttentionRope", qkv_fused=False), _run_rope
+    ),
+    "timm-rope-grouped": HostCase(
+        "timm `AttentionRope`, grouped keys",
+        _timm_layer("AttentionRope", qkv_fused=False, num_kv_heads=2, rotate_half=True),
+        _run_rope,
+        _refuses("grouped keys"),
+    ),
+    "mha": HostCase(
+        "`nn.MultiheadAttention`", lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True), _run_mha
+    ),
+    "encoder": HostCase("`nn.TransformerEncoder`", _encoder(), _run_encoder, layers=2),
+    "decoder": HostCase(
+        "`nn.TransformerDecoder` (self-attention)",
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, HEADS, 2 * DIM, batch_first=True), 1),
+        _run_decoder,
+    ),
+    "transformer": HostCase(
+        "`nn.Transformer` (self-attention)",
+        lambda: nn.Transformer(DIM, HEADS, 1, 1, 2 * DIM, batch_first=True),
+        _run_transformer,
+        layers=2,
+    ),
+    "gpt2": HostCase("Hugging Face GPT-2", gpt2(), run_tokens),
+    "bert": HostCase("Hugging Face BERT", _bert("Bert"), run_tokens),
+    "roberta": HostCase("Hugging Face RoBERTa", _bert("Roberta", max_position_embeddings=40), run_tokens),
+    "llama": HostCase("Hugging Face Llama", decoder("Llama"), run_tokens),
+    "llama-grouped": HostCase(
+        "Hugging Face Llama, grouped keys", decoder("Llama", groups=2), run_tokens, _refuses("grouped keys")
+    ),
+    "mistral": HostCase("Hugging Face Mistral", decoder("Mistral", sliding_window=3), run_tokens),
+    "qwen2": HostCase("Hugging Face Qwen2", decoder("Qwen2"), run_tokens),
+    "qwen3": HostCase("Hugging Face Qwen3 (q/k norm)", decoder("Qwen3"), run_tokens, _refuses("q_norm")),
+    "hf-vit": HostCase(
+        "Hugging Face ViT",
+        hugging_face(
+            "ViTModel",
+            "ViTConfig",
+            hidden_size=DIM,
+            num_hidden_layers=1,
+            num_attention_heads=HEADS,
+            intermediate_size=2 * DIM,
+            image_size=8,
+            patch_size=4,
+        ),
+        _run_image_features,
+        padding=False,
+    ),
+}
+
+
+def built(host: str, seed: int = 0) -> nn.Module:
+    """The plain model of a case, in eval mode, without dropout, the same at every call."""
+    torch.manual_seed(seed)
+    model = HOSTS[host].build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    for parameter in model.parameters():  # biases and zero-initialised tensors must count too
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
