@@ -76,7 +76,7 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
 
     if isinstance(spec, dict):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
-    model = AutoModelForCausalLM.from_pretrained(spec)
+    model: Any = AutoModelForCausalLM.from_pretrained(spec)
     known = model.get_input_embeddings().weight.size(0)
     if known < vocab_size:
         raise ValueError(
