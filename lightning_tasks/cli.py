@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.loggers import RUNS, claim_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
-from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
+from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.recipes import RecipeError, find_recipe, is_comparison, recipe_name
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
@@ -45,11 +45,14 @@ def _expand(option: str, value: str) -> str:
     if value.lstrip().startswith("{"):  # JSON typed on the command line
         return value
     try:
-        return str(find_recipe(value))
+        path = find_recipe(value)
     except RecipeError as error:
         if option in _ALWAYS_FILES:
             raise RecipeError(f"{option} {error}") from error
         return value  # --model and --data also take a class
+    if is_comparison(path):
+        raise RecipeError(f"{option} {value}: this is a comparison of several runs; start it with `attnswap compare`")
+    return str(path)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -98,8 +101,7 @@ class AttnswapCLI(LightningCLI):
             return
         files = [str(path) for path in section.get("config") or []]
         recipe = recipe_name(Path(files[-1])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
-        folder = claim_run_folder(recipe, Path(trainer.default_root_dir or RUNS))
-        trainer.logger = with_csv_logger(trainer.logger, folder)
+        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, Path(trainer.default_root_dir or RUNS))
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
         rank_zero_info(f"attnswap: this run's files are in {folder}")
