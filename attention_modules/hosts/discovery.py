@@ -88,23 +88,23 @@ def _attention_like(strangers: dict[str, nn.Module], understood: list[str]) -> l
     """Modules that call themselves attention, are no shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
     for name, module in strangers.items():
-        kind = type(module).__name__
-        if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
-            continue
+        reason = _why_not(module)
         prefix = f"{name}." if name else ""
-        if any(other.startswith(prefix) for other in understood):
+        if reason is None or any(other.startswith(prefix) for other in understood):
             continue
-        if any(name.startswith(f"{outer.name}.") for outer in skipped):
-            continue
-        skipped.append(Skipped(name, kind, _why_not(module)))
+        if not any(name.startswith(f"{outer.name}.") for outer in skipped):
+            skipped.append(Skipped(name, type(module).__name__, reason))
     return skipped
 
 
-def _why_not(module: nn.Module) -> str:
+def _why_not(module: nn.Module) -> str | None:
+    """Why this module cannot be swapped; None where it is no attention."""
     kind = type(module).__name__
     near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
     if near:
         return near
+    if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
+        return None
     if "Pool" in kind:
         return "attention pooling: its queries are no tokens of the sequence"
     if "Cross" in kind:
