@@ -80,7 +80,7 @@ def two_processes():
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=180) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
