@@ -157,6 +157,7 @@ class AttentionMonitor(Callback):
             )
 
     def _open(self, pl_module: pl.LightningModule) -> None:
+        self._close()  # of a batch that was skipped before its end
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         self._observed = [[] for _ in layers]
         self._samples = 0

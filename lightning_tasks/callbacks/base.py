@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 try:
@@ -43,7 +44,9 @@ def log_now(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None
     """
     for name, value in values.items():
         pl_module.log(name, value, on_step=True, on_epoch=False, logger=False)
-    scalars = {name: float(value) for name, value in values.items()}
+    if not values:
+        return
+    scalars = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))  # one transfer
     for logger in pl_module.trainer.loggers:
         logger.log_metrics(scalars, step=current_step(pl_module.trainer))
 
