@@ -155,7 +155,12 @@ def test_a_checkpoint_alone_brings_its_model(demo):
     main(
         ["validate", "--model", DEMO, "--ckpt_path", path, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     )
-    assert saved_config("DemoModule")["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "stored", "init_bias": False}
+    assert saved_config("DemoModule")["model"]["init_args"] == {
+        "width": 32,
+        "rate": 0.05,
+        "note": "stored",
+        "init_bias": False,
+    }
 
 
 def test_fill_goes_level_by_level_and_stops_at_another_class():

@@ -68,7 +68,9 @@ def test_a_comparison_stands_for_its_variants(comparison, demo):
     assert fast.overrides == ("--model.rate=0.5",)
 
 
-@pytest.mark.parametrize("content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"])
+@pytest.mark.parametrize(
+    "content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"]
+)
 def test_a_comparison_of_another_shape(tmp_path, content):
     path = tmp_path / "wrong.yaml"
     path.write_text(content)
