@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.mechanism import AttentionMechanism
@@ -17,11 +19,22 @@ MODES = ("train", "eval", "no_grad", "inference_mode", "padding", "compile")
 
 
 def count_calls(model: nn.Module) -> list[str]:
-    """A list that grows by one at each call of a mechanism."""
+    """A list that grows by one at each call of a mechanism.
+
+    Not by hooks: nn.TransformerEncoderLayer leaves its fused path where any module below it has one.
+    """
     calls: list[str] = []
+
+    def counted(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            calls.append(name)
+            return forward(*args, **kwargs)
+
+        return call
+
     for name, module in model.named_modules():
         if isinstance(module, AttentionMechanism):
-            module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+            module.forward = counted(name, module.forward)
     return calls
 
 
