@@ -84,7 +84,12 @@ class SameForward(nn.MultiheadAttention):
 def state_of(model: nn.Module) -> list[tuple[str, type, list[int], list[str]]]:
     """All that a swap could change: classes, Parameters, children."""
     return [
-        (name, type(module), [id(p) for p in module._parameters.values()], list(module._modules) + list(module._buffers))
+        (
+            name,
+            type(module),
+            [id(p) for p in module._parameters.values()],
+            list(module._modules) + list(module._buffers),
+        )
         for name, module in model.named_modules()
     ]
 

@@ -92,7 +92,9 @@ def test_a_checkpoint_that_fits_neither_layout_is_refused(host: str) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(short)
     with pytest.raises(RuntimeError, match="size mismatch|Unexpected key"):
-        model.load_state_dict({key: value.repeat(*[2] * value.dim()) for key, value in built(host).state_dict().items()})
+        model.load_state_dict(
+            {key: value.repeat(*[2] * value.dim()) for key, value in built(host).state_dict().items()}
+        )
     with pytest.raises(RuntimeError, match="size mismatch|Missing key"):
         built(host).load_state_dict(state)
 

@@ -133,7 +133,12 @@ def test_other_attention_classes_are_listed_with_the_reason() -> None:
 def test_our_layer_serves_as_timms_attn_layer() -> None:
     vit = timm.models.vision_transformer.VisionTransformer
     model = vit(
-        img_size=8, patch_size=4, embed_dim=DIM, depth=2, num_heads=HEADS, attn_layer=SelfAttention.configured("softmax")
+        img_size=8,
+        patch_size=4,
+        embed_dim=DIM,
+        depth=2,
+        num_heads=HEADS,
+        attn_layer=SelfAttention.configured("softmax"),
     ).eval()
     image = torch.randn(1, 3, 8, 8)
     plain = model(image)
