@@ -12,23 +12,30 @@ from attention_modules.mechanism import (
 from attention_modules.rpc import RPCAttention, rpc_attention
 from attention_modules.scaled import ScaledAttention, scaled_attention
 from attention_modules.softmax import SoftmaxAttention
+from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention
 from attention_modules.symmetric import SymmetricAttention, symmetric_attention
+from attention_modules.uniform import UniformAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMechanism",
     "AttentionSpec",
+    "AttentionSwapError",
     "RPCAttention",
     "ScaledAttention",
     "SelfAttention",
     "SoftmaxAttention",
+    "SwapReport",
     "SymmetricAttention",
+    "UniformAttention",
     "available_mechanisms",
     "build_mechanism",
     "mechanism_class",
     "register_mechanism",
+    "restore_attention",
     "rpc_attention",
     "scaled_attention",
+    "swap_attention",
     "symmetric_attention",
 ]

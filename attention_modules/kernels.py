@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -41,6 +41,65 @@ def attend(
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
     return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def _flash_kernels_exist() -> bool:
+    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    return hasattr(torch, "_fused_sdp_choice") and all(hasattr(torch.ops.aten, name) for name in names)
+
+
+HAS_FLASH_KERNELS = _flash_kernels_exist()
+
+
+def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None) -> bool:
+    """Whether :func:`flash` and :func:`flash_backward` may stand for attention(k, k, v) and its gradient.
+
+    False on devices other than the CPU, where the kernels are missing, under
+    ``sdpa_kernel(SDPBackend.MATH)``, in compiled or traced code and under transforms.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not HAS_FLASH_KERNELS or k.device.type != "cpu":
+        return False
+    if type(k) not in (Tensor, nn.Parameter) or type(v) not in (Tensor, nn.Parameter) or transforms_active():
+        return False
+    if attn_mask is not None and attn_mask.requires_grad:
+        return False
+    # What SDPA itself would choose here, requirements on shapes and dtypes and the user's context included.
+    return torch._fused_sdp_choice(k, k, v, attn_mask, 0.0, is_causal, scale=scale) == SDPBackend.FLASH_ATTENTION.value
+
+
+def flash_mask(attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as the flash kernels take it: additive, ``[B|1, H|1, N|1, M|1]``, of the queries' dtype."""
+    if attn_mask is None:
+        return None
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, float("-inf"))
+    return attn_mask.to(dtype).view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+
+
+def flash(
+    q: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """attention(q, q, v) and the logarithm of each row's sum of exponentials, ``[B, H, N, d]`` and ``[B, H, N]``."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, q, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`flash` for q (as query and as key together) and v."""
+    grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, q, v, out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return grad_query.add_(grad_key), grad_value
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -1,1 +1,29 @@
+"""Lightning tasks, callbacks and the command; what is named here is imported when it is first used."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_tasks.base import BaseTask
+    from lightning_tasks.language_modeling import LanguageModelingTask
+    from lightning_tasks.loading import load_swapped
+
+_HOMES = {
+    "BaseTask": "lightning_tasks.base",
+    "LanguageModelingTask": "lightning_tasks.language_modeling",
+    "load_swapped": "lightning_tasks.loading",
+}
+
+__all__ = ["BaseTask", "LanguageModelingTask", "load_swapped"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

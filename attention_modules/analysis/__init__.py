@@ -1,1 +1,24 @@
+"""What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.spectrum import (
+    QKSpectrum,
+    frobenius_squared,
+    qk_spectrum,
+    qk_statistics,
+    trace,
+    trace_squared,
+)
+from attention_modules.analysis.statistics import STATISTICS, Statistic, attention_entropy, attention_statistics
+
+__all__ = [
+    "STATISTICS",
+    "QKSpectrum",
+    "Statistic",
+    "attention_entropy",
+    "attention_statistics",
+    "frobenius_squared",
+    "qk_spectrum",
+    "qk_statistics",
+    "trace",
+    "trace_squared",
+]

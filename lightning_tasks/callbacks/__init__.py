@@ -1,1 +1,9 @@
+"""Callbacks that work on any LightningModule, from Python and from YAML, of ``lightning`` and ``pytorch_lightning``."""
 
+from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
+from lightning_tasks.callbacks.swap import SwapAttention
+
+__all__ = ["AttentionMonitor", "Callback", "LocAteR", "SpectrumMonitor", "SwapAttention"]

@@ -1,1 +1,5 @@
+"""Models that the tasks train; plain modules, usable without Lightning."""
 
+from lightning_tasks.models.transformer_lm import TransformerLM
+
+__all__ = ["TransformerLM"]

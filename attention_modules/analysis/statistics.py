@@ -1,0 +1,213 @@
+"""Statistics of attention maps that never hold the N x M map of all heads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attention_modules.analysis.kernels import lse_and_mean_key
+
+Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+
+# Logits held at once in a chunk: 4 MiB of float32.
+CHUNK_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One attention map, as its factors: queries and keys in fp32, mask, causality, scale."""
+
+    q: Tensor  # [B, H, N, d]
+    k: Tensor  # [B, H, M, d]
+    visible: Tensor | None  # boolean, broadcastable to [B, H, N, M]
+    bias: Tensor | None  # additive, broadcastable to [B, H, N, M]
+    is_causal: bool
+    scale: float
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Masked logits of some rows at a time, ``[B, H, rows, M]``."""
+        batch, heads, rows, _ = self.q.shape
+        columns = self.k.shape[2]
+        step = max(1, CHUNK_ELEMENTS // (batch * heads * columns))
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            logits = (self.q[:, :, start:stop] * self.scale) @ self.k.mT
+            if self.bias is not None:
+                logits = logits + _rows(self.bias, start, stop)
+            if self.visible is not None:
+                logits = logits.masked_fill(~_rows(self.visible, start, stop), float("-inf"))
+            if self.is_causal:
+                row = torch.arange(start, stop, device=logits.device).unsqueeze(-1)
+                column = torch.arange(columns, device=logits.device)
+                logits = logits.masked_fill(column > row, float("-inf"))
+            yield logits
+
+    def visible_counts(self) -> Tensor:
+        """|V_i|, the number of keys that each row sees, broadcastable to ``[B, H, N]``."""
+        rows, columns = self.q.shape[2], self.k.shape[2]
+        if self.visible is None:
+            if not self.is_causal:
+                return torch.full((1, 1, rows), columns, device=self.q.device)
+            return torch.arange(1, rows + 1, device=self.q.device).clamp(max=columns).view(1, 1, rows)
+        visible = self.visible.expand(*self.visible.shape[:-1], columns)
+        if not self.is_causal:
+            return visible.sum(-1)
+        if visible.shape[-2] == 1:  # every row has the same keys, of which row i sees the first i + 1
+            last = torch.arange(rows, device=self.q.device).clamp(max=columns - 1)
+            return visible.cumsum(-1)[..., 0, :][..., last]
+        return visible.tril().sum(-1)
+
+
+def _rows(mask: Tensor, start: int, stop: int) -> Tensor:
+    return mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
+
+
+def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(visible, bias) of a mask; the bias is None where an additive mask only hides."""
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    # Libraries hide a key by -inf or by the least number of the mask's own type.
+    visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
+    bias = attn_mask.float().masked_fill(~visible, 0.0)
+    return visible, bias if bool((bias != 0).any()) or bias.requires_grad else None
+
+
+def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[str]) -> None:
+    unknown = sorted(set(statistics) - set(STATISTICS))
+    if unknown or not statistics:
+        raise ValueError(f"unknown attention statistics {unknown}; choose some of {', '.join(STATISTICS)}")
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q must be [B, H, N, d] and k [B, H, M, d], got {tuple(q.shape)} and {tuple(k.shape)}")
+    if attn_mask is None:
+        return
+    target = (*q.shape[:3], k.shape[2])
+    try:
+        fits = torch.broadcast_shapes(attn_mask.shape, target) == torch.Size(target)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"attn_mask must broadcast to [B, H, N, M] = {target}, got {tuple(attn_mask.shape)}")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(f"attn_mask must be boolean or floating point, got {attn_mask.dtype}")
+
+
+def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> dict[str, Tensor] | None:
+    """Rows' entropy and effective support from whole attention calls, or None where no kernel fits."""
+    first = lse_and_mean_key(attention.q, attention.k, attention.visible, attention.is_causal, attention.scale)
+    if first is None:
+        return None
+    lse, mean_key = first
+    rows = {"lse": lse}
+    if "entropy" in names:
+        rows["entropy"] = lse - attention.scale * mean_key.mul_(attention.q).sum(-1)
+    del mean_key, first
+    if "effective_support" in names:
+        doubled = lse_and_mean_key(
+            attention.q, attention.k, attention.visible, attention.is_causal, 2 * attention.scale
+        )
+        if doubled is None:
+            return None
+        rows["effective_support"] = torch.exp(2 * lse - doubled[0])
+    if "largest_probability" in names:
+        largest = torch.cat([logits.amax(-1) for logits in attention.chunks()], -1)
+        rows["largest_probability"] = torch.exp(largest - lse)
+    return rows
+
+
+def _row_statistics_in_chunks(attention: _Attention, names: Sequence[str]) -> dict[str, Tensor]:
+    """The same, differentiable and for every mask, from logits of some rows at a time."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    for logits in attention.chunks():
+        lse = logits.logsumexp(-1, keepdim=True)
+        empty = lse == float("-inf")
+        logits = logits - lse.masked_fill(empty, 0.0)
+        probability = logits.exp()
+        if "entropy" in names:
+            # 0 · (-inf) is 0 here, so hidden keys are taken out before the product.
+            rows["entropy"].append(-(probability * logits.masked_fill(probability == 0, 0.0)).sum(-1))
+        if "effective_support" in names:
+            rows["effective_support"].append(1 / probability.square().sum(-1).masked_fill(empty.squeeze(-1), 1.0))
+        if "largest_probability" in names:
+            rows["largest_probability"].append(probability.amax(-1))
+    return {name: torch.cat(values, -1) for name, values in rows.items()}
+
+
+def _mean_over(rows: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the valid rows, ``[B, H]``; NaN where there is none."""
+    valid = valid.expand_as(rows)
+    return rows.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)
+
+
+def attention_statistics(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    statistics: Sequence[Statistic] = STATISTICS,
+) -> dict[str, Tensor]:
+    """Statistics of A = softmax(scale · q kᵀ + mask), averaged over the rows that see a key, in fp32.
+
+    ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: H_i / ln|V_i|, over rows with at least two
+    visible keys. ``effective_support``: 1 / Σ_j A_ij², from 1 (one key) to |V_i| (uniform). ``largest_probability``:
+    max_j A_ij. As in the entropy-collapse literature; which rows are left out, and that an additive mask hides a key
+    from half the least number of its type downwards, are our reading.
+
+    The entropy is lse_i - scale · q_i·(A K)_i, from one attention call with the keys as values. Where gradients are
+    wanted, the mask carries a finite bias or comes with ``is_causal``, or PyTorch lacks the call, it is summed in
+    chunks of rows.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+        statistics: which of the above.
+
+    Returns:
+        By name, fp32 ``[B, H]``; NaN where a head of a sample has no row to average.
+
+    Raises:
+        ValueError: if a name is unknown or shapes do not fit.
+    """
+    _check(q, k, attn_mask, statistics)
+    names = set(statistics) | ({"entropy"} if "normalised_entropy" in statistics else set())
+    with torch.autocast(q.device.type, enabled=False):
+        if attn_mask is not None:
+            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+        visible, bias = _split_mask(attn_mask)
+        attention = _Attention(
+            q.float(), k.float(), visible, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale
+        )
+        wanted = sorted(names - {"normalised_entropy"})
+        differentiable = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (q, k, bias) if tensor is not None
+        )
+        rows = None if differentiable or bias is not None else _row_statistics_from_kernel(attention, wanted)
+        if rows is None:
+            rows = _row_statistics_in_chunks(attention, wanted)
+        counts = attention.visible_counts()
+        means: dict[str, Tensor] = {}
+        for name in statistics:
+            if name == "normalised_entropy":
+                means[name] = _mean_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
+            else:
+                values = rows[name].clamp(min=0) if name == "entropy" else rows[name]
+                means[name] = _mean_over(values, counts >= 1)
+    return means
+
+
+def attention_entropy(
+    q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Mean attention entropy in nats, fp32 ``[B, H]``; arguments and source as :func:`attention_statistics`."""
+    return attention_statistics(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=("entropy",))[
+        "entropy"
+    ]

@@ -1,0 +1,186 @@
+"""The passes of Principal Attention Pursuit: in plain autograd, and with attention recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_modules.kernels import attend, flash, flash_applies, flash_backward, flash_mask
+
+
+def pursue(
+    k: Tensor,
+    v: Tensor,
+    limit: Tensor | None,
+    iterations: int,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """L after ``iterations`` passes, by the fused form where gradients are wanted and it applies.
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None for no threshold.
+        iterations: number of softmax passes.
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``; not together with ``is_causal``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout of the last pass.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``.
+    """
+    wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and dropout_p == 0.0
+    if wanted and flash_applies(k, v, attn_mask, is_causal, scale):
+        return FusedPursuit.apply(k, v, limit, flash_mask(attn_mask, k.dtype), iterations, is_causal, scale)
+    return plain_pursuit(k, v, limit, iterations, attn_mask, is_causal, dropout_p, scale)
+
+
+def clip(x: Tensor, limit: Tensor | None) -> Tensor:
+    """x clamped to [-limit, limit]; x itself where there is no limit."""
+    return x if limit is None else torch.clamp(x, -limit, limit)
+
+
+def pass_inputs(
+    k: Tensor, limit: Tensor | None, iterations: int, low_ranks: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each pass clips, and its query.
+
+    With the dual variable Y divided by mu, mu is left in the threshold only; with E = Y/mu + L a pass is
+    c = clip(k + E - 2L), q = c - 2E + 3L, E <- L + c, L <- attention(q, q, v), from E = c = q = clip(k).
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None.
+        iterations: number of softmax passes.
+        low_ranks: L of each pass, ``[B, H, N, d]``; may grow as the iterator goes.
+    """
+    estimate = query = clip(k, limit)
+    yield k, query
+    for done in range(iterations - 1):
+        low_rank = low_ranks[done]
+        raw = torch.add(k, estimate).sub_(low_rank, alpha=2)
+        clipped = clip(raw, limit)
+        query = torch.sub(clipped, estimate, alpha=2).add_(low_rank, alpha=3)
+        estimate = clipped.add_(low_rank)  # in place: fresh memory costs more than the sum
+        yield raw, query
+
+
+def plain_pursuit(
+    k: Tensor,
+    v: Tensor,
+    limit: Tensor | None,
+    iterations: int,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """:func:`pursue` in plain autograd, differentiable as often as attention is."""
+    low_ranks: list[Tensor] = []
+    for _, query in pass_inputs(k, limit, iterations, low_ranks):
+        drop = dropout_p if len(low_ranks) == iterations - 1 else 0.0
+        low_ranks.append(attend(query, query, v, attn_mask, is_causal, drop, scale))
+    return low_ranks[-1]
+
+
+class FusedPursuit(torch.autograd.Function):
+    """The pursuit with flash attention; keeps L and the log-sum-exp of each pass and recomputes the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        limit: Tensor | None,
+        attn_mask: Tensor | None,
+        iterations: int,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        low_ranks: list[Tensor] = []
+        logsumexps: list[Tensor] = []
+        for _, query in pass_inputs(k, limit, iterations, low_ranks):
+            low_rank, logsumexp = flash(query, v, attn_mask, is_causal, scale)
+            low_ranks.append(low_rank)
+            logsumexps.append(logsumexp)
+        ctx.save_for_backward(k, v, limit, attn_mask, *low_ranks, *logsumexps)
+        ctx.iterations, ctx.is_causal, ctx.scale = iterations, is_causal, scale
+        return low_ranks[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        k, v, limit, attn_mask, *kept = ctx.saved_tensors
+        with torch.no_grad():
+            grads = pursuit_gradients(
+                grad,
+                k,
+                v,
+                limit,
+                attn_mask,
+                kept[: ctx.iterations],
+                kept[ctx.iterations :],
+                ctx.is_causal,
+                ctx.scale,
+            )
+        if torch.is_grad_enabled():
+            grads = OnceDifferentiable.apply(grad, k, v, *grads)
+        return (*grads, None, None, None, None)
+
+
+def pursuit_gradients(
+    grad: Tensor,
+    k: Tensor,
+    v: Tensor,
+    limit: Tensor | None,
+    attn_mask: Tensor | None,
+    low_ranks: Sequence[Tensor],
+    logsumexps: Sequence[Tensor],
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the fused pursuit for k, v and the threshold, from the gradient ``[B, H, N, d]`` of its output."""
+    inputs = list(pass_inputs(k, limit, len(low_ranks), low_ranks))
+    grad_low, grad_estimate = grad, torch.zeros_like(k)
+    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    grad_limit = None if limit is None else torch.zeros_like(limit)
+    for done in reversed(range(len(low_ranks))):
+        raw, query = inputs.pop()
+        grad_query, grad_value = flash_backward(
+            grad_low, query, v, low_ranks[done], logsumexps[done], attn_mask, is_causal, scale
+        )
+        grad_v += grad_value
+        grad_raw = grad_estimate.add_(grad_query)  # the gradient of c, until what was clipped is taken out
+        grad_low = 2 * grad_query
+        if limit is not None and grad_limit is not None:
+            clipped = clip(raw, limit)
+            side = torch.sub(raw, clipped, out=clipped).sign_()  # -1 or 1 where clipped, else 0
+            grad_limit += torch.linalg.vecdot(grad_raw, side).unsqueeze(-1).sum_to_size(limit.shape)
+            stopped = side.square_().mul_(grad_raw)
+            grad_raw.sub_(stopped)
+            grad_low.add_(stopped)
+        grad_k += grad_raw
+        grad_low.sub_(grad_raw)
+        grad_estimate = grad_raw.sub_(grad_query, alpha=2)
+    return grad_k, grad_v, grad_limit
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are, tied to what they came from by a node that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, k: Tensor, v: Tensor, *grads: Tensor | None) -> Any:
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            "RPC attention's fused form has no second derivative; run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), which takes the plain form"
+        )

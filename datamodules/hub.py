@@ -1,0 +1,32 @@
+"""Fetching data sets from the Hugging Face hub into files of its own layout."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def download_parquet(repository: str, name: str, folder: Path, splits: Sequence[str]) -> None:
+    """Loads configuration `name` of `repository` and writes `SPLIT-00000-of-00001.parquet` files into `folder`.
+
+    The files get their names when all are complete.
+
+    Raises:
+        OSError: `folder` cannot be written (found before anything is fetched).
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".download-", dir=folder)
+    except OSError as error:
+        raise OSError(
+            f"{repository} cannot be downloaded to {folder} ({error.strerror}): "
+            "give a writable folder as root=... or in $ATTNSWAP_DATA"
+        ) from error
+    with temporary as scratch:
+        import datasets
+
+        loaded = datasets.load_dataset(repository, name)
+        for split in splits:
+            loaded[split].to_parquet(Path(scratch) / split)
+        for split in splits:
+            os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")

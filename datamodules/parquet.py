@@ -1,0 +1,34 @@
+"""Reading one column of a parquet file in bounded memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def count_rows(path: Path) -> int:
+    """The number of rows of the file."""
+    with _opened(path) as file:
+        return file.metadata.num_rows
+
+
+def read_column(path: Path, column: str, rows: int) -> Iterator[list[Any]]:
+    """The values of `column` in lists of at most `rows`.
+
+    Raises:
+        ValueError: the file is no whole parquet file, or has no such column.
+    """
+    with _opened(path) as file:
+        if column not in file.schema_arrow.names:
+            raise ValueError(f"{path} has the columns {file.schema_arrow.names}: {column!r} is needed")
+        for batch in file.iter_batches(rows, columns=[column]):
+            yield batch.column(column).to_pylist()
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no whole parquet file ({error}): put an intact copy in its place") from error

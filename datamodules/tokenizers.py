@@ -1,0 +1,149 @@
+"""Tokenizers: lines of text to ids and back, trained on the train split and kept in a cache folder."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
+SPECIAL_TOKENS = (UNKNOWN, END_OF_LINE)
+UNKNOWN_ID, END_OF_LINE_ID = 0, 1
+DEFAULT_BPE_SIZE = 8192
+MIN_WORD_SIZE = len(SPECIAL_TOKENS) + 1
+MIN_BPE_SIZE = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts from all 256 bytes
+
+_CODE = re.compile(r"^[ \t]+|\w+|[^\w\s]")
+
+SPLITTERS: dict[str, Callable[[str], list[str]]] = {"words": str.split, "code": _CODE.findall}
+"""Ways to split a line: at whitespace, or into indentation, names, numbers and single signs."""
+
+
+class Tokenizer(ABC):
+    """Lines to ids, each line ended by `<eos>`; id 0 is `<unk>`, id 1 is `<eos>`."""
+
+    file_name: str
+    vocab_size: int
+
+    @abstractmethod
+    def encode(self, lines: Sequence[str]) -> np.ndarray:
+        """The ids of `lines` in one stream, `[tokens]` int32."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, a new line for each `<eos>`."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the vocabulary into `folder`."""
+
+
+class WordTokenizer(Tokenizer):
+    """One id a word: `words` in the order of their ids, `<unk>` and `<eos>` first."""
+
+    file_name = "vocabulary.json"
+
+    def __init__(self, words: Sequence[str], splitter: str = "words") -> None:
+        self.words = list(words)
+        self.splitter = splitter
+        self.vocab_size = len(self.words)
+        self._ids = {word: index for index, word in enumerate(self.words)}
+
+    @classmethod
+    def train(cls, batches: Iterable[Sequence[str]], limit: int | None, splitter: str = "words") -> "WordTokenizer":
+        """Keeps the most frequent words, at most `limit` with `<unk>` and `<eos>`; ties in order of appearance."""
+        split = SPLITTERS[splitter]
+        counts: Counter[str] = Counter()
+        for lines in batches:
+            for line in lines:
+                counts.update(split(line))
+        for special in SPECIAL_TOKENS:
+            counts.pop(special, None)
+        kept = counts.most_common(None if limit is None else limit - len(SPECIAL_TOKENS))
+        return cls([*SPECIAL_TOKENS, *(word for word, _ in kept)], splitter)
+
+    @classmethod
+    def load(cls, folder: Path) -> "WordTokenizer":
+        stored = json.loads((folder / cls.file_name).read_text(encoding="utf-8"))
+        return cls(stored["words"], stored["splitter"])
+
+    def encode(self, lines: Sequence[str]) -> np.ndarray:
+        split, ids = SPLITTERS[self.splitter], self._ids
+        words = chain.from_iterable((*split(line), END_OF_LINE) for line in lines)
+        return np.fromiter((ids.get(word, UNKNOWN_ID) for word in words), dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return _join_lines((self.words[index] for index in ids), " ".join)
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps({"splitter": self.splitter, "words": self.words}, ensure_ascii=False)
+        (folder / self.file_name).write_text(text, encoding="utf-8")
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding, trained with the `tokenizers` library."""
+
+    file_name = "bpe.json"
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.vocab_size = backend.get_vocab_size()
+
+    @classmethod
+    def train(cls, batches: Iterable[Sequence[str]], limit: int | None) -> "BPETokenizer":
+        """Learns merges until there are `limit` tokens (8,192 where None), or until the text has no more pairs."""
+        library = _tokenizers()
+        backend = library.Tokenizer(library.models.BPE(unk_token=UNKNOWN))
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=DEFAULT_BPE_SIZE if limit is None else limit,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator((line.strip("\n") for lines in batches for line in lines), trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, folder: Path) -> "BPETokenizer":
+        return cls(_tokenizers().Tokenizer.from_file(str(folder / cls.file_name)))
+
+    def encode(self, lines: Sequence[str]) -> np.ndarray:
+        encodings = self._backend.encode_batch([line.strip("\n") for line in lines])
+        ids = chain.from_iterable((*encoding.ids, END_OF_LINE_ID) for encoding in encodings)
+        return np.fromiter(ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        tokens = (self._backend.id_to_token(int(index)) for index in ids)
+        return _join_lines(tokens, self._backend.decoder.decode)
+
+    def save(self, folder: Path) -> None:
+        self._backend.save(str(folder / self.file_name))
+
+
+def _join_lines(tokens: Iterable[str], join: Callable[[list[str]], str]) -> str:
+    def lines() -> Iterator[str]:
+        line: list[str] = []
+        for token in tokens:
+            if token == END_OF_LINE:
+                yield join(line) + "\n"
+                line = []
+            else:
+                line.append(token)
+        yield join(line)
+
+    return "".join(lines())
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("tokenizer='bpe' needs the library `tokenizers`: pip install 'attnswap[hf]'") from error
+    return tokenizers

@@ -1,0 +1,72 @@
+"""The command `attnswap`. What answers at once (help, version, recipes) imports neither lightning nor torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HELP = """\
+usage: attnswap <command> [arguments]
+
+Change what happens between the projections of any attention layer, train it with Lightning, see what it did.
+
+commands:
+  fit, validate, test, predict  run a recipe: attnswap fit --config quickstart/language_modeling
+                                any key of the recipe can follow: --trainer.max_steps 100 --model.dim 64
+                                a section can be a file: --trainer strategy/ddp --trainer logger/wandb
+  recipes                       list the shipped recipes: name, summary, paper, what each needs
+  compare                       run configurations x seeds, paired, resumable, into one table
+
+options:
+  -h, --help                    show this text; `attnswap fit --help` lists every argument of fit
+  --version                     show the version
+"""
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def version() -> str:
+    """The version, read from the text of `attention_modules/__init__.py` so that torch is not imported."""
+    source = Path(__file__).resolve().parent.parent / "attention_modules" / "__init__.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == "__version__" for t in node.targets):
+            return str(ast.literal_eval(node.value))
+    raise RuntimeError(f"{source} defines no __version__")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line `args` (by default that of the process).
+
+    Raises:
+        SystemExit: with code 2 where the arguments are wrong; the message is on stderr.
+    """
+    arguments = list(sys.argv[1:] if args is None else args)
+    command = arguments[0] if arguments else "--help"
+    from lightning_tasks.recipes import RecipeError, print_recipes
+
+    try:
+        if command in ("-h", "--help"):
+            print(HELP, end="")
+        elif command == "--version":
+            print(f"attnswap {version()}")
+        elif command == "recipes":
+            print_recipes()
+        elif command == "compare":
+            from lightning_tasks.compare import main as compare
+
+            compare(arguments[1:])
+        elif command in TRAINER_COMMANDS:
+            from lightning_tasks.cli import run
+
+            run(arguments)
+        else:
+            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare"))
+            raise RecipeError(f"unknown command {command!r}; the commands are {known}")
+    except RecipeError as error:
+        print(f"attnswap: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

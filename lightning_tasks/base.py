@@ -1,0 +1,82 @@
+"""What every task shares: a model that is built late, and an optimizer and a schedule from plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_tasks.hparams import build, plain_data
+from lightning_tasks.optimization import build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
+
+# A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
+Buildable = str | dict[str, Any] | Callable[..., Any]
+
+
+class BaseTask(LightningModule):
+    """A LightningModule that builds ``self.model`` in ``configure_model`` and keeps its hyper-parameters as plain data.
+
+    Subclasses implement :meth:`build_model` and the steps, and hand their own arguments on as ``hparams``.
+
+    Args:
+        optimizer: name, class, ``functools.partial`` or ``{class_path, init_args}``.
+        scheduler: likewise, or None for a constant learning rate; it is called with ``optimizer=``.
+        scheduler_interval: "step" or "epoch".
+        scheduler_monitor: metric that ``ReduceLROnPlateau`` watches.
+        param_groups: rules ``{"match": GLOB, option: value}``, as ``optimization.parameter_groups`` reads them.
+        hparams: further hyper-parameters, stored as plain data.
+
+    Raises:
+        TypeError: if something cannot be stored in a checkpoint (a lambda, a local class); the text names the cure.
+        ValueError: if a name or path stands for nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: Buildable = "AdamW",
+        scheduler: Buildable | None = None,
+        scheduler_interval: str = "step",
+        scheduler_monitor: str = "val/loss",
+        param_groups: list[dict[str, Any]] | None = None,
+        **hparams: Any,
+    ) -> None:
+        super().__init__()
+        if scheduler_interval not in ("step", "epoch"):
+            raise ValueError(f"scheduler_interval must be 'step' or 'epoch', got {scheduler_interval!r}")
+        stored = {
+            **hparams,
+            "optimizer": optimizer_spec(optimizer),
+            "scheduler": scheduler_spec(scheduler),
+            "scheduler_interval": scheduler_interval,
+            "scheduler_monitor": scheduler_monitor,
+            "param_groups": param_groups,
+        }
+        self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
+        self.model: Any = None
+
+    def build_model(self) -> nn.Module:
+        """The model, from ``self.hparams`` (and ``self.trainer.datamodule`` where one is attached)."""
+        raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
+
+    def configure_model(self) -> None:
+        """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint."""
+        if self.model is None:
+            self.model = self.build_model()
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over all parameters of the task, and its schedule."""
+        groups = parameter_groups(self.named_parameters(), self.hparams["param_groups"] or ())
+        optimizer = build(self.hparams["optimizer"], groups)
+        if self.hparams["scheduler"] is None:
+            return {"optimizer": optimizer}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": build_scheduler(self.hparams["scheduler"], optimizer),
+                "interval": self.hparams["scheduler_interval"],
+                "monitor": self.hparams["scheduler_monitor"],
+            },
+        }

@@ -1,0 +1,221 @@
+"""How spread out attention is in each layer while a model trains and is validated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from attention_modules import AttentionMechanism
+from attention_modules.analysis import STATISTICS, Statistic, attention_statistics
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import swap_attention
+from lightning_tasks.callbacks.base import (
+    Callback,
+    Where,
+    after_configure_model,
+    check_every_n_steps,
+    current_step,
+    forget_actions,
+    layer_label,
+    log_now,
+)
+
+Stage = Literal["train", "validation", "test"]
+
+
+class AttentionMonitor(Callback):
+    """Logs attention entropy and its relatives, a layer and averaged, every n steps and over validation.
+
+    Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
+    ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
+    ``test/``, and are averages over all batches. Definitions: :func:`attention_modules.analysis.attention_statistics`,
+    of softmax(q kᵀ) with the q and k that the mechanism is given (k kᵀ where it uses no query): for a mechanism that
+    iterates, its first pass.
+
+    Plain layers are observed by putting plain softmax attention into them, which changes no result, and stays there
+    until ``restore_attention``. Between firings nothing is hooked. The training values under several processes are
+    those of the first one's batch. A step that is observed runs without ``torch.compile``.
+
+    Args:
+        every_n_steps: optimizer steps from one observed training batch to the next.
+        statistics: which statistics.
+        stages: when to observe, of ``"train"``, ``"validation"`` and ``"test"``.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if a value is out of its limits; when the model is configured, if no layer matches.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        statistics: Sequence[Statistic] = STATISTICS,
+        stages: Sequence[Stage] = ("train", "validation"),
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.every_n_steps = check_every_n_steps(every_n_steps)
+        self.statistics = _some_of("statistics", statistics, STATISTICS)
+        self.stages = _some_of("stages", stages, get_args(Stage))
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._last_step = -1
+        self._hooks: ExitStack | None = None
+        self._in_backward = False
+        self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call
+        self._samples = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._last_step = -1
+        after_configure_model(pl_module, self, self._make_observable)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+        forget_actions(pl_module, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+        forget_actions(pl_module, self)
+
+    def _make_observable(self, pl_module: pl.LightningModule) -> None:
+        chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        plain = [layer.name for layer in chosen if layer.mechanism is None]
+        if plain:
+            swap_attention(pl_module, "softmax", where=plain)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = current_step(trainer)
+        if "train" in self.stages and step % self.every_n_steps == 0 and step != self._last_step:
+            self._last_step = step
+            self._open(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._hooks is not None:
+            log_now(pl_module, self._close())
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._in_backward = True  # activation checkpointing runs forward again in there
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._in_backward = False
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "validation" in self.stages and not trainer.sanity_checking:
+            self._open(pl_module)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._log_evaluation(pl_module, "val/")
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "test" in self.stages:
+            self._open(pl_module)
+
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._log_evaluation(pl_module, "test/")
+
+    def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
+        if self._hooks is None:
+            return
+        samples = self._samples
+        for name, value in self._close().items():
+            pl_module.log(
+                prefix + name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=max(samples, 1)
+            )
+
+    def _open(self, pl_module: pl.LightningModule) -> None:
+        self._close()  # of a batch that was skipped before its end
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        self._observed = [[] for _ in layers]
+        self._samples = 0
+        self._hooks = ExitStack()
+        for index, layer in enumerate(layers):
+            if layer.mechanism is None:
+                raise ValueError(
+                    f"AttentionMonitor: {layer.name!r} became plain attention after the model was configured, and "
+                    "cannot be observed; do not restore or replace layers while the trainer runs"
+                )
+            handle = layer.mechanism.register_forward_pre_hook(partial(self._observe, index), with_kwargs=True)
+            self._hooks.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came later
+            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+
+    @torch.no_grad()
+    def _observe(
+        self, index: int, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._in_backward:
+            return
+        query, key = args[:2]
+        self._samples = max(self._samples, query.shape[0])
+        statistics = attention_statistics(
+            query if mechanism.uses_query else key,
+            key,
+            attn_mask=kwargs.get("attn_mask"),
+            is_causal=kwargs.get("is_causal", False),
+            scale=kwargs.get("scale"),
+            statistics=self.statistics,
+        )
+        self._observed[index].append({name: value.nanmean() for name, value in statistics.items()})
+
+    def _close(self) -> dict[str, Tensor]:
+        """Unhook; what was seen since :meth:`_open`, by logged name."""
+        if self._hooks is None:
+            return {}
+        self._hooks.close()
+        self._hooks, self._in_backward = None, False
+        values: dict[str, Tensor] = {}
+        for name in self.statistics:
+            by_layer = {
+                f"attention/{name}/{layer_label(index)}": torch.stack([call[name] for call in calls]).mean()
+                for index, calls in enumerate(self._observed)
+                if calls
+            }
+            if by_layer:
+                values |= by_layer
+                values[f"attention/{name}/mean"] = torch.stack(list(by_layer.values())).mean()
+        self._observed = []
+        return values
+
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def _some_of(what: str, chosen: Sequence[_Name], known: Sequence[_Name]) -> tuple[_Name, ...]:
+    unknown = set(chosen) - set(known)
+    if unknown or not chosen or isinstance(chosen, str):
+        raise ValueError(f"{what} must be a list of some of {', '.join(known)}, got {chosen!r}")
+    return tuple(chosen)

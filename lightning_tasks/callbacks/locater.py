@@ -1,0 +1,206 @@
+"""LocAteR: a small QK eigenspectrum as a training objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from attention_modules.analysis import frobenius_squared, trace, trace_squared
+from attention_modules.hosts import AttentionLayer, attention_layers
+from lightning_tasks.callbacks.base import Callback, Where
+
+_SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
+
+# Strategies that keep a rank's share of parameters or gradients where `.grad` is not what the optimizer reads.
+_REFUSED_STRATEGIES = {
+    "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
+    "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
+}
+
+
+def _number(name: str, value: object, minimum: float = -math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < math.inf:
+        limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
+    return float(value)
+
+
+class LocAteR(Callback):
+    """Adds weight · Σ over layers and heads of ‖W‖_F² + gamma (tr W - mean_target)², W = W_qᵀ W_k, to the loss.
+
+    The method is LocAteR (Bao, Hataya and Karakida, ICML 2024), which minimises the scale of the QK eigenspectrum
+    while it maintains its mean; the exact form of the penalty is our reading. The gradient is added to ``.grad`` just
+    before each optimizer step, in fp32, which equals adding the penalty to the loss of every batch: Lightning clips
+    afterwards, and the share of a short last accumulation window is kept. The module needs no change.
+
+    With manual optimization a step counts in full however many backward passes it gathers, and gradients that the
+    module clips itself, before ``step``, are clipped without the penalty.
+
+    Logs ``locater/penalty``, as added to the loss, and ``locater/penalty_unweighted``, the same without ``weight``.
+
+    Args:
+        weight: factor of the penalty, at least 0.
+        scale: ``"frobenius"``: ‖W‖_F²; ``"trace"``: tr W², which is unbounded below, and hence unsafe, unless W is
+            symmetric.
+        gamma: factor of the term that holds tr W; 0 leaves the mean free.
+        mean_target: where gamma holds tr W: ``"initial"``, each head's value when the fit started (kept in
+            checkpoints), or a number for all heads.
+        observe_only: only log.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if a number is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
+            matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained.
+    """
+
+    def __init__(
+        self,
+        weight: float,
+        scale: Literal["frobenius", "trace"] = "frobenius",
+        gamma: float = 0.0,
+        mean_target: float | Literal["initial"] = "initial",
+        observe_only: bool = False,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if scale not in _SCALES:
+            raise ValueError(f"scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
+        self.weight = _number("weight", weight, minimum=0.0)
+        self.scale = scale
+        self.gamma = _number("gamma", gamma, minimum=0.0)
+        self.mean_target = mean_target if mean_target == "initial" else _number("mean_target", mean_target)
+        self.observe_only = observe_only
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._layers: list[AttentionLayer] = []
+        self._initial_traces: dict[str, Tensor] = {}
+        self._backward_passes = 0
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=list(self.exclude))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"initial_traces": dict(self._initial_traces)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._initial_traces = dict(state_dict["initial_traces"])
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        for kind in type(trainer.strategy).__mro__:
+            if kind.__name__ in _REFUSED_STRATEGIES and not self.observe_only:
+                raise ValueError(f"LocAteR cannot add to gradients here: {_REFUSED_STRATEGIES[kind.__name__]}")
+        self._initial_traces = {}  # of an earlier fit; those of a resumed run are loaded after this
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        self._backward_passes = 0
+        for layer in self._layers:
+            if layer.spectrum_caveat is not None:
+                rank_zero_warn(f"LocAteR on {layer.name}: {layer.spectrum_caveat}")
+        if not self.observe_only:
+            self._check_trained(trainer)
+        if self.gamma and self.mean_target == "initial":
+            for layer in self._layers:
+                self._initial_trace(layer)
+
+    def _check_trained(self, trainer: pl.Trainer) -> None:
+        held = {id(parameter) for optimizer in trainer.optimizers for parameter in _parameters_of(optimizer)}
+        for layer in self._layers:
+            if not any(parameter.requires_grad and id(parameter) in held for parameter in layer.qk_parameters()):
+                raise ValueError(
+                    f"LocAteR: the query and key weights of {layer.name!r} are frozen or in no optimizer, so the "
+                    "penalty would change nothing; train them, name the layer in exclude=, or set observe_only=True"
+                )
+
+    def _initial_trace(self, layer: AttentionLayer) -> Tensor:
+        """tr W of each head at the start, ``[H]``, on the layer's device."""
+        with torch.no_grad():
+            now = trace(*_full_precision(layer.qk_weights()))
+        target = self._initial_traces.setdefault(layer.name, now)
+        if target.shape != now.shape:
+            raise ValueError(
+                f"LocAteR: the checkpoint holds tr W of {target.numel()} heads for {layer.name!r}, which has "
+                f"{now.numel()}; resume with the model that was saved"
+            )
+        self._initial_traces[layer.name] = target.to(now)
+        return self._initial_traces[layer.name]
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._backward_passes += 1
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        share = self._share_of_step(trainer, pl_module)
+        parameters = [] if self.observe_only else self._parameters(optimizer)
+        if share == 0 or not (parameters or self.observe_only):
+            return
+        with torch.set_grad_enabled(bool(parameters)), torch.autocast(pl_module.device.type, enabled=False):
+            unweighted = self._penalty()
+            if parameters and self.weight:
+                self._add_gradient(self.weight * share * unweighted, parameters, trainer, optimizer)
+        unweighted = unweighted.detach()
+        pl_module.log("locater/penalty", self.weight * unweighted)
+        pl_module.log("locater/penalty_unweighted", unweighted)
+
+    def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
+        """Backward passes since the last step, over those that the loss was divided by."""
+        passes, self._backward_passes = self._backward_passes, 0
+        return passes / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
+
+    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        chosen = {id(p): p for layer in self._layers for p in layer.qk_parameters() if p.requires_grad}
+        return [parameter for key, parameter in chosen.items() if key in held]
+
+    def _penalty(self) -> Tensor:
+        """Σ over layers and heads of the scale and the mean's term, a scalar."""
+        return torch.stack([self._layer_penalty(layer) for layer in self._layers]).sum()
+
+    def _layer_penalty(self, layer: AttentionLayer) -> Tensor:
+        w_q, w_k = _full_precision(layer.qk_weights())
+        penalty = _SCALES[self.scale](w_q, w_k)  # [H]
+        if self.gamma:
+            target = self._initial_traces[layer.name] if self.mean_target == "initial" else self.mean_target
+            penalty = penalty + self.gamma * (trace(w_q, w_k) - target).square()
+        return penalty.sum()
+
+    @staticmethod
+    def _add_gradient(
+        penalty: Tensor, parameters: list[nn.Parameter], trainer: pl.Trainer, optimizer: Optimizer
+    ) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # Such optimizers (fused ones) divide by the scale inside step(); all others were unscaled before this hook.
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            penalty = scaler.scale(penalty)
+        gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _full_precision(weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights of less than 32 bits as fp32."""
+    w_q, w_k = (weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights)
+    return w_q, w_k

@@ -1,0 +1,83 @@
+"""What a run did, said at its end: the metric before and after, the swapped layers, the files, a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from attention_modules import AttentionMechanism, SoftmaxAttention
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.run_picture import draw_run
+
+PICTURE = "run.png"
+
+
+class RunSummary(Callback):
+    """Print a summary when `fit` ends and draw `run.png` beside the CSV log that it is read from.
+
+    "Before" is the metric over the validation batches of the sanity check; all of them with
+    `trainer.num_sanity_val_steps: -1`.
+
+    Args:
+        metric: the logged metric to report.
+    """
+
+    def __init__(self, metric: str = "val/perplexity") -> None:
+        self.metric = metric
+        self.before = math.nan
+        self.after = math.nan
+        self._in_sanity_check = False
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        """Keep the first value as "before" and the newest as "after"."""
+        value = trainer.callback_metrics.get(self.metric)
+        if value is None:
+            return
+        if trainer.sanity_checking:
+            self.before = float(value)
+        else:
+            self.after = float(value)
+
+    @rank_zero_only
+    def on_fit_end(self, trainer, pl_module) -> None:
+        """Print, and draw."""
+        folder = _csv_folder(trainer)
+        print(f"\n{self.text(pl_module, folder)}")
+
+    def text(self, model: nn.Module, folder: Path | None) -> str:
+        """The summary; `folder` is that of the CSV log, None where there is none."""
+        lines = [
+            f"{self.metric}: {_number(self.before)} before, {_number(self.after)} after training",
+            f"swapped layers: {', '.join(swapped_layers(model)) or 'none'}",
+        ]
+        if folder is None:
+            return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
+        picture = draw_run(folder / "metrics.csv", folder / PICTURE)
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        lines += [f"files in {folder}: {', '.join(files)}"]
+        return "\n".join([*lines, f"picture: {picture}" if picture else "picture: none (nothing of it was logged)"])
+
+
+def swapped_layers(model: nn.Module) -> list[str]:
+    """Each layer whose mechanism is not plain softmax attention, as "name (mechanism)"."""
+    return [
+        f"{name.removesuffix('.mechanism')} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, AttentionMechanism) and not isinstance(module, SoftmaxAttention)
+    ]
+
+
+def _csv_folder(trainer) -> Path | None:
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            logger.save()
+            return Path(logger.log_dir)
+    return None
+
+
+def _number(value: float) -> str:
+    return "not measured" if math.isnan(value) else f"{value:.2f}"

@@ -1,0 +1,93 @@
+"""The QK eigenspectrum of each layer while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from attention_modules.analysis import qk_statistics
+from attention_modules.hosts import attention_layers
+from lightning_tasks.callbacks.base import (
+    Callback,
+    Where,
+    check_every_n_steps,
+    current_step,
+    layer_label,
+    log_now,
+)
+
+STATISTICS = ("mean", "variance", "scale", "max", "min")
+
+
+class SpectrumMonitor(Callback):
+    """Logs the eigenvalues' mean, variance, scale ‖W‖_F² and extremes of W = W_qᵀ W_k, a head, every n steps.
+
+    ``qk_spectrum/variance/layer_00`` is the mean over the layer's heads (``max`` and ``min``: the largest and smallest
+    real part of any head), ``qk_spectrum/variance/mean`` over the layers, and with ``heads`` each head has its own
+    ``qk_spectrum/variance/layer_00/head_00``. Step 0 is the untrained model. Definitions and source:
+    :func:`attention_modules.analysis.qk_statistics`.
+
+    Args:
+        every_n_steps: optimizer steps from one record to the next.
+        heads: also log each head by itself.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        heads: bool = False,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.every_n_steps = check_every_n_steps(every_n_steps)
+        self.heads = heads
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._last_step = -1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_step = -1
+        for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
+            if layer.spectrum_caveat is not None:
+                rank_zero_warn(f"SpectrumMonitor on {layer.name}: {layer.spectrum_caveat}")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = current_step(trainer)
+        if step % self.every_n_steps == 0 and step != self._last_step:
+            self._last_step = step
+            log_now(pl_module, self._values(pl_module))
+
+    @torch.no_grad()
+    def _values(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
+        for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
+            # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
+            w_q, w_k = (weight.double().cpu() for weight in layer.qk_weights())
+            statistics = qk_statistics(w_q, w_k)
+            for name in STATISTICS:
+                label = f"qk_spectrum/{name}/{layer_label(index)}"
+                by_layer[name].append(_over_heads(name, statistics[name]))
+                values[label] = by_layer[name][-1]
+                if self.heads:
+                    values |= {f"{label}/head_{head:02d}": value for head, value in enumerate(statistics[name])}
+        return values | {f"qk_spectrum/{name}/mean": torch.stack(by_layer[name]).mean() for name in STATISTICS}
+
+
+def _over_heads(name: str, values: Tensor) -> Tensor:
+    """One number for a layer, from its heads' ``[H]``."""
+    return {"max": values.amax, "min": values.amin}.get(name, values.mean)().float()

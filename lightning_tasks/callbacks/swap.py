@@ -1,0 +1,187 @@
+"""Swapping attention in a LightningModule that has never heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.mechanism import AttentionMechanism, mechanism_class
+from attention_modules.swap import SwapReport, swap_attention
+from lightning_tasks.callbacks.base import Callback, Where, after_configure_model, forget_actions, overrides
+
+Plan = dict[str, Any]
+
+_PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
+
+
+class SwapAttention(Callback):
+    """Puts a mechanism into the module's attention layers, after it is built and before anything reads it.
+
+    The swap happens at the end of ``configure_model``: after the network is built (in ``__init__``, ``setup`` or
+    ``configure_model``), before weights are restored, optimizers built and layers sharded. It is carried out once for
+    a module, however often trainers fit, validate and test it. The plan is kept in checkpoints, from which
+    :func:`lightning_tasks.load_swapped` rebuilds the swapped module. List it before callbacks that copy the module.
+
+    Args:
+        mechanism: short name, class, or import path of a class.
+        options: the mechanism's own arguments, as plain data.
+        where: names of layers (a glob or several); all self-attention where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if the mechanism is unknown or cannot be imported by name, or options are not plain data; when a
+            trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention`` chose the
+            same layer, or a weight-averaging callback copied the module before.
+    """
+
+    def __init__(
+        self,
+        mechanism: str | type[AttentionMechanism],
+        options: dict[str, Any] | None = None,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self._class = _resolve(mechanism)
+        self.mechanism = mechanism if isinstance(mechanism, str) else _import_path(mechanism)
+        self.options = _plain("options", dict(options or {}))
+        self.where, self.layers, self.exclude = where, layers, list(exclude)
+        self.report: SwapReport | None = None
+        self._plan: Plan | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": self._plan}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["plan"]
+        if self._plan is None or saved is None:
+            return
+        if any(saved[key] != self._plan[key] for key in ("mechanism", "options", "layers")):
+            rank_zero_warn(f"the checkpoint was trained with another swap: {saved}, now {self._plan}")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._check_averaging(trainer, pl_module)
+        if not _built_later(pl_module):
+            self._swap(pl_module)  # complete already, and later callbacks may copy it in their own setup
+        after_configure_model(pl_module, self, self._swap)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        forget_actions(pl_module, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        forget_actions(pl_module, self)
+
+    def _check_averaging(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        for position, callback in enumerate(callbacks):
+            kinds = {kind.__name__ for kind in type(callback).__mro__}
+            name = type(callback).__name__
+            if kinds & {"WeightAveraging", "StochasticWeightAveraging"} and position < callbacks.index(self):
+                raise ValueError(
+                    f"{name} is listed before SwapAttention, so it would average a copy of the module with its old "
+                    f"attention; list SwapAttention before {name}"
+                )
+            if "StochasticWeightAveraging" in kinds and _built_later(pl_module):
+                raise ValueError(
+                    f"{name} copies the module before its setup and configure_model have run, hence before "
+                    "SwapAttention; use WeightAveraging or EMAWeightAveraging, or build the network in __init__ and "
+                    "override neither"
+                )
+
+    def _swap(self, pl_module: pl.LightningModule) -> None:
+        """Carry out the plan, unless the module shows that it was."""
+        done = vars(pl_module).setdefault(_PLANS, [])
+        wanted = {"mechanism": self.mechanism, "options": self.options, "selection": self.state_key}
+        for plan in done:
+            if {key: plan[key] for key in wanted} == wanted and self._holds(pl_module, plan["layers"]):
+                self._plan = plan
+                return
+        self._check_overlap(pl_module)
+        self.report = swap_attention(
+            pl_module, self._class, where=self.where, layers=self.layers, exclude=self.exclude, **self.options
+        )
+        self._plan = {**wanted, "layers": [row.name for row in self.report]}
+        done.append(self._plan)
+        rank_zero_info(str(self.report))
+
+    def _holds(self, pl_module: pl.LightningModule, names: Sequence[str]) -> bool:
+        modules = dict(pl_module.named_modules())
+        return all(type(getattr(modules.get(name), "mechanism", None)) is self._class for name in names)
+
+    def _check_overlap(self, pl_module: pl.LightningModule) -> None:
+        chosen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
+        for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:
+                continue
+            shared = sorted(chosen & set(callback._plan["layers"]))
+            if shared:
+                raise ValueError(
+                    f"two SwapAttention callbacks, {callback.mechanism!r} and {self.mechanism!r}, choose "
+                    f"{', '.join(shared)}; give them where=, layers= or exclude= that do not overlap"
+                )
+
+
+def _built_later(pl_module: pl.LightningModule) -> bool:
+    """Whether the network may be incomplete when callbacks are set up."""
+    return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
+
+
+def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
+    """Swap as a checkpoint's plan says."""
+    swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
+    vars(pl_module).setdefault(_PLANS, []).append(plan)
+
+
+def _resolve(mechanism: object) -> type[AttentionMechanism]:
+    """The class of a short name, a class or an import path."""
+    if isinstance(mechanism, str) and "." in mechanism:
+        module, _, name = mechanism.rpartition(".")
+        try:
+            mechanism = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"mechanism {mechanism!r} cannot be imported: {error}; give a short name, or package.module.Class"
+            ) from error
+    if not isinstance(mechanism, (str, type)):
+        raise TypeError(
+            f"mechanism must be a short name, a class or its import path, got {mechanism!r}, which a checkpoint cannot "
+            "hold; write a subclass of AttentionMechanism, and give its arguments as options="
+        )
+    return mechanism_class(mechanism)
+
+
+def _import_path(cls: type[AttentionMechanism]) -> str:
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    if getattr(import_module(cls.__module__), cls.__qualname__, None) is not cls:
+        raise ValueError(f"{path} cannot be imported, so a checkpoint cannot name it; define it at the top of a module")
+    return path
+
+
+def _plain(what: str, value: Any) -> Any:
+    """A copy of nested plain data.
+
+    Raises:
+        ValueError: if a part is anything but numbers, strings, None, lists and dictionaries.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(f"{what}[{key!r}]", part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{what}[{index}]", part) for index, part in enumerate(value)]
+    raise ValueError(
+        f"{what} must be plain data (numbers, strings, None, lists, dictionaries), which a checkpoint can hold, "
+        f"got {value!r}"
+    )

@@ -1,0 +1,153 @@
+"""`attnswap fit|validate|test|predict`: Lightning's command line, with recipes by name and safe checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.recipes import RecipeError, find_recipe, is_comparison, recipe_name
+
+_FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
+_ALWAYS_FILES = ("-c", "--config", "--trainer")
+
+
+def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
+    """Replace the names of recipes and parts behind --config, --trainer, --model and --data by the paths they mean.
+
+    Raises:
+        RecipeError: --config or --trainer names nothing that exists.
+    """
+    expanded: list[str] = []
+    option = ""
+    for argument in arguments:
+        head, equals, value = argument.partition("=")
+        if option:
+            expanded.append(_expand(option, argument))
+        elif equals and head in _FILE_OPTIONS:
+            expanded.append(f"{head}={_expand(head, value)}")
+        else:
+            expanded.append(argument)
+        option = argument if not option and argument in _FILE_OPTIONS else ""
+    return expanded
+
+
+def _expand(option: str, value: str) -> str:
+    if value.lstrip().startswith("{"):  # JSON typed on the command line
+        return value
+    try:
+        path = find_recipe(value)
+    except RecipeError as error:
+        if option in _ALWAYS_FILES:
+            raise RecipeError(f"{option} {error}") from error
+        return value  # --model and --data also take a class
+    if is_comparison(path):
+        raise RecipeError(f"{option} {value}: this is a comparison of several runs; start it with `attnswap compare`")
+    return str(path)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Save the complete configuration in the run's own folder, and in the W&B run where there is one."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the configuration, nested as it is, into every W&B run (rank zero only)."""
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.config.update(self.config.as_dict(), allow_val_change=True)
+
+
+class AttnswapCLI(LightningCLI):
+    """LightningCLI with `--init_from`, one folder a run, and checkpoint hyper-parameters that override nothing."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--init_from`."""
+        parser.add_argument(
+            "--init_from",
+            type=str | None,
+            default=None,
+            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run).",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and remember what was given explicitly by the command line and its files."""
+        self.config = parser.parse_args(args)
+        self._given = parser.parse_args(args, defaults=False, _skip_validation=True)
+
+    def _parse_ckpt_path(self) -> None:
+        """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
+        section = self.config[self.config.subcommand]
+        if section.get("ckpt_path") and section.get("init_from"):
+            raise RecipeError("--ckpt_path resumes a run and --init_from starts a new one; give only one of the two")
+        stored = _stored_model(section.get("ckpt_path"))
+        given = self._given[self.config.subcommand].get("model")
+        model = fill(given.as_dict() if given else {}, stored)
+        if model != given and "class_path" in model:
+            self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+
+    def before_instantiate_classes(self) -> None:
+        """Give the run its folder and loggers, so that the configuration that is saved names them."""
+        section = self.config[self.config.subcommand]
+        trainer = section.trainer
+        if trainer.logger is False or trainer.fast_dev_run:
+            return
+        files = [str(path) for path in section.get("config") or []]
+        recipe = recipe_name(Path(files[-1])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
+        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, Path(trainer.default_root_dir or RUNS))
+        if wants_wandb(trainer.logger):
+            os.environ.update(wandb_offline_without_key(os.environ))
+        rank_zero_info(f"attnswap: this run's files are in {folder}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer, with the callback of `--init_from` where it was given."""
+        trainer = super().instantiate_trainer(**kwargs)
+        if path := self._get(self.config, "init_from"):
+            trainer.callbacks.append(InitFromCheckpoint(path))
+        return trainer
+
+
+def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out."""
+    if given.get("class_path", stored.get("class_path")) != stored.get("class_path", given.get("class_path")):
+        return given
+    filled = {**stored, **given}
+    for key in given.keys() & stored.keys():
+        if isinstance(given[key], dict) and isinstance(stored[key], dict):
+            filled[key] = fill(given[key], stored[key])
+    return filled
+
+
+def _stored_model(path: str | None) -> dict[str, Any]:
+    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there."""
+    if not path or not Path(path).is_file():
+        return {}
+    hparams = dict(torch.load(path, weights_only=True, map_location="cpu").get("hyper_parameters", {}))
+    hparams.pop("_instantiator", None)
+    class_path = hparams.pop("_class_path", None)
+    return {**({"class_path": class_path} if class_path else {}), **({"init_args": hparams} if hparams else {})}
+
+
+def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> AttnswapCLI:
+    """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
+
+    Raises:
+        RecipeError: a recipe or part that does not exist.
+        SystemExit: arguments that the parser refuses; its message names them.
+    """
+    expanded = expand_recipe_names(arguments)
+    return AttnswapCLI(
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "attnswap"},
+        trainer_defaults={"callbacks": list(callbacks)},
+        args=expanded,
+        auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights
+    )

@@ -1,0 +1,190 @@
+"""`attnswap compare`: configurations x seeds, paired by seed, resumable, into one long table and one summary."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from lightning_tasks.compare_cell import Cell, run_cell
+from lightning_tasks.compare_table import summarise, write_summary
+from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
+
+RESULTS = "results.csv"
+RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration of a comparison: a name, the file it starts from, and what the command line adds to it."""
+
+    name: str
+    config: str
+    overrides: tuple[str, ...] = ()
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from "0:8" (0 to 7) or "0,3,5".
+
+    Raises:
+        RecipeError: `text` is neither form, or names no seed.
+    """
+    try:
+        if ":" in text:
+            start, stop = (int(part) for part in text.split(":"))
+            seeds = list(range(start, stop))
+        else:
+            seeds = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise RecipeError(f"--seeds {text!r} is neither a range such as 0:8 nor a list such as 0,3,5") from error
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise RecipeError(f"--seeds {text!r} must name at least one seed, and none twice")
+    return seeds
+
+
+def override_arguments(overrides: dict[str, Any]) -> tuple[str, ...]:
+    """Overrides as the command line spells them: {"trainer.callbacks+": {...}} -> "--trainer.callbacks+={...}"."""
+    return tuple(
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
+    )
+
+
+def read_variants(name: str) -> list[Variant]:
+    """The configurations that one CONFIG of the command stands for.
+
+    A recipe stands for itself. A file with the keys `base` and `variants` stands for one configuration a variant,
+    each the base with the overrides listed, spelled as on the command line without the two dashes.
+
+    Raises:
+        RecipeError: no such file, or a comparison file of another shape.
+    """
+    path = find_recipe(name)
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} holds {type(content).__name__} where a mapping of settings is needed")
+    if "variants" not in content:
+        return [Variant(recipe_name(path), str(path))]
+    variants = content["variants"]
+    if set(content) != {"base", "variants"} or not isinstance(variants, dict) or not variants:
+        raise RecipeError(
+            f"{path}: a comparison has exactly the keys `base` and `variants: {{name: {{setting: value}}}}`"
+        )
+    base = str(find_recipe(str(content["base"])))
+    return [Variant(str(key), base, override_arguments(value or {})) for key, value in variants.items()]
+
+
+def plan_cells(
+    variants: Sequence[Variant], seeds: Sequence[int], output: Path, extra: Sequence[str] = ()
+) -> list[Cell]:
+    """Every cell of the comparison, seed by seed, so that an interrupted run leaves complete pairs.
+
+    Raises:
+        RecipeError: two configurations have one name.
+    """
+    names = [variant.name for variant in variants]
+    if len(set(names)) < len(names):
+        raise RecipeError(f"configurations must have different names, got {', '.join(names)}")
+    return [
+        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output))
+        for seed in seeds
+        for variant in variants
+    ]
+
+
+def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
+    """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, error) of failures."""
+    waiting = [cell for cell in cells if not cell.is_finished()]
+    failures: list[tuple[Cell, str]] = []
+    with (
+        ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn")) as pool,
+        tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
+    ):
+        futures = {pool.submit(run_cell, cell): cell for cell in waiting}
+        for future in as_completed(futures):
+            cell = futures[future]
+            if (error := future.exception()) is not None:
+                failures.append((cell, f"{type(error).__name__}: {error}"))
+                tqdm.write(f"failed: {cell.label}: {error} (log: {cell.folder / 'log.txt'})", file=sys.stderr)
+            bar.set_postfix_str(cell.label)
+            bar.update()
+    return failures
+
+
+def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """The rows of every finished cell: config, seed, step, metric, value."""
+    return [
+        {"config": cell.name, "seed": cell.seed, **row}
+        for cell in cells
+        if cell.is_finished()
+        for row in cell.result()["rows"]
+    ]
+
+
+def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the long table, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, RESULT_COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
+    """What breaks the pairing: a sentence for each configuration whose weights or data differ from the first one's."""
+    finished = [cell for cell in cells if cell.is_finished()]
+    first = {cell.seed: cell.result() for cell in finished if cell.name == finished[0].name}
+    return [
+        f"{cell.label}: {what.replace('_', ' ')} differ from those of {finished[0].name}"
+        for cell in finished
+        for what in ("initial_weights", "training_data")
+        if cell.seed in first and cell.result()[what] != first[cell.seed][what]
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnswap compare", description=__doc__)
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
+    parser.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
+    parser.add_argument(
+        "--metrics",
+        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00",
+        help="metrics of the summary, by the last value of each (default: %(default)s)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run, or go on with, the comparison that `arguments` describe; then write results.csv, summary.csv, summary.md.
+
+    Raises:
+        RecipeError: arguments that make no sense.
+        SystemExit: with code 1 where cells failed; the others are kept and running again resumes.
+    """
+    options = _parser().parse_args(list(arguments))
+    if options.jobs < 1:
+        raise RecipeError(f"--jobs {options.jobs} must be at least 1")
+    variants = [variant for name in options.configs for variant in read_variants(name)]
+    cells = plan_cells(variants, parse_seeds(options.seeds), options.output, [f"--{item}" for item in options.set])
+    options.output.mkdir(parents=True, exist_ok=True)
+    failures = run_cells(cells, options.jobs)
+    rows = collect_results(cells)
+    write_results(rows, options.output / RESULTS)
+    if rows:
+        summary = summarise(rows, [v.name for v in variants], options.metrics.split(","))
+        print(write_summary(summary, unpaired_seeds(cells), options.output))
+    if failures:
+        raise SystemExit(f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again")

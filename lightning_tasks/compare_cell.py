@@ -1,0 +1,132 @@
+"""One cell of a comparison: one configuration, one seed, one folder, one result that is written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A configuration (file and command-line overrides) with a seed; its files are under `output`/cells."""
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    seed: int
+    output: str
+
+    @property
+    def label(self) -> str:
+        """Name and seed for messages."""
+        return f"{self.name} seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of this cell are."""
+        slug = re.sub(r"[^\w.=+-]+", "_", self.name)
+        return Path(self.output) / "cells" / slug / f"seed_{self.seed}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line of this cell, folders apart."""
+        fixed = ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+        fixed += ["--trainer.enable_model_summary=false"]
+        return ["fit", "--config", self.config, *fixed, *self.overrides, f"--seed_everything={self.seed}"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with whatever the cell was asked to do, so that a stale result is not taken for this cell's."""
+        content = Path(self.config).read_text(encoding="utf-8")
+        return hashlib.sha256(json.dumps([content, self.arguments[3:]]).encode()).hexdigest()
+
+    def is_finished(self) -> bool:
+        """Whether a result of exactly this cell is there."""
+        path = self.folder / RESULT
+        return path.is_file() and self.result()["fingerprint"] == self.fingerprint
+
+    def result(self) -> dict[str, Any]:
+        """The result of a finished cell."""
+        return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+
+
+def run_cell(cell: Cell) -> None:
+    """Run `cell` in this process with one torch thread, its output in log.txt, and write its result."""
+    import torch
+
+    from lightning_tasks.cli import run
+    from lightning_tasks.compare_pairing import RecordPairing
+
+    torch.set_num_threads(1)
+    shutil.rmtree(cell.folder, ignore_errors=True)  # what an interrupted run of this cell left
+    cell.folder.mkdir(parents=True)
+    started = time.monotonic()
+    pairing = RecordPairing()
+    with _output_to(cell.folder / "log.txt"):
+        cli = run([*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"], callbacks=[pairing])
+    folder = cli.trainer.log_dir
+    if folder is None:
+        raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
+    result = {
+        "config": cell.name,
+        "seed": cell.seed,
+        "fingerprint": cell.fingerprint,
+        "arguments": cell.arguments,
+        "seconds": round(time.monotonic() - started, 1),
+        "initial_weights": pairing.initial_weights,
+        "training_data": pairing.training_data,
+        "rows": read_metrics(Path(folder) / "metrics.csv"),
+    }
+    partial = cell.folder / f"{RESULT}.partial"
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    os.replace(partial, cell.folder / RESULT)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows {step, metric, value} of a CSV log of Lightning; a value that is not a number stays out.
+
+    Raises:
+        ValueError: the run logged nothing.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = []
+        for line in csv.DictReader(file):
+            step = int(line.pop("step"))
+            line.pop("epoch", None)
+            rows += [{"step": step, "metric": metric, "value": float(v)} for metric, v in line.items() if v]
+    return [row for row in rows if not math.isnan(row["value"])]
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Send the process's standard output and error, also that of loggers made earlier, into a file."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            for number, descriptor in enumerate(kept, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)

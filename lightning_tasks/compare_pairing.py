@@ -1,0 +1,47 @@
+"""Record what makes two runs a pair: the weights they start from and the batches they see."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class RecordPairing(Callback):
+    """Digest the parameters before the first step, and every training batch in order.
+
+    Parameters are digested by shape and content in the order of `parameters()`; a mechanism that drops the query
+    projection therefore has another digest, rightly: it does not start from the same weights.
+    """
+
+    def __init__(self) -> None:
+        self.initial_weights = ""
+        self._data = hashlib.sha256()
+
+    @property
+    def training_data(self) -> str:
+        """Digest of the batches seen so far."""
+        return self._data.hexdigest()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Digest the weights, after build, swap and restore."""
+        digest = hashlib.sha256()
+        for parameter in pl_module.parameters():
+            _update(digest, parameter)
+        self.initial_weights = digest.hexdigest()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Digest the tensors of a batch."""
+        for value in (
+            batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+        ):
+            if isinstance(value, torch.Tensor):
+                _update(self._data, value)
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    content = tensor.detach().cpu().contiguous()
+    digest.update(str(tuple(content.shape)).encode())
+    digest.update(content.flatten().view(torch.uint8).numpy())

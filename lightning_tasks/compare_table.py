@@ -1,0 +1,147 @@
+"""The summary of a comparison: means, paired differences with their 95% interval, and what could have been seen."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One metric of one configuration over its seeds; differences are to the first configuration, seed by seed.
+
+    `detectable` is the smallest true difference that a paired t-test at level 0.05 finds with probability 0.8, given
+    the spread seen here. The last five are nan for the first configuration and where fewer than two seeds are paired.
+    """
+
+    metric: str
+    config: str
+    seeds: int
+    mean: float
+    std: float
+    pairs: int = 0
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    detectable: float = math.nan
+
+
+def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[int, float]]:
+    """Value of `metric` at its last step, by configuration and seed."""
+    last: dict[tuple[str, int], tuple[int, float]] = {}
+    for row in rows:
+        key = (row["config"], row["seed"])
+        if row["metric"] == metric and row["step"] >= last.get(key, (-1, 0.0))[0]:
+            last[key] = (row["step"], row["value"])
+    values: dict[str, dict[int, float]] = {}
+    for (config, seed), (_, value) in last.items():
+        values.setdefault(config, {})[seed] = value
+    return values
+
+
+def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Student's t-interval of the mean of paired differences; two or more are needed.
+
+    Raises:
+        ModuleNotFoundError: scipy is not installed.
+    """
+    values = np.asarray(differences, dtype=float)
+    half = _scipy_stats().t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Smallest true mean difference that a two-sided paired t-test finds with probability `power`.
+
+    Solves the non-central t distribution for the standard deviation `std` of the differences and `pairs` pairs.
+
+    Raises:
+        ModuleNotFoundError: scipy is not installed.
+    """
+    if std == 0.0:
+        return 0.0
+    stats, degrees = _scipy_stats(), pairs - 1
+    critical = stats.t.ppf(1 - alpha / 2, degrees)
+
+    def reached(shift: float) -> float:
+        return stats.nct.sf(critical, degrees, shift) + stats.nct.cdf(-critical, degrees, shift)
+
+    low, high = 0.0, 1.0
+    while reached(high) < power:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if reached(middle) < power else (low, middle)
+    return high * std / math.sqrt(pairs)
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the summary of a comparison needs scipy: pip install 'attnswap[analysis]'"
+        ) from error
+    return stats
+
+
+def summarise(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[SummaryRow]:
+    """A row for each metric that was logged and each configuration that has it; `configs[0]` is the reference."""
+    summary = []
+    for metric in metrics:
+        values = last_values(rows, metric)
+        reference = values.get(configs[0], {})
+        for config in configs:
+            own = values.get(config, {})
+            if own:
+                summary.append(_summary_row(metric, config, own, reference if config != configs[0] else {}))
+    return summary
+
+
+def _summary_row(metric: str, config: str, own: dict[int, float], reference: dict[int, float]) -> SummaryRow:
+    std = float(np.std(list(own.values()), ddof=1)) if len(own) > 1 else math.nan
+    row = SummaryRow(metric, config, len(own), float(np.mean(list(own.values()))), std)
+    differences = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+    if len(differences) < 2:
+        return row
+    low, high = paired_interval(differences)
+    detectable = minimum_detectable_effect(float(np.std(differences, ddof=1)), len(differences))
+    paired = {"pairs": len(differences), "difference": float(np.mean(differences)), "low": low, "high": high}
+    return SummaryRow(**{**asdict(row), **paired, "detectable": detectable})
+
+
+def markdown(summary: Sequence[SummaryRow]) -> str:
+    """The summary as Markdown, one table a metric."""
+    lines: list[str] = []
+    for metric in dict.fromkeys(row.metric for row in summary):
+        lines += [
+            f"### {metric}",
+            "",
+            "| configuration | seeds | mean ± std | difference to the first [95%] | detectable |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        for row in (row for row in summary if row.metric == metric):
+            difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
+            detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
+            mean = f"{row.mean:.5g} ± {row.std:.2g}"
+            lines.append(f"| {row.config} | {row.seeds} | {mean} | {difference} | {detectable} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_summary(summary: Sequence[SummaryRow], unpaired: Sequence[str], output: Path) -> str:
+    """Write summary.csv and summary.md into `output`; return the Markdown."""
+    with (output / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(SummaryRow)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in summary)
+    notes = ["Not paired:", "", *(f"- {sentence}" for sentence in unpaired), ""] if unpaired else []
+    text = "\n".join([markdown(summary), *notes])
+    (output / "summary.md").write_text(text, encoding="utf-8")
+    return text

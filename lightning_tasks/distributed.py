@@ -1,0 +1,23 @@
+"""What several processes must not count twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+
+def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
+    """Which rows ``[rows]`` of a batch a :class:`DistributedSampler` added to make all processes' shares equal.
+
+    It hands out position ``rank + i * num_replicas`` as the i-th sample, and repeats samples beyond the data set's
+    end. None where nothing can be repeated (another sampler, or ``drop_last``).
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    first = batch_idx * dataloader.batch_size
+    positions = sampler.rank + torch.arange(first, first + rows) * sampler.num_replicas
+    return positions >= len(sampler.dataset)  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""Hyper-parameters as plain data: what a checkpoint can hold, a YAML file can say, and a class can be built from."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+Spec = dict[str, Any]
+
+
+def import_path(target: Any) -> str:
+    """The shortest dotted path under which a class or function can be imported again, e.g. ``torch.optim.AdamW``.
+
+    Raises:
+        TypeError: if there is none (a lambda, a local class or function); the text names the cure.
+    """
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
+    packages = module.split(".")
+    for size in range(1, len(packages) + 1):
+        path = ".".join([*packages[:size], name])
+        try:
+            if import_object(path) is target:
+                return path
+        except ValueError:
+            continue
+    raise TypeError(
+        f"{target!r} cannot be stored in a checkpoint, as it cannot be imported again. Define it at the top level of a "
+        "module, or give {'class_path': ..., 'init_args': {...}} or a functools.partial of a class"
+    )
+
+
+def import_object(path: str, *modules: ModuleType) -> Any:
+    """What a dotted path names; a bare name is looked for in ``modules``, in turn.
+
+    Raises:
+        ValueError: if there is no such thing; the text says where it was looked for.
+    """
+    if "." not in path:
+        for module in modules:
+            if hasattr(module, path):
+                return getattr(module, path)
+        looked = " or ".join(module.__name__ for module in modules) or "nowhere: write the whole dotted path"
+        raise ValueError(f"no {path!r} was found; looked in {looked}")
+    parts = path.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:size])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                continue
+            raise
+        try:
+            return functools.reduce(getattr, parts[size:], found)
+        except AttributeError as error:
+            raise ValueError(f"{path!r} was not found: {error}") from error
+    raise ValueError(f"{path!r} was not found: there is no module {parts[0]!r}; check the spelling or install it")
+
+
+def plain_data(value: Any, what: str = "hyper-parameter") -> Any:
+    """A deep copy that holds only None, booleans, numbers, strings, lists and dicts; classes become their specs.
+
+    Raises:
+        TypeError: if some part has no such form; ``what`` names it in the text.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(entry, f"{what}.{key}") for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [plain_data(entry, f"{what}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, (type, functools.partial)) or callable(value):
+        return plain_spec(value, what=what)
+    raise TypeError(f"{what} cannot be stored in a checkpoint: {value!r} is no plain data; give numbers and strings")
+
+
+def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
+    """``{"class_path": ..., "init_args": {...}}`` from a name, a class, a function, a partial of one, or such a dict.
+
+    Args:
+        value: what is to be built later. A bare name is looked for in ``modules``. Further keys of a dict join its
+            "init_args": the command line's ``--optimizer.init_args.lr 0.1`` arrives as the key "lr".
+        what: how error messages call it, e.g. "optimizer".
+
+    Raises:
+        TypeError: if it is none of these, or not importable.
+        ValueError: if the path names nothing, or the dict has no "class_path".
+    """
+    if isinstance(value, str):
+        return {"class_path": import_path(import_object(value, *modules)), "init_args": {}}
+    if isinstance(value, Mapping):
+        if "class_path" not in value:
+            raise ValueError(f"{what} needs the key 'class_path', got {sorted(map(str, value))}")
+        short = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args")}
+        arguments = {**(value.get("init_args") or {}), **short}
+        spec = plain_spec(value["class_path"], *modules, what=what)
+    elif isinstance(value, functools.partial):
+        if value.args:
+            raise TypeError(f"{what}: a functools.partial must bind by keyword, got positional {value.args!r}")
+        arguments = value.keywords
+        spec = plain_spec(value.func, *modules, what=what)
+    elif isinstance(value, type) or hasattr(value, "__qualname__"):
+        return {"class_path": import_path(value), "init_args": {}}
+    else:
+        raise TypeError(
+            f"{what} must be a class, a dotted path, a functools.partial or {{'class_path': ..., 'init_args': ...}}, "
+            f"got {value!r}"
+        )
+    return {**spec, "init_args": {**spec["init_args"], **plain_data(arguments, f"{what}.init_args")}}
+
+
+def build(spec: Spec, *args: Any, **extra: Any) -> Any:
+    """Call what ``spec["class_path"]`` names with ``args``, its ``init_args`` and ``extra``.
+
+    Raises:
+        TypeError: if it does not take these arguments; the text shows them.
+    """
+    target = import_object(spec["class_path"])
+    keywords = {**spec["init_args"], **extra}
+    try:
+        return target(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(f"{spec['class_path']} could not be built with {sorted(keywords)}: {error}") from error

@@ -1,0 +1,143 @@
+"""Causal language modelling: next-token loss in chunks, and perplexity over whole splits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+
+from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.losses import IGNORE_INDEX
+from lightning_tasks.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.models.causal_lm import build_causal_lm, has_plain_head, log_probabilities, loss_sum, model_spec
+
+Batch = tuple[Tensor, Tensor]
+
+
+class PerplexityFromLoss(MeanMetric):
+    """exp of the token-weighted mean of the losses that were given."""
+
+    def compute(self) -> Tensor:
+        """The perplexity over all that was seen, by all processes."""
+        return super().compute().exp()
+
+
+class LanguageModelingTask(BaseTask):
+    """Next-token prediction with any causal language model and any attention mechanism.
+
+    Batches are ``(inputs [B, T], targets [B, T])``, int64; targets of -100 do not count. Logs ``train/loss`` (mean
+    over a step's tokens), and over the whole split ``{val,test}/loss`` (nats a token) and ``{val,test}/perplexity``
+    (exp of it). With several processes each sample counts once.
+
+    Args:
+        model: a class, its name, or ``{class_path, init_args}`` (it gets ``vocab_size`` and ``attention`` where its
+            constructor takes them), a Hugging Face config (object, or dict with ``model_type``), or the name or
+            folder of a pretrained Hugging Face causal language model.
+        vocab_size: number of token ids; where None, that of the data module, kept in the hyper-parameters.
+        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention_options: its options by name.
+        attention_layers: which layers get it, counted in module order; all where None.
+        optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
+            :class:`~lightning_tasks.base.BaseTask`.
+        chunk_size: tokens whose logits exist together.
+
+    Raises:
+        TypeError: if something cannot be stored in a checkpoint; the text names the cure.
+        ValueError: if a name stands for nothing; on building, if the vocabulary is unknown or too large.
+    """
+
+    def __init__(
+        self,
+        model: Buildable = "TransformerLM",
+        vocab_size: int | None = None,
+        attention: Buildable = "softmax",
+        attention_options: dict[str, Any] | None = None,
+        attention_layers: list[int] | None = None,
+        optimizer: Buildable = "AdamW",
+        scheduler: Buildable | None = None,
+        scheduler_interval: str = "step",
+        scheduler_monitor: str = "val/loss",
+        param_groups: list[dict[str, Any]] | None = None,
+        chunk_size: int = 256,
+    ) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        super().__init__(
+            model=model_spec(model),
+            vocab_size=vocab_size,
+            attention=attention_spec(attention),
+            attention_options=attention_options,
+            attention_layers=attention_layers,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            scheduler_monitor=scheduler_monitor,
+            param_groups=param_groups,
+            chunk_size=chunk_size,
+        )
+        measures = MetricCollection({"loss": MeanMetric(), "perplexity": PerplexityFromLoss()})
+        self.val_metrics = measures.clone(prefix="val/")
+        self.test_metrics = measures.clone(prefix="test/")
+        self._chunk_size: int | None = None
+
+    def build_model(self) -> nn.Module:
+        """The language model; where the vocabulary was left open, it is the data module's.
+
+        Raises:
+            ValueError: if neither the task nor a data module says how large the vocabulary is.
+        """
+        if self.hparams["vocab_size"] is None:
+            self.hparams["vocab_size"] = self._vocab_size_of_data()
+        attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
+        layers = self.hparams["attention_layers"]
+        model = build_causal_lm(self.hparams["model"], self.hparams["vocab_size"], attention, options, layers)
+        self._chunk_size = self.hparams["chunk_size"] if has_plain_head(model) else None
+        return model
+
+    def _vocab_size_of_data(self) -> int:
+        datamodule = getattr(self._trainer, "datamodule", None)
+        size = getattr(datamodule, "vocab_size", None)
+        if size is None:
+            raise ValueError(
+                "the vocabulary is unknown: give LanguageModelingTask(vocab_size=...), or fit with a data module that "
+                f"has a vocab_size after setup (got {type(datamodule).__name__})"
+            )
+        return int(size)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """What the model makes of token ids ``[B, N]``."""
+        return self.model(tokens)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss over the batch's tokens, in nats."""
+        total, count = self._loss(*batch)
+        loss = total / count.clamp(min=1)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to ``val/loss`` and ``val/perplexity``."""
+        self._evaluate(self.val_metrics, self.trainer.val_dataloaders, batch, batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to ``test/loss`` and ``test/perplexity``."""
+        self._evaluate(self.test_metrics, self.trainer.test_dataloaders, batch, batch_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """ln p of each target ``[B, T]`` in nats, 0 where the target is -100."""
+        return log_probabilities(self.model, *batch, self._chunk_size)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the losses and number of the tokens that count."""
+        return loss_sum(self.model, inputs, targets, self._chunk_size), (targets != IGNORE_INDEX).sum()
+
+    def _evaluate(self, metrics: MetricCollection, dataloader: Any, batch: Batch, batch_idx: int) -> None:
+        inputs, targets = batch
+        repeated = repeated_rows(dataloader, batch_idx, len(targets))
+        if repeated is not None:
+            targets = targets.masked_fill(repeated.to(targets.device).unsqueeze(1), IGNORE_INDEX)
+        total, count = self._loss(inputs, targets)
+        metrics.update(total / count.clamp(min=1), count)
+        self.log_dict(metrics, prog_bar=True, batch_size=len(inputs))

@@ -1,0 +1,90 @@
+"""What the command does about loggers: a CSV log always, one folder a run, W&B that needs no key."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+RUNS = Path("runs")
+_WANDB_HOST = "api.wandb.ai"
+
+
+def claim_run_folder(recipe: str, root: Path) -> Path:
+    """Make and return the first free `root/recipe/version_N`; two jobs that start at once get two folders.
+
+    Processes other than rank zero write nothing: they make no folder.
+    """
+    parent, number = root / recipe, 0
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        return parent / "version_0"
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            (parent / f"version_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return parent / f"version_{number}"
+
+
+def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], Path]:
+    """The `trainer.logger` value(s) of a configuration with a CSV logger first, and the folder of the run.
+
+    The folder is a new one, also where the configuration names that of a run that was logged: a CSV logger would
+    delete its log. A W&B or TensorBoard logger that names no folder of its own writes into the run's.
+    """
+    given = [] if loggers in (None, True) else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
+    csv = next((logger for logger in given if _is(logger, CSVLogger)), None)
+    old = None if csv is None else _folder(csv)
+    folder = old if old and not (old / "metrics.csv").exists() else claim_run_folder(*_place(old, recipe, root))
+    others = [logger for logger in given if logger is not csv]
+    for logger in others:
+        if logger["init_args"].get("save_dir") in (None, ".", str(old)):
+            logger["init_args"]["save_dir"] = str(folder)
+    return [_csv_logger_spec(folder), *others], folder
+
+
+def _place(old: Path | None, recipe: str, root: Path) -> tuple[str, Path]:
+    return (recipe, root) if old is None else (old.parent.name, old.parent.parent)
+
+
+def _folder(csv_logger: Any) -> Path | None:
+    init_args = csv_logger["init_args"]
+    if init_args.get("version") is None:
+        return None
+    return Path(init_args["save_dir"], init_args.get("name") or "", str(init_args["version"]))
+
+
+def _csv_logger_spec(folder: Path) -> dict[str, Any]:
+    init_args = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
+    return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": init_args}
+
+
+def _is(logger: Any, kind: type[Logger]) -> bool:
+    return str(logger["class_path"]).rsplit(".", 1)[-1] == kind.__name__
+
+
+def wants_wandb(loggers: Any) -> bool:
+    """Whether a `trainer.logger` value names W&B's logger."""
+    return isinstance(loggers, list) and any(_is(logger, WandbLogger) for logger in loggers)
+
+
+def wandb_offline_without_key(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to `environment` so that W&B never asks for a key: offline mode where there is no key."""
+    if "WANDB_MODE" in environment or "WANDB_API_KEY" in environment or _key_in_netrc(environment):
+        return {}
+    return {"WANDB_MODE": "offline"}
+
+
+def _key_in_netrc(environment: Mapping[str, str]) -> bool:
+    file = Path(environment.get("NETRC", os.path.expanduser("~/.netrc")))
+    try:
+        return file.is_file() and netrc.netrc(file).authenticators(_WANDB_HOST) is not None
+    except netrc.NetrcParseError:
+        return False

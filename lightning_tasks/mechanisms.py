@@ -1,0 +1,35 @@
+"""A task's choice of attention as plain data, and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from attention_modules.mechanism import Mechanism, mechanism_class
+from lightning_tasks.hparams import Spec, import_object, plain_spec
+
+
+def attention_spec(value: Any) -> str | Spec:
+    """A registered short name as it is; a class, function or dotted path as ``{class_path, init_args}``.
+
+    Raises:
+        ValueError: if a short name is unknown (the nearest are named), or a path names nothing.
+        TypeError: if it cannot be stored in a checkpoint.
+    """
+    if isinstance(value, str) and "." not in value:
+        mechanism_class(value)
+        return value
+    if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
+        value = {**value, "class_path": mechanism_class(value["class_path"])}
+    return plain_spec(value, what="attention")
+
+
+def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
+    """What ``attention=`` and its options are for a model or :func:`~attention_modules.swap_attention`."""
+    if isinstance(spec, str):
+        return spec, dict(options or {})
+    target, arguments = import_object(spec["class_path"]), {**spec["init_args"], **(options or {})}
+    if isinstance(target, type):
+        return target, arguments
+    return functools.partial(target, **arguments), {}

@@ -1,0 +1,169 @@
+"""Causal language models of any origin: how one is built from plain data, and how its loss is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lightning_tasks.models as own_models
+from attention_modules.mechanism import Mechanism
+from attention_modules.swap import swap_attention
+from lightning_tasks.hparams import Spec, build, import_object, plain_data, plain_spec
+from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
+
+
+def model_spec(value: Any) -> str | Spec:
+    """Plain data of a model.
+
+    A class (or its name) becomes ``{class_path, init_args}``, a Hugging Face config its dict with ``model_type``; the
+    name or folder of a pretrained Hugging Face model stays a string.
+
+    Raises:
+        TypeError: if it is a module that is built already, or cannot be stored.
+        ValueError: if a class path names nothing.
+    """
+    if isinstance(value, nn.Module):
+        raise TypeError(
+            f"model must say how to build one, got a {type(value).__name__} that is built; give its class or "
+            "{'class_path': ..., 'init_args': {...}}, so that a checkpoint can build it again"
+        )
+    if isinstance(value, Mapping) and "model_type" in value:
+        return plain_data(value, "model")
+    if hasattr(value, "to_diff_dict"):
+        return plain_data({**value.to_diff_dict(), "model_type": value.model_type}, "model")
+    if isinstance(value, str) and ("/" in value or Path(value).is_dir()):
+        return value
+    try:
+        return plain_spec(value, own_models, what="model")
+    except ValueError:
+        if isinstance(value, str):
+            return value
+        raise
+
+
+def build_causal_lm(
+    spec: str | Spec, vocab_size: int, attention: Mechanism, options: Mapping[str, Any], layers: list[int] | None
+) -> nn.Module:
+    """A model from what :func:`model_spec` returned, with a mechanism in its attention layers.
+
+    A class whose constructor takes ``attention`` gets it there; in any other model plain attention is swapped.
+
+    Raises:
+        ValueError: if a pretrained model has fewer token ids than ``vocab_size``.
+    """
+    if isinstance(spec, dict) and "class_path" in spec:
+        accepted = inspect.signature(import_object(spec["class_path"])).parameters
+        extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
+        if "attention" in accepted:
+            chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
+            return build(spec, **extra, **chosen)
+        model = build(spec, **extra)
+    else:
+        model = _hugging_face(spec, vocab_size)
+    if attention != "softmax":
+        swap_attention(model, attention, layers=layers, **options)
+    return model
+
+
+def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if isinstance(spec, dict):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
+    model: Any = AutoModelForCausalLM.from_pretrained(spec).train()  # it comes in eval mode, without dropout
+    known = model.get_input_embeddings().weight.size(0)
+    if known < vocab_size:
+        raise ValueError(
+            f"{spec} knows {known} token ids and the data has {vocab_size}; "
+            "tokenise the data with the model's own tokenizer"
+        )
+    return model
+
+
+def _head(model: Any) -> nn.Linear | None:
+    """The linear map from hidden states to logits, where there is one."""
+    if hasattr(model, "hidden"):
+        head = getattr(model, "head", None)
+    else:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head if isinstance(head, nn.Linear) else None
+
+
+def _hidden(model: Any, inputs: Tensor) -> Tensor:
+    """What the head sees, ``[B, N, D]``."""
+    if hasattr(model, "hidden"):
+        return model.hidden(inputs)
+    return model.base_model(inputs, use_cache=False).last_hidden_state
+
+
+def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """``[B, N, V]``, also of a Hugging Face model."""
+    output = model(inputs)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@torch.no_grad()
+def has_plain_head(model: nn.Module) -> bool:
+    """Whether the logits are ``head(hidden(tokens))`` and nothing else: some models cap, scale or transform them.
+
+    Found by trying, with a head that answers with known values; then the loss can be computed in chunks. Modes,
+    weights and the random state stay as they were.
+    """
+    head = _head(model)
+    if head is None or head.weight.is_meta:
+        return False
+    tokens = torch.tensor([[0, head.out_features - 1]], device=head.weight.device)
+    answer = torch.linspace(-100, 100, head.out_features, device=head.weight.device).to(head.weight.dtype)
+    answer = answer.expand(1, 2, -1)
+    seen: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        seen.append(args[0])
+        return answer
+
+    training = {name for name, module in model.named_modules() if module.training}
+    handle = head.register_forward_hook(record)
+    model.eval()
+    try:
+        logits = _logits(model, tokens)
+        hidden = _hidden(model, tokens)
+    finally:
+        handle.remove()
+        for name, module in model.named_modules():
+            module.training = name in training
+    plain = len(seen) == 1 and seen[0].shape == hidden.shape and torch.allclose(seen[0], hidden, rtol=1e-3, atol=1e-5)
+    return plain and torch.equal(logits, answer)
+
+
+def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
+    """Sum of the token losses in nats, a scalar.
+
+    Args:
+        model: a causal language model.
+        inputs: token ids ``[B, N]``.
+        targets: next tokens ``[B, N]``, -100 where none counts.
+        chunk_size: tokens whose logits exist together, for a model that :func:`has_plain_head`; else None.
+    """
+    head = _head(model)
+    if chunk_size is None or head is None:
+        logits = _logits(model, inputs).flatten(0, 1).float()
+        return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    hidden = _hidden(model, inputs)
+    return chunked_cross_entropy(hidden, head.weight, targets, head.bias, reduction="sum", chunk_size=chunk_size)
+
+
+@torch.no_grad()
+def log_probabilities(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
+    """ln p of each target ``[B, N]`` in nats, 0 where it is ignored; arguments as for :func:`loss_sum`."""
+    head = _head(model)
+    if chunk_size is None or head is None:
+        logits = _logits(model, inputs).flatten(0, 1).float()
+        losses = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return -losses.view(targets.shape)
+    return token_log_probabilities(_hidden(model, inputs), head.weight, targets, head.bias, chunk_size=chunk_size)

@@ -1,0 +1,90 @@
+"""Find the shipped recipes, the YAML files of the folder `configs` beside the packages, without importing torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+PART_FOLDERS = ("strategy", "logger", "trainer")
+_HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
+
+
+class RecipeError(ValueError):
+    """A recipe or a part of one that cannot be found or read; the message names the nearest ones that exist."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `attnswap recipes` prints of one recipe: its name and the three comment lines at the head of its file."""
+
+    name: str
+    path: Path
+    summary: str
+    paper: str
+    needs: str
+
+    @classmethod
+    def read(cls, path: Path, root: Path = CONFIGS) -> Recipe:
+        """Read the head of the recipe at `path`; a line that is missing reads as "-"."""
+        head: dict[str, str] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                break
+            if match := _HEADER.match(line):
+                head[match[1]] = match[2].strip()
+        return cls(recipe_name(path, root), path, *(head.get(key, "-") for key in ("summary", "paper", "needs")))
+
+
+def recipe_name(path: Path, root: Path = CONFIGS) -> str:
+    """The name of a recipe: its path inside `root` without the suffix, or the bare file name outside of it."""
+    path = path.resolve()
+    return path.relative_to(root).with_suffix("").as_posix() if path.is_relative_to(root) else path.stem
+
+
+def shipped_names(root: Path = CONFIGS) -> list[str]:
+    """Names of every shipped file, recipes and parts, sorted."""
+    return sorted(recipe_name(path, root) for path in root.rglob("*.yaml"))
+
+
+def shipped_recipes(root: Path = CONFIGS) -> list[Recipe]:
+    """Every shipped recipe, sorted by name; the parts (strategy, logger, trainer) are not recipes."""
+    names = [name for name in shipped_names(root) if name.split("/")[0] not in PART_FOLDERS]
+    return [Recipe.read(root / f"{name}.yaml", root) for name in names]
+
+
+def find_recipe(name: str, root: Path = CONFIGS) -> Path:
+    """The file that `name` means: a path, or the name of a shipped recipe or part.
+
+    Raises:
+        RecipeError: nothing is called `name`; the message lists the nearest names.
+    """
+    given = Path(name)
+    if given.is_file():
+        return given.resolve()
+    shipped = root / f"{name.removesuffix('.yaml')}.yaml"
+    if shipped.is_file() and shipped.resolve().is_relative_to(root):
+        return shipped
+    raise RecipeError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether the file is one for `attnswap compare`: a base and its variants."""
+    return re.search(r"^variants:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    tails = {known.rsplit("/", 1)[-1]: known for known in names}
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    near += [tails[tail] for tail in difflib.get_close_matches(name.rsplit("/", 1)[-1], list(tails), n=3, cutoff=0.6)]
+    if near:
+        return f"the nearest names are {', '.join(dict.fromkeys(near))}"
+    return "`attnswap recipes` lists the shipped ones"
+
+
+def print_recipes() -> None:
+    """Print every shipped recipe: name, summary, paper, what it needs."""
+    for recipe in shipped_recipes():
+        print(f"{recipe.name}\n    {recipe.summary}\n    paper: {recipe.paper}\n    needs: {recipe.needs}")

@@ -1,0 +1,63 @@
+"""The picture of a run: loss, attention entropy and the spread of the QK spectrum over the steps, from the CSV log."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+PANELS = (
+    ("loss [nats]", ("train/loss", "val/loss")),
+    ("attention entropy [nats]", ("attention/entropy",)),
+    ("variance of the QK spectrum", ("qk_spectrum/variance",)),
+)
+Curve = tuple[list[int], list[float]]
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Steps and values of every metric in a CSV log of Lightning; epoch summaries (`_epoch`) are left out."""
+    curves: dict[str, Curve] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if name in ("step", "epoch") or name.endswith("_epoch") or not text:
+                    continue
+                steps, values = curves.setdefault(name.removesuffix("_step"), ([], []))
+                if math.isfinite(value := float(text)):
+                    steps.append(int(row["step"]))
+                    values.append(value)
+    return {name: curve for name, curve in curves.items() if curve[0]}
+
+
+def select(curves: dict[str, Curve], prefixes: Sequence[str]) -> dict[str, Curve]:
+    """The curves that one panel shows: those named so, or grouped under such a name; of one layer not its mean too."""
+    shown = {
+        name: curve
+        for name, curve in curves.items()
+        if any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)
+    }
+    layers = sum("/layer_" in name for name in shown)
+    return {name: curve for name, curve in shown.items() if layers != 1 or not name.endswith("/mean")}
+
+
+def draw_run(log: Path, picture: Path) -> Path | None:
+    """Draw a panel for each of `PANELS` that `log` has curves for; return the file written, None if it has none."""
+    curves = read_curves(log) if log.is_file() else {}
+    panels = [(title, shown) for title, prefixes in PANELS if (shown := select(curves, prefixes))]
+    if not panels:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, shown) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name, (steps, values) in shown.items():
+            axes.plot(steps, values, label=name, linewidth=1.4, marker="o" if len(steps) < 30 else None, markersize=3)
+        axes.set_xlabel("step")
+        axes.set_title(title, loc="left")
+        axes.legend(fontsize="small", frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=150)
+    return picture

@@ -1,0 +1,159 @@
+"""Attention statistics against the equations written out on the whole map."""
+
+import math
+
+import pytest
+import torch
+
+from attention_modules.analysis import STATISTICS, attention_entropy, attention_statistics, kernels, statistics
+
+
+def naive_statistics(q, k, mask, is_causal, scale):
+    """Every statistic from the N x M map, ``[B, H]`` each."""
+    logits = q @ k.mT * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -math.inf)
+    visible = (logits > -1e30).sum(-1)
+    p = torch.softmax(logits, -1)
+    entropy = -(p * p.clamp(min=1e-30).log()).sum(-1)
+
+    def mean(rows, keep):
+        return torch.where(keep, rows, 0).sum(-1) / keep.sum(-1)
+
+    return {
+        "entropy": mean(entropy, visible >= 1),
+        "normalised_entropy": mean(entropy / visible.clamp(min=2).log(), visible >= 2),
+        "effective_support": mean(1 / p.square().sum(-1), visible >= 1),
+        "largest_probability": mean(p.amax(-1), visible >= 1),
+    }
+
+
+def masks(batch, heads, rows, columns):
+    torch.manual_seed(1)
+    scattered = torch.rand(batch, 1, rows, columns) > 0.6
+    return {
+        "none": None,
+        "padding": torch.rand(batch, 1, 1, columns) > 0.3,
+        "matrix": torch.rand(rows, columns) > 0.5,
+        "heads": torch.rand(batch, heads, rows, columns) > 0.6,
+        "additive_hiding": torch.zeros(batch, 1, rows, columns).masked_fill(~scattered, -math.inf),
+        "additive_bias": torch.randn(heads, rows, columns),
+        "bias_and_least_number": torch.randn(batch, 1, rows, columns).masked_fill(~scattered, torch.finfo().min),
+    }
+
+
+SHAPES = [(2, 3, 7, 7, 4), (1, 1, 1, 1, 2), (2, 2, 5, 9, 3), (2, 2, 9, 5, 3)]
+
+
+@pytest.mark.parametrize("differentiable", [False, True], ids=["kernel", "chunks"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask", masks(1, 1, 1, 1))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_whole_map(shape, mask, is_causal, differentiable):
+    batch, heads, rows, columns, dim = shape
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(batch, heads, rows, dim), torch.randn(batch, heads, columns, dim)
+    attn_mask = masks(batch, heads, rows, columns)[mask]
+    expected = naive_statistics(q, k, attn_mask, is_causal, 0.7)
+    q.requires_grad_(differentiable)
+    found = attention_statistics(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=0.7)
+    assert list(found) == list(STATISTICS)
+    for name in STATISTICS:
+        torch.testing.assert_close(found[name], expected[name], atol=5e-6, rtol=1e-5, equal_nan=True, msg=name)
+
+
+def test_many_chunks_equal_one(monkeypatch):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 11, 4), torch.randn(2, 2, 11, 4)
+    bias = torch.randn(1, 1, 11, 11)
+    whole = attention_statistics(q, k, attn_mask=bias, is_causal=True)
+    monkeypatch.setattr(statistics, "CHUNK_ELEMENTS", 1)
+    split = attention_statistics(q, k, attn_mask=bias, is_causal=True)
+    for name in STATISTICS:
+        torch.testing.assert_close(split[name], whole[name], msg=name)
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError, None])
+def test_without_the_private_kernel(error, monkeypatch):
+    def gone(*arguments):
+        raise error("no such call")
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4)
+    fast = attention_statistics(q, k, is_causal=True)
+    assert kernels.lse_and_mean_key(q, k, None, True, 0.5) is not None
+    monkeypatch.setattr(kernels, "_KERNELS", {"cpu": gone} if error else {})
+    assert kernels.lse_and_mean_key(q, k, None, True, 0.5) is None
+    slow = attention_statistics(q, k, is_causal=True)
+    for name in STATISTICS:
+        torch.testing.assert_close(fast[name], slow[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_uniform_and_one_hot_attention():
+    rows = 8
+    uniform = attention_statistics(torch.zeros(1, 1, rows, 4), torch.randn(1, 1, rows, 4))
+    assert uniform["entropy"].item() == pytest.approx(math.log(rows), abs=1e-6)
+    assert uniform["normalised_entropy"].item() == pytest.approx(1, abs=1e-6)
+    assert uniform["effective_support"].item() == pytest.approx(rows, abs=1e-4)
+    assert uniform["largest_probability"].item() == pytest.approx(1 / rows, abs=1e-6)
+    eye = 100 * torch.eye(rows).view(1, 1, rows, rows)
+    hot = attention_statistics(eye, eye)
+    assert hot["entropy"].item() == pytest.approx(0, abs=1e-3)
+    assert hot["entropy"].item() >= 0
+    assert hot["effective_support"].item() == pytest.approx(1, abs=1e-5)
+
+
+def test_one_token_has_no_normalised_entropy():
+    found = attention_statistics(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4))
+    assert found["entropy"].abs().max() < 1e-6
+    assert found["normalised_entropy"].isnan().all()
+
+
+def test_rows_that_see_nothing_do_not_count():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 4, 3), torch.randn(1, 2, 4, 3)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    rest = [0, 1, 3]
+    for name, value in attention_statistics(q, k, attn_mask=mask).items():
+        torch.testing.assert_close(value, attention_statistics(q[:, :, rest], k)[name], msg=name)
+
+
+def test_entropy_has_the_gradient_of_the_whole_map():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 5, 3, requires_grad=True), torch.randn(1, 2, 5, 3, requires_grad=True)
+    found = torch.autograd.grad(attention_entropy(q, k, is_causal=True).sum(), (q, k))
+    expected = torch.autograd.grad(naive_statistics(q, k, None, True, 3**-0.5)["entropy"].sum(), (q, k))
+    for name, a, b in zip("qk", found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_is_fp32_under_autocast(dtype):
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 6, 4, dtype=dtype), torch.randn(1, 2, 6, 4, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention_entropy(q, k)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, attention_entropy(q.float(), k.float()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"statistics": ("entropie",)}, "entropie"),
+        ({"statistics": ()}, "choose some of"),
+        ({"attn_mask": torch.ones(3, 3, dtype=torch.bool)}, r"\(1, 2, 6, 6\), got \(3, 3\)"),
+        ({"attn_mask": torch.ones(6, 6, dtype=torch.int64)}, "boolean or floating"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention_statistics(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), **arguments)
+
+
+def test_heads_must_agree():
+    with pytest.raises(ValueError, match=r"\(1, 4, 6, 4\) and \(1, 2, 6, 4\)"):
+        attention_statistics(torch.randn(1, 4, 6, 4), torch.randn(1, 2, 6, 4))

@@ -1,0 +1,65 @@
+"""What every test starts from: one thread, a seed, quiet loggers, and no file outside its own folder."""
+
+import logging
+import os
+from pathlib import Path
+from random import Random
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_SILENT"] = "true"
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_and_quiet_loggers() -> None:
+    torch.set_num_threads(1)
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "wandb"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory):
+    """Point every cache at a folder of this session, so that no test reads what another run left."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "ATTNSWAP_CACHE"):
+            place = folder / variable.lower()
+            place.mkdir()
+            patch.setenv(variable, str(place))
+        patch.setenv("NETRC", str(folder / "netrc"))
+        patch.delenv("WANDB_API_KEY", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data sets, $ATTNSWAP_DATA; the test is skipped where it is not set."""
+    folder = os.environ.get("ATTNSWAP_DATA", "")
+    if not Path(folder).is_dir() or not folder:
+        pytest.skip("ATTNSWAP_DATA names no folder of data sets")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root folder with WikiText-2 and WikiText-103 in the layout of the release, of forty words in random order."""
+    import pyarrow
+    import pyarrow.parquet
+
+    root, random = tmp_path_factory.mktemp("data"), Random(0)
+    words = [f"word{index}" for index in range(40)]
+    for name in ("wikitext-2-v1", "wikitext-103-v1"):
+        folder = root / "wikitext" / name
+        folder.mkdir(parents=True)
+        for split, lines in (("train", 120), ("validation", 30), ("test", 30)):
+            text = [" " + " ".join(random.choices(words, k=12)) + " \n" for _ in range(lines)]
+            pyarrow.parquet.write_table(pyarrow.table({"text": text}), folder / f"{split}-00000-of-00001.parquet")
+    return root

@@ -1,0 +1,97 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from datamodules.windows import IGNORED, EpochShuffle, TokenWindows
+
+START = 1
+
+
+def windows(size, num_tokens, multiple_of=1):
+    return TokenWindows(np.arange(100, 100 + size, dtype=np.uint16), num_tokens, START, multiple_of)
+
+
+def test_inputs_are_targets_one_place_later_across_windows():
+    first, second = windows(8, 4)
+    assert first[0].tolist() == [START, 100, 101, 102]
+    assert first[1].tolist() == [100, 101, 102, 103]
+    assert second[0].tolist() == [103, 104, 105, 106]
+
+
+def test_the_short_last_window_is_filled_with_ignored_targets():
+    inputs, targets = windows(6, 4)[-1]
+    assert inputs.tolist() == [103, 104, 105, START]
+    assert targets.tolist() == [104, 105, IGNORED, IGNORED]
+    assert inputs.dtype == targets.dtype == torch.int64
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 5))
+def test_every_token_is_a_target_exactly_once(size, num_tokens, multiple_of):
+    data = windows(size, num_tokens, multiple_of)
+    assert len(data) % multiple_of == 0
+    _, targets = data.__getitems__(range(len(data)))
+    assert targets[targets != IGNORED].tolist() == list(range(100, 100 + size))
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_a_batch_is_its_windows(size, num_tokens):
+    data = windows(size, num_tokens)
+    inputs, targets = data.__getitems__(range(len(data)))
+    for index in range(len(data)):
+        assert torch.equal(data[index][0], inputs[index])
+        assert torch.equal(data[index][1], targets[index])
+
+
+def test_an_index_outside_is_an_error():
+    with pytest.raises(IndexError):
+        windows(6, 4)[2]
+
+
+def test_a_memory_map_travels_as_its_name(tmp_path):
+    np.arange(10_000, dtype=np.uint16).tofile(tmp_path / "ids")
+    data = TokenWindows(np.memmap(tmp_path / "ids", np.uint16, mode="r"), 4, START)
+    packed = pickle.dumps(data)
+    assert len(packed) < 1_000
+    assert torch.equal(pickle.loads(packed)[3][1], data[3][1])
+    assert torch.equal(pickle.loads(pickle.dumps(windows(9, 4)))[1][1], windows(9, 4)[1][1])
+
+
+class TestOrder:
+    def test_it_depends_on_seed_and_epoch_alone(self, monkeypatch):
+        data = windows(400, 4)
+        monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+        order = list(EpochShuffle(data))
+        torch.rand(5)
+        assert list(EpochShuffle(data)) == order
+        assert sorted(order) == list(range(100))
+        monkeypatch.setenv("PL_GLOBAL_SEED", "4")
+        assert list(EpochShuffle(data)) != order
+
+    def test_it_leaves_the_global_random_state(self):
+        before = torch.get_rng_state()
+        list(EpochShuffle(windows(400, 4)))
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_epochs_differ(self):
+        sampler = EpochShuffle(windows(400, 4))
+        first = list(sampler)
+        sampler.set_epoch(1)
+        assert list(sampler) != first
+
+    @pytest.mark.parametrize("epoch", [0, 1])
+    def test_two_processes_together_see_the_batches_of_one(self, monkeypatch, epoch):
+        monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+        data = windows(400, 4)
+        alone = EpochShuffle(data)
+        alone.set_epoch(epoch)
+        ranks = []
+        for rank in range(2):  # what Lightning puts in the place of a RandomSampler
+            sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=5)
+            sampler.set_epoch(epoch)
+            ranks.append(list(sampler))
+        assert [index for pair in zip(*ranks, strict=True) for index in pair] == list(alone)

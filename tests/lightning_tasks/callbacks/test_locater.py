@@ -1,0 +1,284 @@
+"""LocAteR adds its penalty to the loss, whatever else the trainer does."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import swap_attention
+from lightning_tasks.callbacks import LocAteR
+from lightning_tasks.language_modeling import LanguageModelingTask
+from tests.lightning_tasks.callbacks.locater_cells import (
+    CELLS,
+    WEIGHT,
+    PenaltyInLoss,
+    callback,
+    difference,
+    naive_penalty,
+    validation_entropy,
+)
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    TOKENS,
+    VOCABULARY,
+    TinyLM,
+    TwoOptimizers,
+    batches,
+    fit,
+    weights_of,
+)
+
+TOLERANCE = 2e-6
+ROOT = Path(__file__).parents[3]
+
+
+def assert_same_but_for_rounding(to_loss, to_neither):
+    """Equal to the penalty in the loss to float precision, and the penalty matters."""
+    assert to_loss < TOLERANCE
+    assert to_neither > 1e-3
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_equals_the_penalty_in_the_loss(cell):
+    assert_same_but_for_rounding(
+        difference(cell), difference(cell, other=TinyLM)
+    )  # five batches: a window of two ends short
+
+
+@pytest.fixture(scope="module")
+def two_processes():
+    """What two processes report, which run every cell and one monitored validation."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "tests.lightning_tasks.callbacks.locater_cells"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment | {"LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    report = json.loads(outputs[0][0].splitlines()[-1])
+    assert report["world"] == 2
+    return report
+
+
+def test_equals_the_penalty_in_the_loss_in_two_processes(two_processes):
+    assert len(two_processes["results"]) == len(CELLS)
+    assert max(two_processes["results"]) < TOLERANCE
+
+
+def test_validation_entropy_of_two_processes_is_that_of_one(two_processes):
+    assert two_processes["entropy"] == pytest.approx(validation_entropy(), rel=1e-5)
+
+
+def test_two_optimizers_each_get_their_own_parameters():
+    class InLoss(TwoOptimizers):
+        def manual_backward(self, loss, *args, **kwargs):
+            super().manual_backward(loss + naive_penalty(self), *args, **kwargs)
+
+    found, expected, without = TwoOptimizers(), InLoss(), TwoOptimizers()
+    fit(found, [callback()])
+    fit(expected)
+    fit(without)
+    difference_to = [(weights_of(found) - weights_of(other)).abs().max().item() for other in (expected, without)]
+    assert_same_but_for_rounding(*difference_to)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_under_a_gradient_scaler(fused):
+    """A fused optimizer is given scaled gradients and unscales them itself."""
+
+    def trained(kind, *callbacks):
+        module = kind(fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        fit(module, callbacks, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        assert scaler.get_scale() == 2.0**10  # no step was skipped
+        return weights_of(module)
+
+    found = trained(TinyLM, callback())
+    assert_same_but_for_rounding(
+        (found - trained(PenaltyInLoss)).abs().max().item(), (found - trained(TinyLM)).abs().max().item()
+    )
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    def locater():
+        return LocAteR(0.05, gamma=1.0, mean_target="initial")
+
+    straight = TinyLM()
+    fit(straight, [locater()], max_epochs=4)
+    first = fit(TinyLM(), [locater()], max_epochs=2)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    torch.load(tmp_path / "half.ckpt", weights_only=True)
+    resumed = TinyLM()
+    trainer = pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[locater()],
+    )
+    trainer.fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(weights_of(resumed), weights_of(straight))
+
+
+def test_initial_mean_is_that_of_the_start():
+    module = TinyLM()
+    w_q, w_k, _ = module.net["encoder"].layers[0].self_attn.in_proj_weight.detach().clone().chunk(3)
+    locater = LocAteR(0.01, gamma=1.0)
+    fit(module, [locater], max_epochs=2)
+    traces = locater.state_dict()["initial_traces"]
+    assert list(traces) == ["net.encoder.layers.0.self_attn", "net.encoder.layers.1.self_attn"]
+    torch.testing.assert_close(traces["net.encoder.layers.0.self_attn"], (w_q * w_k).sum(1).view(2, -1).sum(1))
+
+
+def test_logs_the_penalty_of_the_weights_before_the_step():
+    module = TinyLM()
+    expected = naive_penalty(module).item()
+    trainer = fit(module, [callback()], max_steps=1)
+    assert trainer.callback_metrics["locater/penalty"].item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.callback_metrics["locater/penalty_unweighted"].item() == pytest.approx(expected / WEIGHT, rel=1e-5)
+
+
+@pytest.mark.parametrize("locater", [callback(observe_only=True), LocAteR(0.0)], ids=["observe_only", "zero"])
+def test_neutral_settings_change_nothing(locater):
+    found, plain = TinyLM(), TinyLM()
+    trainer = fit(found, [locater])
+    fit(plain)
+    assert torch.equal(weights_of(found), weights_of(plain))
+    assert trainer.callback_metrics["locater/penalty_unweighted"] > 0
+
+
+def test_only_the_chosen_layers_are_pulled():
+    found, plain = TinyLM(), TinyLM()
+    fit(found, [LocAteR(0.05, layers=[1])], max_steps=1)
+    fit(plain, max_steps=1)
+    same = [
+        torch.equal(a.self_attn.in_proj_weight, b.self_attn.in_proj_weight)
+        for a, b in zip(found.net["encoder"].layers, plain.net["encoder"].layers, strict=True)
+    ]
+    assert same == [True, False]
+
+
+def test_trace_scale():
+    """On a symmetric mechanism's weights tr W² is ‖W‖_F², so both train alike."""
+    trained = []
+    for scale in ("trace", "frobenius"):
+        module = TinyLM()
+        swap_attention(module, "symmetric")
+        fit(module, [LocAteR(0.05, scale=scale)], max_steps=2)
+        trained.append(weights_of(module))
+    torch.testing.assert_close(*trained, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": -1.0}, "weight .* at least 0, got -1.0"),
+        ({"weight": math.nan}, "weight .* got nan"),
+        ({"weight": math.inf}, "weight .* got inf"),
+        ({"weight": True}, "weight .* got True"),
+        ({"weight": 1.0, "scale": "nuclear"}, "'frobenius', 'trace', got 'nuclear'"),
+        ({"weight": 1.0, "gamma": -2.0}, "gamma .* got -2.0"),
+        ({"weight": 1.0, "mean_target": "first"}, "mean_target .* got 'first'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        LocAteR(**options)
+
+
+def test_frozen_layers_are_an_error():
+    module = TinyLM()
+    module.net["encoder"].layers[1].self_attn.in_proj_weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"net.encoder.layers.1.self_attn.*exclude="):
+        fit(module, [callback()])
+    fit(module, [callback(exclude=["*.layers.1.*"])])
+
+
+def test_weights_that_no_optimizer_holds_are_an_error():
+    class HeadOnly(TinyLM):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net["head"].parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match="in no optimizer"):
+        fit(HeadOnly(), [callback()])
+
+
+def test_nothing_matched_is_an_error():
+    with pytest.raises(ValueError, match="blocks"):
+        fit(TinyLM(), [callback(where="blocks.*")])
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+def test_strategies_that_hide_gradients_are_refused(name):
+    class Trainer:
+        strategy = type(name, (), {})()
+
+    with pytest.raises(ValueError, match="DDP"):
+        callback().setup(Trainer(), TinyLM(), "fit")
+    callback(observe_only=True).setup(Trainer(), TinyLM(), "fit")
+
+
+def test_a_spectrum_that_is_not_the_weights_is_a_warning(monkeypatch):
+    from attention_modules.hosts import AttentionLayer
+
+    monkeypatch.setattr(AttentionLayer, "spectrum_caveat", property(lambda self: "rope turns q and k"))
+    with pytest.warns(UserWarning, match="rope turns q and k"):
+        fit(TinyLM(), [callback()], max_steps=1)
+
+
+def test_a_batch_without_loss_adds_no_penalty():
+    def skipping(kind):
+        class Skips(kind):
+            def training_step(self, batch, batch_idx):
+                return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+        return Skips()
+
+    found, expected = skipping(TinyLM), skipping(PenaltyInLoss)
+    fit(found, [callback()], max_steps=3)
+    fit(expected, max_steps=3)
+    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=TOLERANCE, rtol=0)
+
+
+def test_on_our_own_language_model():
+    shape = {"num_layers": 2, "dim": DIM, "num_heads": HEADS, "mlp_dim": DIM, "num_tokens": TOKENS}
+    task = LanguageModelingTask({"class_path": "TransformerLM", "init_args": shape}, vocab_size=VOCABULARY)
+    task.configure_model()
+    expected = 0.0
+    for qkv in (layer.module.qkv.weight.detach() for layer in attention_layers(task)):
+        for w_q, w_k in zip(qkv[:DIM].chunk(HEADS), qkv[DIM : 2 * DIM].chunk(HEADS), strict=True):
+            expected += (w_q.T @ w_k).square().sum().item()
+    trainer = fit(task, [LocAteR(0.1)], max_steps=1)
+    assert trainer.callback_metrics["locater/penalty"].item() == pytest.approx(0.1 * expected, rel=1e-5)

@@ -1,0 +1,26 @@
+"""A module that trains in milliseconds and logs, for tests of the command."""
+
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class DemoModule(BoringModel):
+    def __init__(self, width: int = 32, rate: float = 0.1, note: str = "none", init_bias: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 2)
+        if init_bias:
+            torch.nn.init.ones_(self.layer.bias)
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        self.log("train/loss", output["loss"], on_step=True)
+        return output
+
+    def validation_step(self, batch, batch_idx):
+        loss = super().validation_step(batch, batch_idx)["x"]
+        self.log("val/loss", loss)
+        self.log("val/perplexity", loss.exp())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)

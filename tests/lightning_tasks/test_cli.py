@@ -1,0 +1,279 @@
+"""The command: what answers at once, and every trap of Lightning's command line that it cures."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.cli import expand_recipe_names, fill
+from lightning_tasks.loggers import wandb_offline_without_key
+from lightning_tasks.recipes import CONFIGS, RecipeError
+
+DEMO = "tests.lightning_tasks.demo.DemoModule"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnswap"])
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """A recipe that trains in milliseconds."""
+    trainer = {
+        "accelerator": "cpu",
+        "max_steps": 2,
+        "limit_val_batches": 1,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    recipe = {"seed_everything": 1, "model": {"class_path": DEMO, "init_args": {"rate": 0.05}}, "trainer": trainer}
+    path = tmp_path / "demo.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def last_run(name="demo"):
+    return max(Path("runs", name).iterdir(), key=lambda path: int(path.name.removeprefix("version_")))
+
+
+def saved_config(name="demo"):
+    return yaml.safe_load((last_run(name) / "config.yaml").read_text())
+
+
+def checkpoint(name="demo"):
+    return next((last_run(name) / "checkpoints").glob("*.ckpt"))
+
+
+# -- what answers at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "recipes"])
+def test_quick_commands_import_neither_lightning_nor_torch(argument):
+    code = (
+        f"import sys; from lightning_tasks.__main__ import main; main([{argument!r}]); "
+        "print([name for name in ('torch', 'lightning', 'pytorch_lightning') if name in sys.modules])"
+    )
+    started = time.monotonic()
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
+    assert len(answer.stdout.splitlines()) > 1
+    assert time.monotonic() - started < 1.5
+
+
+def test_version_is_that_of_the_package(capsys):
+    import attention_modules
+
+    main(["--version"])
+    assert capsys.readouterr().out == f"attnswap {attention_modules.__version__}\n"
+
+
+def test_no_arguments_print_the_help(capsys):
+    main([])
+    assert capsys.readouterr().out.startswith("usage: attnswap")
+
+
+@pytest.mark.parametrize("arguments", [["fitt"], ["fit", "--config", "demoo"], ["fit", "--trainer", "strategy/dpp"]])
+def test_what_does_not_exist_is_a_short_error(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("attnswap: error: ")
+
+
+# -- names of files ----------------------------------------------------------------------------------------------------
+
+
+def test_recipe_names_become_paths():
+    ddp = str(CONFIGS / "strategy" / "ddp.yaml")
+    assert expand_recipe_names(["fit", "--trainer", "strategy/ddp", "--model", DEMO]) == [
+        "fit", "--trainer", ddp, "--model", DEMO,
+    ]  # fmt: skip
+    assert expand_recipe_names(["--trainer=strategy/ddp"]) == [f"--trainer={ddp}"]
+    assert expand_recipe_names(["--trainer", '{"max_steps": 1}']) == ["--trainer", '{"max_steps": 1}']
+
+
+def test_an_unknown_part_names_the_nearest():
+    with pytest.raises(RecipeError, match=r"--trainer 'strategy/dpp'.*strategy/ddp"):
+        expand_recipe_names(["--trainer", "strategy/dpp"])
+
+
+def test_a_comparison_is_no_recipe():
+    with pytest.raises(RecipeError, match="attnswap compare"):
+        expand_recipe_names(["fit", "--config", "locater/compare_small_vocabulary"])
+
+
+def test_a_part_changes_only_its_own_keys(demo):
+    main(["fit", "--config", demo, "--trainer", "trainer/smoke"])
+    trainer = saved_config()["trainer"]
+    assert (trainer["max_steps"], trainer["log_every_n_steps"]) == (4, 1)
+
+
+# -- the run's folder --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_csv_config_and_checkpoint_in_one_folder(demo):
+    main(["fit", "--config", demo])
+    folder = last_run()
+    with (folder / "metrics.csv").open() as file:
+        assert any(row["train/loss"] for row in csv.DictReader(file))
+    assert checkpoint().is_relative_to(folder)
+
+
+def test_the_next_run_gets_the_next_folder(demo):
+    main(["fit", "--config", demo])
+    main(["fit", "--config", demo])
+    assert sorted(path.name for path in Path("runs/demo").iterdir()) == ["version_0", "version_1"]
+
+
+def test_the_saved_config_is_complete_and_runs_again(demo):
+    main(["fit", "--config", demo, "--model.width=32"])
+    saved = saved_config()
+    assert saved["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "none", "init_bias": False}
+    assert saved["seed_everything"] == 1
+    assert saved["trainer"]["gradient_clip_val"] is None  # defaults are there too
+    log = last_run() / "metrics.csv"
+    before = log.read_text()
+    main(["fit", "--config", str(last_run() / "config.yaml")])
+    assert last_run().name == "version_1"
+    assert saved_config()["model"] == saved["model"]
+    assert (last_run() / "metrics.csv").read_text() == before
+    assert log.read_text() == before  # the log of the first run is still there
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_beats_the_hyper_parameters_of_the_checkpoint(demo):
+    main(["fit", "--config", demo, "--model.note=stored"])
+    path = str(checkpoint())
+    main(["fit", "--config", demo, "--ckpt_path", path, "--model.rate=0.5", "--trainer.max_steps=4"])
+    assert saved_config()["model"]["init_args"] == {"width": 32, "rate": 0.5, "note": "stored", "init_bias": False}
+
+
+def test_a_checkpoint_alone_brings_its_model(demo):
+    main(["fit", "--config", demo, "--model.note=stored"])
+    path = str(checkpoint())
+    main(
+        ["validate", "--model", DEMO, "--ckpt_path", path, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
+    )
+    assert saved_config("DemoModule")["model"]["init_args"] == {
+        "width": 32,
+        "rate": 0.05,
+        "note": "stored",
+        "init_bias": False,
+    }
+
+
+def test_fill_goes_level_by_level_and_stops_at_another_class():
+    stored = {"class_path": "A", "init_args": {"x": 1, "opt": {"class_path": "SGD", "init_args": {"lr": 1, "m": 2}}}}
+    given = {"init_args": {"opt": {"class_path": "SGD", "init_args": {"lr": 5}}}}
+    filled = fill(given, stored)
+    assert filled["init_args"] == {"x": 1, "opt": {"class_path": "SGD", "init_args": {"lr": 5, "m": 2}}}
+    given = {"class_path": "B", "init_args": {"y": 1}}
+    assert fill(given, stored) == given
+
+
+def test_init_from_takes_the_weights_and_nothing_else(demo):
+    main(["fit", "--config", demo, "--model.note=stored"])
+    path = checkpoint()
+    still = ["--model.rate=0.0", "--trainer.max_steps=1"]
+    main(["fit", "--config", demo, "--init_from", str(path), *still])
+    before, after = torch.load(path, weights_only=True), torch.load(checkpoint(), weights_only=True)
+    torch.testing.assert_close(after["state_dict"], before["state_dict"], rtol=0, atol=0)
+    assert after["global_step"] == 1
+    assert saved_config()["model"]["init_args"]["note"] == "none"
+
+
+def test_init_from_refuses_weights_that_do_not_fit(demo):
+    path = Path("other.ckpt")
+    torch.save({"state_dict": {"layer.weight": torch.zeros(3, 32)}}, path)
+    with pytest.raises(ValueError, match=r"other\.ckpt.*do not fit DemoModule"):
+        main(["fit", "--config", demo, "--init_from", str(path)])
+
+
+def test_init_from_runs_no_code_of_the_file(demo, tmp_path):
+    import pickle
+
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"state_dict": Payload()}, "evil.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        main(["fit", "--config", demo, "--init_from", "evil.ckpt"])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [(["--init_from", "no.ckpt"], FileNotFoundError), (["--init_from", "a", "--ckpt_path", "b"], SystemExit)],
+)
+def test_init_from_with_nothing_to_take(demo, arguments, error):
+    with pytest.raises(error):
+        main(["fit", "--config", demo, *arguments])
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
+    pytest.importorskip("wandb")
+    from lightning_tasks.cli import run
+
+    arguments = ["fit", "--config", demo, "--trainer", "logger/wandb"]
+    for _ in range(2):
+        cli = run(arguments)
+        arguments = ["fit", "--config", str(last_run() / "config.yaml")]
+        csv_logger, wandb_logger = cli.trainer.loggers
+        assert Path(csv_logger.log_dir) == last_run()
+        assert wandb_logger.experiment.config["model"]["init_args"]["rate"] == 0.05
+        wandb_logger.experiment.finish()
+    for run_folder in ("version_0", "version_1"):
+        assert len(list(Path("runs/demo", run_folder, "wandb").glob("offline-run-*"))) == 1
+
+
+def test_two_runs_in_one_folder_are_fine(demo):
+    given = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "here", "version": "same"}}
+    for _ in range(2):
+        main(["fit", "--config", demo, f"--trainer.logger={json.dumps(given)}"])
+    assert len(list(Path("here").rglob("config.yaml"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "added"),
+    [
+        ({}, {"WANDB_MODE": "offline"}),
+        ({"WANDB_API_KEY": "x"}, {}),
+        ({"WANDB_MODE": "online"}, {}),
+    ],
+)
+def test_wandb_is_offline_where_there_is_no_key(environment, added, tmp_path):
+    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc"), **environment}) == added
+
+
+def test_a_key_in_netrc_is_a_key(tmp_path):
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc")}) == {}
+
+
+def test_one_wandb_run_a_job_under_ddp(demo):
+    pytest.importorskip("wandb")
+    parts = ["--trainer", "strategy/ddp", "--trainer", "logger/wandb"]
+    command = [sys.executable, "-m", "lightning_tasks", "fit", "--config", demo, *parts]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    assert [path.name for path in Path("runs/demo").iterdir()] == ["version_0"]
+    assert len(list(Path("runs/demo/version_0/wandb").glob("offline-run-*"))) == 1
+    assert (Path("runs/demo/version_0") / "config.yaml").is_file()

@@ -1,0 +1,210 @@
+"""Comparisons: what a file stands for, pairs, resuming after a kill, and statistics against closed forms."""
+
+import csv
+import json
+import math
+
+import pytest
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.compare import Variant, override_arguments, parse_seeds, plan_cells, read_variants, unpaired_seeds
+from lightning_tasks.compare_cell import RESULT, run_cell
+from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
+from lightning_tasks.recipes import RecipeError
+
+DEMO = "tests.lightning_tasks.demo.DemoModule"
+
+
+@pytest.fixture
+def demo(tmp_path):
+    trainer = {"accelerator": "cpu", "max_steps": 2, "limit_train_batches": 2, "limit_val_batches": 1}
+    path = tmp_path / "demo.yaml"
+    path.write_text(yaml.safe_dump({"model": {"class_path": DEMO}, "trainer": trainer}))
+    return path
+
+
+@pytest.fixture
+def comparison(demo, tmp_path):
+    variants = {
+        "slow": None,
+        "fast 1e-1": {"model.rate": 0.5},
+        "watched": {"trainer.callbacks+": {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}},
+    }
+    path = tmp_path / "comparison.yaml"
+    path.write_text(yaml.safe_dump({"base": str(demo), "variants": variants}, sort_keys=False))
+    return path
+
+
+# -- what was asked ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("0:3", [0, 1, 2]), ("4,2", [4, 2]), ("7", [7])])
+def test_seeds(text, seeds):
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["3:3", "a", "1,1", "0:2:4", ""])
+def test_seeds_that_make_no_sense(text):
+    with pytest.raises(RecipeError, match="--seeds"):
+        parse_seeds(text)
+
+
+def test_overrides_are_spelled_as_on_the_command_line():
+    assert override_arguments({"model.attention": "rpc", "trainer.callbacks+": {"a": 1}, "model.rate": 0.1}) == (
+        "--model.attention=rpc",
+        '--trainer.callbacks+={"a": 1}',
+        "--model.rate=0.1",
+    )
+
+
+def test_a_recipe_stands_for_itself(demo):
+    assert read_variants(str(demo)) == [Variant("demo", str(demo))]
+
+
+def test_a_comparison_stands_for_its_variants(comparison, demo):
+    slow, fast, _ = read_variants(str(comparison))
+    assert slow == Variant("slow", str(demo))
+    assert fast.overrides == ("--model.rate=0.5",)
+
+
+@pytest.mark.parametrize(
+    "content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"]
+)
+def test_a_comparison_of_another_shape(tmp_path, content):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=r"wrong\.yaml"):
+        read_variants(str(path))
+
+
+def test_two_configurations_of_one_name(demo, tmp_path):
+    with pytest.raises(RecipeError, match="different names"):
+        plan_cells([Variant("a", str(demo)), Variant("a", str(demo))], [0], tmp_path)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cells(comparison, tmp_path):
+    return plan_cells(read_variants(str(comparison)), [0], tmp_path / "out")
+
+
+def test_a_finished_cell_has_one_whole_result(cells):
+    slow = cells[0]
+    assert not slow.is_finished()
+    run_cell(slow)
+    assert slow.is_finished()
+    assert {row["metric"] for row in slow.result()["rows"]} >= {"val/loss", "val/perplexity"}
+    assert not list(slow.folder.rglob("*.ckpt"))
+    assert (slow.folder / "log.txt").is_file()
+
+
+def test_one_seed_means_one_start_and_one_order_of_the_data(cells):
+    for cell in cells:
+        run_cell(cell)
+    slow, fast, watched = (cell.result() for cell in cells)
+    assert slow["initial_weights"] == fast["initial_weights"] == watched["initial_weights"]
+    assert slow["training_data"] == fast["training_data"] == watched["training_data"]
+    assert slow["rows"] != fast["rows"]
+    assert unpaired_seeds(cells) == []
+
+
+def test_cells_that_are_no_pair_are_named(demo, tmp_path):
+    wide = Variant("wide", str(demo), ("--model.init_bias=true",))
+    cells = plan_cells([Variant("plain", str(demo)), wide], [0], tmp_path / "out")
+    for cell in cells:
+        run_cell(cell)
+    assert unpaired_seeds(cells) == ["wide seed 0: initial weights differ from those of plain"]
+
+
+def test_another_setting_makes_another_cell(cells, comparison, tmp_path):
+    run_cell(cells[0])
+    changed = plan_cells(read_variants(str(comparison)), [0], tmp_path / "out", ["--trainer.max_steps=1"])
+    assert not changed[0].is_finished()
+
+
+def test_a_half_written_cell_is_run_again(cells):
+    cell = cells[0]
+    (cell.folder / "runs").mkdir(parents=True)
+    (cell.folder / f"{RESULT}.partial").write_text('{"rows": [')
+    assert not cell.is_finished()
+    run_cell(cell)
+    assert cell.is_finished()
+    assert not (cell.folder / f"{RESULT}.partial").exists()
+
+
+def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, capsys):
+    pytest.importorskip("scipy")
+    output = tmp_path / "out"
+    command = ["compare", str(comparison), "--seeds", "0:2", "--output", str(output), "--jobs", "2"]
+    main(command)
+    with (output / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["config"], row["seed"]) for row in rows} == {
+        (config, seed) for config in ("slow", "fast 1e-1", "watched") for seed in ("0", "1")
+    }
+    assert "| fast 1e-1 | 2 |" in (output / "summary.md").read_text()
+    assert "Not paired" not in (output / "summary.md").read_text()
+
+    kept, killed = (output / "cells" / name / "seed_1" / RESULT for name in ("slow", "watched"))
+    times, seconds = kept.stat().st_mtime_ns, json.loads(killed.read_text())["rows"]
+    killed.unlink()
+    main(command)
+    assert kept.stat().st_mtime_ns == times
+    assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
+
+
+def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):
+    content = yaml.safe_load(comparison.read_text())
+    content["variants"]["broken"] = {"model.rate": -1.0}
+    comparison.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(SystemExit, match="1 of 4 cells failed"):
+        main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
+    assert "broken seed 0" in capfd.readouterr().err
+    assert "slow" in (tmp_path / "out" / "results.csv").read_text()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(values):
+    return [
+        {"config": config, "seed": seed, "step": step, "metric": "m", "value": value + step}
+        for config, seeds in values.items()
+        for seed, value in enumerate(seeds)
+        for step in (1, 0)
+    ]
+
+
+def test_the_last_step_counts():
+    assert last_values(rows_of({"a": [5.0]}), "m") == {"a": {0: 6.0}}
+
+
+def test_paired_interval_of_a_known_sample():
+    # Mean 2, standard deviation 1, n = 3: 2 -+ t(0.975, 2) / sqrt(3), t = 4.302653.
+    assert paired_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-5)
+
+
+def test_minimum_detectable_effect_of_the_textbook():
+    # A paired t-test of 34 pairs finds half a standard deviation with power 0.8 (Cohen's tables: n = 34).
+    assert minimum_detectable_effect(2.0, 34) == pytest.approx(2.0 * 0.4949, rel=2e-3)
+    assert minimum_detectable_effect(1.0, 8) == pytest.approx(1.1556, rel=5e-3)
+    assert minimum_detectable_effect(0.0, 8) == 0.0
+
+
+def test_differences_are_paired_by_seed():
+    # Differences 1, 2, 3 whatever the large spread between seeds.
+    summary = summarise(rows_of({"a": [0.0, 100.0, 1000.0], "b": [1.0, 102.0, 1003.0]}), ["a", "b"], ["m", "absent"])
+    first, second = summary
+    assert (first.pairs, second.pairs, second.difference) == (0, 3, 2.0)
+    assert (second.low, second.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
+    assert math.isnan(first.difference)
+    assert "| b | 3 | 369.67 ± 5.5e+02 | +2 [-0.4841, +4.484] |" in markdown(summary)
+
+
+def test_one_seed_has_no_interval():
+    _, second = summarise(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
+    assert second.pairs == 0
+    assert math.isnan(second.std)
