@@ -284,7 +284,7 @@ def test_state_carries_over() -> None:
     assert [block.attn.mechanism.spec.layer_index for block in model.blocks] == [0, 1, 2]
     restore_attention(model)
     assert not model.blocks[0].attn.in_proj_weight.requires_grad
-    assert not swap_attention(model.train(), Noisy)[0].name == ""
+    swap_attention(model.train(), Noisy)
     assert model.blocks[0].attn.mechanism.training
 
 

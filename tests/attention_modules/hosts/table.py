@@ -1,4 +1,4 @@
-"""The table of hosts and mechanisms as tested: ``python -m tests.attention_modules.hosts.table`` writes docs/hosts.md."""
+"""The table of hosts and mechanisms as tested; ``python -m tests.attention_modules.hosts.table`` writes the page."""
 
 from __future__ import annotations
 

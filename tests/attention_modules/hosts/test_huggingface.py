@@ -270,6 +270,14 @@ def test_bert_as_a_decoder_with_cross_attention() -> None:
     assert not torch.allclose(*[states(model, t, encoder_hidden_states=memory)[:, -1] for t in (tokens, tokens + 1)])
 
 
+def test_no_attention_map_is_invented() -> None:
+    model = causal_model("gpt2", "eager")
+    swap_attention(model, "softmax", layers=[1])
+    first, second = model(token_ids(), output_attentions=True, use_cache=False).attentions
+    assert first.shape == (2, HEADS, TOKENS, TOKENS)
+    assert second is None
+
+
 def test_untested_classes_are_refused_by_name() -> None:
     model = hugging_face(
         "T5EncoderModel", "T5Config", vocab_size=50, d_model=DIM, d_kv=4, d_ff=32, num_layers=1, num_heads=HEADS

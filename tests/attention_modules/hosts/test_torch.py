@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -81,7 +79,7 @@ def test_a_hint_without_its_mask_is_an_error_as_in_the_plain_layer() -> None:
 def test_without_a_query_another_key_is_an_error() -> None:
     module = layer(batch_first=True)
     swap_attention(module, "symmetric")
-    with pytest.raises(RuntimeError, match="SymmetricAttention has no query.*another key"):
+    with pytest.raises(RuntimeError, match=r"SymmetricAttention has no query.*another key"):
         module(features(), features(1), features(1))
 
 
@@ -147,11 +145,11 @@ def test_nested_tensors_are_switched_off_and_on_again() -> None:
     assert [part.use_nested_tensor for part in model] == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_layer_swapped_apart_from_its_encoder_says_what_to_do_about_nested_tensors() -> None:
     model = encoder()
     swap_attention(model.layers[1], "softmax")
-    with torch.no_grad(), warnings.catch_warnings(), pytest.raises(RuntimeError, match="use_nested_tensor to False"):
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="use_nested_tensor to False"):
         model(features(), src_key_padding_mask=padding_mask())
 
 
