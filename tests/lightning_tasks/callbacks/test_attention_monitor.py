@@ -91,6 +91,17 @@ def test_nothing_is_hooked_between_firings():
     assert hooks == [[1, 1], [0, 0], [1, 1], [0, 0], [1, 1]]
 
 
+def test_a_skipped_batch_leaves_no_hook():
+    class SkipsEpochs(TinyLM):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 else None
+
+    module = SkipsEpochs()
+    fit(module, [AttentionMonitor(every_n_steps=1)], max_epochs=2)
+    found = [part for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert not any(part._forward_pre_hooks for part in found)
+
+
 def test_hooks_are_gone_after_an_error():
     class Breaks(TinyLM):
         def training_step(self, batch, batch_idx):
