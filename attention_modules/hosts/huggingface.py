@@ -148,7 +148,7 @@ class HuggingFaceHost(Host):
         kind = type(module)
         if any(_is_known(base) for base in kind.__mro__):
             return f"unsupported subclass: {kind.__name__} has a forward of its own"
-        if kind.__module__.startswith("transformers.models."):
+        if kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__:
             return f"of Hugging Face's classes only these are known: {', '.join(_CLASSES)}"
         return None
 

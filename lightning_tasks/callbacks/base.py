@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 try:
@@ -43,9 +44,16 @@ def log_now(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None
     """
     for name, value in values.items():
         pl_module.log(name, value, on_step=True, on_epoch=False, logger=False)
-    scalars = {name: float(value) for name, value in values.items()}
+    if not values:
+        return
+    scalars = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))  # one transfer
     for logger in pl_module.trainer.loggers:
         logger.log_metrics(scalars, step=current_step(pl_module.trainer))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP2 has sharded, gathered (every process must call this), differentiably; others as they are."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def check_every_n_steps(every_n_steps: int) -> int:

@@ -76,7 +76,7 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
 
     if isinstance(spec, dict):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
-    model = AutoModelForCausalLM.from_pretrained(spec)
+    model: Any = AutoModelForCausalLM.from_pretrained(spec).train()  # it comes in eval mode, without dropout
     known = model.get_input_embeddings().weight.size(0)
     if known < vocab_size:
         raise ValueError(
@@ -110,24 +110,35 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def has_plain_head(model: nn.Module) -> bool:
-    """Whether the logits are ``head(hidden(tokens))``, found by trying: some models cap, scale or transform them.
+    """Whether the logits are ``head(hidden(tokens))`` and nothing else: some models cap, scale or transform them.
 
-    Where they are, the loss can be computed in chunks. Leaves modes and the random state as they were.
+    Found by trying, with a head that answers with known values; then the loss can be computed in chunks. Modes,
+    weights and the random state stay as they were.
     """
     head = _head(model)
     if head is None or head.weight.is_meta:
         return False
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
+    tokens = torch.tensor([[0, head.out_features - 1]], device=head.weight.device)
+    answer = torch.linspace(-100, 100, head.out_features, device=head.weight.device).to(head.weight.dtype)
+    answer = answer.expand(1, 2, -1)
+    seen: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        seen.append(args[0])
+        return answer
+
     training = {name for name, module in model.named_modules() if module.training}
+    handle = head.register_forward_hook(record)
     model.eval()
     try:
+        logits = _logits(model, tokens)
         hidden = _hidden(model, tokens)
-        return hidden.shape[-1] == head.in_features and torch.allclose(
-            head(hidden), _logits(model, tokens), rtol=1e-3, atol=1e-5
-        )
     finally:
+        handle.remove()
         for name, module in model.named_modules():
             module.training = name in training
+    plain = len(seen) == 1 and seen[0].shape == hidden.shape and torch.allclose(seen[0], hidden, rtol=1e-3, atol=1e-5)
+    return plain and torch.equal(logits, answer)
 
 
 def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:

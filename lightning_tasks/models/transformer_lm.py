@@ -129,7 +129,7 @@ class TransformerLM(nn.Module):
         else:
             self.register_buffer("positions", sinusoidal_positions(num_tokens, dim), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
+        layers = [
             TransformerLayer(
                 SelfAttention(
                     dim,
@@ -146,22 +146,23 @@ class TransformerLM(nn.Module):
                 norm == "pre",
             )
             for index in range(num_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        self.reset_parameters()
+        self._reset_parameters(layers)
         if tied:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def _reset_parameters(self, layers: list[TransformerLayer]) -> None:
         """Draw initial values as the class docstring says; those of the mechanisms stay their own."""
         std = self.embedding.embedding_dim**-0.5
         nn.init.normal_(self.embedding.weight, std=std)
         nn.init.normal_(self.head.weight, std=std)
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=std)
-        for layer in self.layers:
+        for layer in layers:
             layer.reset_parameters()
 
     def hidden(self, tokens: Tensor) -> Tensor:

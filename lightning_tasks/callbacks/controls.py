@@ -1,0 +1,119 @@
+"""Controls for claims about the QK weights: decayed alone, or frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from attention_modules.hosts import AttentionLayer, attention_layers
+from lightning_tasks.callbacks.base import Callback, Where
+
+
+def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each Parameter that W_q or W_k is read from, with a boolean mask of its entries that belong to them.
+
+    In a fused projection these are the query and key rows. Biases are not part of W_q and W_k.
+
+    Raises:
+        ValueError: if W_q and W_k are not entries of one Parameter each (LoRA), or take no gradient.
+    """
+    found: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    for layer in layers:
+        parameters = layer.qk_parameters()
+        if len(parameters) > 2 or not all(parameter.requires_grad for parameter in parameters):
+            raise ValueError(
+                f"W_q and W_k of {layer.name!r} are sums of several weights or do not require gradients; merge "
+                "adapters (merge_and_unload()), unfreeze the weights, or name the layer in exclude="
+            )
+        with torch.enable_grad():
+            read = torch.stack([weight.sum() for weight in layer.qk_weights()]).sum()
+        for parameter, touched in zip(parameters, torch.autograd.grad(read, parameters), strict=True):
+            _, mask = found.get(id(parameter), (parameter, torch.zeros_like(touched, dtype=torch.bool)))
+            found[id(parameter)] = (parameter, mask | (touched != 0))
+    return list(found.values())
+
+
+class _QKControl(Callback):
+    """What both controls share: the choice of layers, read anew when a fit starts."""
+
+    def __init__(self, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._entries: list[tuple[nn.Parameter, Tensor]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._entries = qk_entries(attention_layers(pl_module, self.where, self.layers, self.exclude))
+
+
+class QKWeightDecay(_QKControl):
+    """Decoupled weight decay on W_q and W_k alone, beside the optimizer's own: W ← W (1 - lr · weight_decay).
+
+    It comes before the optimizer's update, as in AdamW (Loshchilov and Hutter, 2019), with the learning rate of the
+    weight's own group. The control of an objective that shrinks W_qᵀ W_k.
+
+    Args:
+        weight_decay: at least 0.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if ``weight_decay`` is negative or not finite.
+    """
+
+    def __init__(
+        self,
+        weight_decay: float,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(where, layers, exclude)
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
+        self.weight_decay = weight_decay
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, mask in self._entries:
+            if id(parameter) in rates:
+                parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * mask)
+
+
+class FreezeQK(_QKControl):
+    """Keeps W_q and W_k as they are when the fit starts (or resumes); everything else trains on.
+
+    Their gradients are set to zero before each step (and so take no part in clipping), and their values are put back
+    after it, whatever the optimizer's weight decay made of them. Biases are not held.
+
+    Args:
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._initial = [parameter.detach().clone() for parameter, _ in self._entries]
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        for parameter, mask in self._entries:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(mask, 0.0)
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        for (parameter, mask), initial in zip(self._entries, self._initial, strict=True):
+            parameter.copy_(torch.where(mask, initial, parameter))

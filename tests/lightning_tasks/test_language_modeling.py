@@ -1,0 +1,251 @@
+import functools
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional
+from torchmetrics.text import Perplexity
+
+from attention_modules import RPCAttention
+from lightning_tasks import LanguageModelingTask
+from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_positions": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+class Bigrams(nn.Module):
+    """Logits of any origin: no hidden states, no head."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+
+def task(**options):
+    return LanguageModelingTask(
+        **{"model": SMALL, "optimizer": functools.partial(torch.optim.AdamW, lr=0.01), **options}
+    )
+
+
+def built(**options):
+    result = task(vocab_size=VOCAB, **options)
+    result.configure_model()
+    return result
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_perplexity_is_that_of_the_whole_split(split, tmp_path):
+    data, module = RandomText(batch_size=3), task()
+    run = trainer(tmp_path)
+    logged = (run.validate if split == "val" else run.test)(module, datamodule=data, verbose=False)[0]
+    inputs, targets = windows(7, 1 if split == "val" else 2)
+    logits = module.model(inputs).detach()
+    reference = Perplexity(ignore_index=-100)
+    reference.update(logits, targets)
+    assert logged[f"{split}/perplexity"] == pytest.approx(reference.compute().item(), rel=1e-5)
+    expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert logged[f"{split}/loss"] == pytest.approx(expected, rel=1e-5)
+    batches = [
+        functional.cross_entropy(x.flatten(0, 1), t.flatten())
+        for x, t in zip(logits.split(3), targets.split(3), strict=True)
+    ]
+    assert abs(logged[f"{split}/loss"] - torch.stack(batches).mean().item()) > 1e-4  # the mean of means is another
+
+
+def test_training_lowers_the_loss_and_logs(tmp_path):
+    module, run = task(), trainer(tmp_path, max_epochs=40)
+    run.fit(module, RandomText())
+    assert run.logged_metrics["train/loss"] < math.log(VOCAB) - 0.5
+    assert {"train/loss", "val/loss", "val/perplexity"} <= run.logged_metrics.keys()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 256])
+def test_training_step_is_the_token_mean(chunk_size, tmp_path):
+    module = built(chunk_size=chunk_size)
+    inputs, targets = windows(5, 3)
+    module.log = lambda *args, **kwargs: None
+    loss = module.training_step((inputs, targets), 0)
+    expected = functional.cross_entropy(module.model(inputs).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_predict_gives_log_probabilities(tmp_path):
+    module = task()
+    predictions = torch.cat(trainer(tmp_path).predict(module, datamodule=RandomText(batch_size=3)))
+    inputs, targets = windows(7, 2)
+    expected = module.model(inputs).log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(predictions, expected.masked_fill(targets == -100, 0).detach())
+
+
+def test_vocabulary_of_the_data_module_is_kept(tmp_path):
+    module, run = task(), trainer(tmp_path)
+    run.fit(module, RandomText())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert module.hparams.vocab_size == VOCAB
+    loaded = LanguageModelingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded.model.head.out_features == VOCAB
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+def test_unknown_vocabulary_says_what_to_give():
+    with pytest.raises(ValueError, match=r"give LanguageModelingTask\(vocab_size=...\)"):
+        task().configure_model()
+
+
+def test_configure_model_builds_once():
+    module = built()
+    model = module.model
+    module.configure_model()
+    assert module.model is model
+
+
+@pytest.mark.parametrize(
+    "attention",
+    ["rpc", RPCAttention, "attention_modules.RPCAttention", {"class_path": "rpc"}, {"class_path": RPCAttention}],
+    ids=["name", "class", "path", "dict", "dict of class"],
+)
+def test_spellings_of_attention(attention):
+    module = built(attention=attention, attention_options={"iterations": 2})
+    mechanism = module.model.layers[0].attn.mechanism
+    assert isinstance(mechanism, RPCAttention)
+    assert mechanism.iterations == 2
+
+
+def test_attention_with_its_options_inside():
+    module = built(attention={"class_path": "rpc", "init_args": {"iterations": 3}})
+    assert module.model.layers[0].attn.mechanism.iterations == 3
+
+
+@pytest.mark.parametrize("source", ["dict", "config", "folder"])
+def test_hugging_face_model_with_swapped_attention(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**GPT2, vocab_size=VOCAB)
+    model = {"dict": GPT2, "config": config, "folder": str(tmp_path)}[source]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    module = task(model=model, attention="rpc", attention_options={"iterations": 2}, attention_layers=[1])
+    run = trainer(tmp_path)
+    run.fit(module, RandomText())
+    assert all(part.training for part in module.model.modules())
+    mechanisms = [type(m).__name__ for m in module.modules() if isinstance(m, RPCAttention)]
+    assert mechanisms == ["RPCAttention"]
+    assert module._chunk_size == 256
+    logged = run.validate(module, RandomText(), verbose=False)[0]
+    inputs, targets = windows(7, 1)
+    expected = functional.cross_entropy(module.eval().model(inputs).logits.flatten(0, 1), targets.flatten())
+    assert logged["val/loss"] == pytest.approx(expected.item(), rel=1e-5)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = LanguageModelingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    torch.testing.assert_close(loaded.eval().model(inputs).logits, module.model(inputs).logits)
+
+
+def test_hugging_face_model_that_caps_its_logits_is_not_taken_apart(tmp_path):
+    pytest.importorskip("transformers")
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    gemma |= {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 0.01, "pad_token_id": 0}
+    module = built(model=gemma)
+    assert module._chunk_size is None
+    inputs, targets = windows(2, 0)
+    expected = functional.cross_entropy(module.model(inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(module._loss(inputs, targets)[0], expected)
+
+
+def test_pretrained_model_with_too_few_token_ids(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**GPT2, vocab_size=11)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="knows 11 token ids and the data has 29"):
+        built(model=str(tmp_path))
+
+
+def test_model_of_any_kind_from_its_logits(tmp_path):
+    module, run = task(model=Bigrams), trainer(tmp_path)
+    run.fit(module, RandomText())
+    inputs, targets = windows(7, 2)
+    expected = functional.cross_entropy(module.model(inputs).flatten(0, 1), targets.flatten())
+    assert run.test(module, RandomText(), verbose=False)[0]["test/loss"] == pytest.approx(expected.item(), rel=1e-5)
+    predicted = torch.cat(run.predict(module, RandomText()))
+    assert -predicted.sum().item() == pytest.approx(expected.item() * (targets != -100).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"model": nn.Linear(1, 1)}, TypeError, "say how to build one, got a Linear that is built"),
+        ({"attention": "rcp"}, ValueError, "Did you mean 'rpc'"),
+        ({"attention": lambda spec: None}, TypeError, "cannot be stored in a checkpoint"),
+        ({"optimizer": lambda params: None}, TypeError, "cannot be stored in a checkpoint"),
+        ({"scheduler": "LinearRL"}, ValueError, "looked in torch.optim.lr_scheduler"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"scheduler_interval": "batch"}, ValueError, "'step' or 'epoch', got 'batch'"),
+    ],
+)
+def test_bad_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        task(**options)
+
+
+def states(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def fit(folder, seed=5):
+    pl.seed_everything(seed, verbose=False)
+    model = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.2}}
+    module = task(model=model, scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
+    trainer(folder, max_epochs=3).fit(module, RandomText())
+    return states(module)
+
+
+def test_same_seed_same_numbers(tmp_path):
+    first, second = fit(tmp_path), fit(tmp_path)
+    other = fit(tmp_path, seed=6)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.head.weight"], other["model.head.weight"])
+
+
+class Killed(RuntimeError):
+    pass
+
+
+class KillAt(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, run, module, batch, batch_idx):
+        if run.global_step == self.step:
+            raise Killed
+
+
+def test_killed_and_resumed_ends_as_if_nothing_had_happened(tmp_path):
+    """Killed within the third epoch of four steps, resumed from the end of the second."""
+
+    def run(folder, callbacks, ckpt_path=None):
+        pl.seed_everything(5, verbose=False)
+        module = task(scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
+        keep = ModelCheckpoint(dirpath=folder / "kept", save_last=True)
+        trainer(folder, max_epochs=3, callbacks=[keep, *callbacks]).fit(
+            module, RandomText(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
+        )
+        return states(module)
+
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", [KillAt(9)])
+    last = tmp_path / "killed" / "kept" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 8
+    resumed = run(tmp_path / "resumed", [], ckpt_path=last)
+    whole = run(tmp_path / "whole", [])
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
