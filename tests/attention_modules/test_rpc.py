@@ -177,6 +177,7 @@ def test_second_derivatives_exist_under_the_math_backend_and_raise_with_that_cur
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_transforms_take_the_plain_form():
     k, v = random_heads("kv", shape=(1, 2, 4, 8)).values()
     expected = values_and_gradients(lambda k, v: rpc_attention(k, v, lam=0.3), {"k": k, "v": v})["grad_k"]
@@ -214,6 +215,7 @@ def test_compiled_equals_eager(backend):
     assert_same(values_and_gradients(compiled, inputs), values_and_gradients(attention, inputs), 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 def test_export_and_trace_keep_the_answer():
     layer, x = SelfAttention(24, 3, "rpc", {"lam": 0.3}).eval(), torch.randn(2, 7, 24)
     expected = layer(x)

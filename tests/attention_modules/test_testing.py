@@ -201,6 +201,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 @pytest.mark.parametrize(("check", "fault"), [(check, fault) for check, faults in FAULTS.items() for fault in faults])
 def test_every_check_can_fail(check, fault):
     with pytest.raises(MechanismCheckError, match=f"^{check}: ") as error:
