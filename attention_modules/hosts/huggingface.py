@@ -66,8 +66,8 @@ def mechanism_attention_forward(
         is_causal: in place of the layer's own ``is_causal`` where given.
 
     Returns:
-        ``[B, N, H, d]``, and an empty map ``[B, H, N, 0]``: ``output_attentions`` drops None, which would shift the maps
-        of the other layers.
+        ``[B, N, H, d]``, and an empty map ``[B, H, N, 0]``: ``output_attentions`` drops None, which would shift the
+        maps of the other layers.
 
     Raises:
         NotImplementedError: for arguments that no mechanism sees, a mask of another implementation, or a key-value

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,6 +268,19 @@ def test_cross_attention_is_skipped_unless_named() -> None:
         "layers.0.multihead_attn"
     ]
     torch.testing.assert_close(model(x, memory), plain, atol=1e-5, rtol=1e-5)
+
+
+def test_other_peoples_cross_attention_is_known_by_its_name() -> None:
+    model = nn.ModuleDict({"self_attn": mha(), "cross_attn": mha()})
+    assert names(swap_attention(model, NoisyWithoutQuery)) == ["self_attn"]
+
+
+def test_hosts_do_not_import_their_libraries() -> None:
+    code = (
+        "import sys, attention_modules.swap; print(*{'timm', 'transformers', 'peft', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_state_carries_over() -> None:
