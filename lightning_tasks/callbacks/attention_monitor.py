@@ -40,8 +40,9 @@ class AttentionMonitor(Callback):
     iterates, its first pass.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no result, and stays there
-    until ``restore_attention``. Between firings nothing is hooked. The training values under several processes are
-    those of the first one's batch. A step that is observed runs without ``torch.compile``.
+    until ``restore_attention``. Between firings nothing is hooked. A firing (an observed step, or any batch of an
+    observed evaluation) costs about one more pass of attention for the entropy and three for all statistics, and runs
+    without ``torch.compile``. Training values under several processes are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.

@@ -51,6 +51,11 @@ def log_now(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None
         logger.log_metrics(scalars, step=current_step(pl_module.trainer))
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP2 has sharded, gathered (every process must call this), differentiably; others as they are."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def check_every_n_steps(every_n_steps: int) -> int:
     """The same number.
 

@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.base import (
     current_step,
     layer_label,
     log_now,
+    whole,
 )
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
@@ -77,7 +78,7 @@ class SpectrumMonitor(Callback):
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
         for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
-            w_q, w_k = (weight.double().cpu() for weight in layer.qk_weights())
+            w_q, w_k = (whole(weight).double().cpu() for weight in layer.qk_weights())
             statistics = qk_statistics(w_q, w_k)
             for name in STATISTICS:
                 label = f"qk_spectrum/{name}/{layer_label(index)}"

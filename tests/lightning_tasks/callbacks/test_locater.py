@@ -95,6 +95,10 @@ def test_equals_the_penalty_in_the_loss_in_two_processes(two_processes):
     assert max(two_processes["results"]) < TOLERANCE
 
 
+def test_sharded_layers_get_the_gradient_of_whole_ones(two_processes):
+    assert two_processes["sharded"] < TOLERANCE
+
+
 def test_validation_entropy_of_two_processes_is_that_of_one(two_processes):
     assert two_processes["entropy"] == pytest.approx(validation_entropy(), rel=1e-5)
 
