@@ -10,6 +10,7 @@ from attention_modules.mechanism import (
     register_mechanism,
 )
 from attention_modules.rpc import RPCAttention, rpc_attention
+from attention_modules.diagnostics import rpc_diagnostics
 from attention_modules.scaled import ScaledAttention, scaled_attention
 from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention
@@ -35,6 +36,7 @@ __all__ = [
     "register_mechanism",
     "restore_attention",
     "rpc_attention",
+    "rpc_diagnostics",
     "scaled_attention",
     "swap_attention",
     "symmetric_attention",

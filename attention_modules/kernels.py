@@ -68,12 +68,12 @@ def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: boo
 
 
 def flash_mask(attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as the flash kernels take it: additive, ``[B|1, H|1, N|1, M|1]``, of the queries' dtype."""
+    """A mask as the flash kernels take it: additive, of the queries' dtype."""
     if attn_mask is None:
         return None
     if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, float("-inf"))
-    return attn_mask.to(dtype).view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+        return torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, float("-inf"))
+    return attn_mask.to(dtype)
 
 
 def flash(

@@ -103,8 +103,8 @@ class SelfAttention(nn.Module):
         Returns:
             A class; the same one for the same arguments, so that its instances copy and pickle.
         """
-        chosen = cast(Any, mechanism)  # a callable is hashable, which its type does not say
-        return _configured(cls, chosen, num_tokens, tuple(sorted(options.items())))
+        make = cast(Callable[..., type[SelfAttention]], _configured)  # the cache's type takes no classes as keys
+        return make(cls, mechanism, num_tokens, tuple(sorted(options.items())))
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend within the sequence.

@@ -28,7 +28,7 @@ def pursue(
         v: values ``[B, H, N, d]``.
         limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None for no threshold.
         iterations: number of softmax passes.
-        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``; not together with ``is_causal``.
+        attn_mask: boolean or additive, ``[B|1, H|1, N|1, N|1]``; not together with ``is_causal``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout of the last pass.
         scale: factor on the logits, 1/sqrt(d) where None.
