@@ -14,7 +14,8 @@ from tests.lightning_tasks.language_data import SMALL, RandomText
 def main(folder: Path, devices: int, batch_size: int) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    task = LanguageModelingTask(SMALL, optimizer={"class_path": "AdamW", "init_args": {"lr": 0.01}})
+    # Not Adam: the gradient of a key bias is zero but for rounding, which Adam would scale to whole steps.
+    task = LanguageModelingTask(SMALL, optimizer={"class_path": "SGD", "init_args": {"lr": 0.1, "momentum": 0.9}})
     strategy = "ddp" if devices > 1 else "auto"
     trainer = pl.Trainer(
         accelerator="cpu",

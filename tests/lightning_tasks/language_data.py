@@ -2,7 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 VOCAB, TOKENS = 29, 8
 SMALL = {
@@ -22,21 +22,23 @@ def windows(count, seed):
 class RandomText(pl.LightningDataModule):
     vocab_size = VOCAB
 
-    def __init__(self, batch_size: int = 4, train_windows: int = 16, val_windows: int = 7, shuffle: bool = False):
+    def __init__(self, batch_size: int = 4, train_windows: int = 16, val_windows: int = 7):
         super().__init__()
         self.batch_size, self.train_windows, self.val_windows = batch_size, train_windows, val_windows
-        self.shuffle = shuffle
 
     def prepare_data(self):
         print("data prepared", flush=True)
 
-    def _loader(self, count, seed, shuffle=False):
-        return DataLoader(TensorDataset(*windows(count, seed)), batch_size=self.batch_size, shuffle=shuffle)
+    def _loader(self, count, seed):
+        return DataLoader(TensorDataset(*windows(count, seed)), batch_size=self.batch_size)
 
     def train_dataloader(self):
         inputs, targets = windows(self.train_windows + 1, 0)
         data = TensorDataset(inputs[:-1], targets[:-1])  # whole windows only
-        return DataLoader(data, batch_size=self.batch_size, shuffle=self.shuffle)
+        run = self.trainer
+        # Given here because Lightning's own sampler shuffles training data whatever the loader says.
+        sampler = DistributedSampler(data, run.world_size, run.global_rank, shuffle=False)
+        return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
 
     def val_dataloader(self):
         return self._loader(self.val_windows, 1)

@@ -238,7 +238,7 @@ def test_killed_and_resumed_ends_as_if_nothing_had_happened(tmp_path):
         module = task(scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
         keep = ModelCheckpoint(dirpath=folder / "kept", save_last=True)
         trainer(folder, max_epochs=3, callbacks=[keep, *callbacks]).fit(
-            module, RandomText(shuffle=False), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
+            module, RandomText(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
         )
         return states(module)
 

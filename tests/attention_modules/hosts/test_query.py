@@ -16,7 +16,7 @@ from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
 
 # One host for each way in which a query is held: joint rows, joint columns (Conv1D), a projection of its own.
-HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "encoder", "gpt2", "bert", "llama"]
+HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "mha", "gpt2", "bert", "llama"]
 
 
 def swapped(host: str, mechanism: str, seed: int = 0) -> nn.Module:
@@ -91,9 +91,11 @@ def test_a_checkpoint_that_fits_neither_layout_is_refused(host: str) -> None:
     short = {key: value for key, value in state.items() if key != next(reversed(state))}
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(short)
-    with pytest.raises(RuntimeError, match="size mismatch|Unexpected key"):
-        model.load_state_dict({key: value.repeat(*[2] * value.dim()) for key, value in built(host).state_dict().items()})
-    with pytest.raises(RuntimeError, match="size mismatch|Missing key"):
+    with pytest.raises(RuntimeError, match=r"size mismatch|Unexpected key"):
+        model.load_state_dict(
+            {key: value.repeat(*[2] * value.dim()) for key, value in built(host).state_dict().items()}
+        )
+    with pytest.raises(RuntimeError, match=r"size mismatch|Missing key"):
         built(host).load_state_dict(state)
 
 

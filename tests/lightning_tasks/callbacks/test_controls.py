@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from attention_modules.hosts import attention_layers
+from lightning_tasks import LanguageModelingTask
+from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay, qk_entries
+from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_positions": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+DIM = 8
+
+
+def task(model=SMALL, attention="softmax", **options):
+    torch.manual_seed(1)
+    optimizer = {"class_path": "AdamW", "init_args": {"lr": 0.1, "weight_decay": 0.0}}
+    return LanguageModelingTask(model, optimizer=optimizer, vocab_size=VOCAB, attention=attention, **options)
+
+
+def fit(folder, *callbacks, steps=1, **options):
+    module = task(**options)
+    run = trainer(folder, max_steps=steps, max_epochs=-1, callbacks=list(callbacks), limit_val_batches=0)
+    run.fit(module, RandomText())
+    return module
+
+
+def before(**options):
+    module = task(**options)
+    module.configure_model()
+    return module
+
+
+def qkv(module):
+    return module.model.layers[0].attn.qkv.weight.detach()
+
+
+def test_frozen_rows_stay_and_value_rows_train_as_without(tmp_path):
+    frozen, free, initial = fit(tmp_path, FreezeQK()), fit(tmp_path), before()
+    assert torch.equal(qkv(frozen)[: 2 * DIM], qkv(initial)[: 2 * DIM])
+    assert not torch.equal(qkv(free)[: 2 * DIM], qkv(initial)[: 2 * DIM])
+    for (name, one), other in zip(frozen.named_parameters(), free.parameters(), strict=True):
+        rows = slice(2 * DIM, None) if name.endswith("qkv.weight") else slice(None)
+        assert torch.equal(one[rows], other[rows]), name
+
+
+def test_frozen_rows_survive_weight_decay_and_many_steps(tmp_path):
+    rules = [{"match": "*qkv.weight", "weight_decay": 0.5}]
+    frozen = fit(tmp_path, FreezeQK(), steps=6, param_groups=rules)
+    assert torch.equal(qkv(frozen)[: 2 * DIM], qkv(before())[: 2 * DIM])
+
+
+def test_frozen_rows_take_no_part_in_clipping(tmp_path):
+    module = task()
+    norms = []
+
+    class Norm(FreezeQK):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+            norms.append(qkv_gradient(pl_module)[: 2 * DIM].abs().max().item())
+
+    trainer(tmp_path, max_steps=1, max_epochs=-1, callbacks=[Norm()], gradient_clip_val=0.1).fit(module, RandomText())
+    assert norms == [0.0]
+
+
+def qkv_gradient(module):
+    return module.model.layers[0].attn.qkv.weight.grad
+
+
+def test_decay_is_that_of_adamw_on_query_and_key_rows_alone(tmp_path):
+    plain = fit(tmp_path)
+    control = fit(tmp_path, QKWeightDecay(0.3))
+    everywhere = fit(tmp_path, param_groups=[{"match": "*qkv.weight", "weight_decay": 0.3}])
+    torch.testing.assert_close(qkv(control)[: 2 * DIM], qkv(everywhere)[: 2 * DIM])
+    assert not torch.allclose(qkv(control)[: 2 * DIM], qkv(plain)[: 2 * DIM])
+    for (name, one), other in zip(control.named_parameters(), plain.parameters(), strict=True):
+        rows = slice(2 * DIM, None) if name.endswith("qkv.weight") else slice(None)
+        assert torch.equal(one[rows], other[rows]), name
+
+
+def test_no_decay_changes_nothing(tmp_path):
+    first, second = fit(tmp_path, QKWeightDecay(0.0), steps=3), fit(tmp_path, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_transposed_projection_of_gpt2(tmp_path):
+    pytest.importorskip("transformers")
+    frozen, initial = fit(tmp_path, FreezeQK(), model=GPT2), before(model=GPT2)
+    now, then = (module.model.transformer.h[0].attn.c_attn.weight for module in (frozen, initial))  # [in, out]
+    assert torch.equal(now[:, : 2 * DIM], then[:, : 2 * DIM])
+    assert not torch.equal(now[:, 2 * DIM :], then[:, 2 * DIM :])
+
+
+def test_symmetric_attention_has_key_rows_only():
+    module = before(attention="symmetric")
+    ((parameter, mask),) = qk_entries(attention_layers(module))
+    assert parameter is module.model.layers[0].attn.qkv.weight
+    assert mask[:DIM].all()
+    assert not mask[DIM:].any()
+
+
+def test_frozen_already_is_an_error():
+    module = before()
+    module.model.layers[0].attn.qkv.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"model.layers.0.attn.*do not require gradients"):
+        qk_entries(attention_layers(module))
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_bad_weight_decay(value):
+    with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
+        QKWeightDecay(value)
