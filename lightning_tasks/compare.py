@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, or go on with, the comparison that `arguments` describe; then write results.csv, summary.csv, summary.md, curves.png.
+    """Run, or go on with, the comparison that `arguments` describe; then write its tables and its picture.
 
     Raises:
         RecipeError: arguments that make no sense.

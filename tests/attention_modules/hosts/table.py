@@ -30,8 +30,9 @@ What else to know:
   `"*.multihead_attn"`, and never for a mechanism without a query.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
 - `nn.MultiheadAttention` returns None in place of attention weights, whatever `need_weights` says, and Hugging Face
-  layers likewise: a mechanism has no map to give. Swapped encoders leave PyTorch's fused path, and take no nested
-  tensors.
+  layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
+  path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
+  differ, or where its name has "cross" in it.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
   swapped layout: build the model from its config, swap it, then load the file.
