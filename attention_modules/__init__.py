@@ -1,5 +1,6 @@
 """Attention mechanisms for PyTorch, and the means to put them into models that exist."""
 
+from attention_modules.diagnostics import rpc_diagnostics
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import (
     AttentionMechanism,
@@ -35,6 +36,7 @@ __all__ = [
     "register_mechanism",
     "restore_attention",
     "rpc_attention",
+    "rpc_diagnostics",
     "scaled_attention",
     "swap_attention",
     "symmetric_attention",

@@ -11,7 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def transforms_active() -> bool:
     """Whether forward-mode differentiation or a ``torch.func`` transform is at work."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return True
+    # Private: where it is absent, no transform can be seen.
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
 
 
 def attend(
@@ -68,12 +72,12 @@ def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: boo
 
 
 def flash_mask(attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as the flash kernels take it: additive, ``[B|1, H|1, N|1, M|1]``, of the queries' dtype."""
+    """A mask as the flash kernels take it: additive, of the queries' dtype."""
     if attn_mask is None:
         return None
     if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, float("-inf"))
-    return attn_mask.to(dtype).view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+        return torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, float("-inf"))
+    return attn_mask.to(dtype)
 
 
 def flash(

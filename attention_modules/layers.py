@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,8 @@ class SelfAttention(nn.Module):
         Returns:
             A class; the same one for the same arguments, so that its instances copy and pickle.
         """
-        chosen: Any = mechanism  # typed Any: a callable is hashable, which its type does not say
-        return _configured(cls, chosen, num_tokens, tuple(sorted(options.items())))
+        make = cast(Callable[..., type[SelfAttention]], _configured)  # the cache's type takes no classes as keys
+        return make(cls, mechanism, num_tokens, tuple(sorted(options.items())))
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend within the sequence.
@@ -118,9 +118,10 @@ class SelfAttention(nn.Module):
             ``[B, N, dim_out]``.
         """
         batch, tokens, _ = x.shape
-        heads = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        k, v = self.k_norm(heads[-2]), heads[-1]  # [B, H, N, d]
-        q = self.q_norm(heads[0]) if self.mechanism.uses_query else k
+        parts = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        *queries, k, v = parts.unbind(0)  # [B, H, N, d]
+        k = self.k_norm(k)
+        q = self.q_norm(queries[0]) if queries else k
         dropout_p = self.attn_drop.p if self.training else 0.0
         y = self.mechanism(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None)
         y = self.norm(y.transpose(1, 2).reshape(batch, tokens, -1))

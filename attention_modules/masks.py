@@ -53,15 +53,19 @@ def combine_masks(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tenso
         k: keys ``[B, H, M, d]``.
 
     Returns:
-        The mask and what is left of ``is_causal``: never both.
+        The mask, ``[B|1, H|1, N|1, M|1]``, and what is left of ``is_causal``: never both.
 
     Raises:
         TypeError, ValueError: as :func:`check_mask` and :func:`check_causal`.
     """
     check_mask(attn_mask, q, k)
     check_causal(is_causal, q, k)
-    if attn_mask is None or not is_causal:
-        return attn_mask, is_causal
+    if attn_mask is None:
+        return None, is_causal
+    # PyTorch's fused attention takes two or four dimensions, and leaves three to its slow form.
+    attn_mask = attn_mask.view((1,) * (q.dim() - attn_mask.dim()) + tuple(attn_mask.shape))
+    if not is_causal:
+        return attn_mask, False
     past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if attn_mask.dtype == torch.bool:
         return attn_mask & past, False

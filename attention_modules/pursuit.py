@@ -28,7 +28,7 @@ def pursue(
         v: values ``[B, H, N, d]``.
         limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None for no threshold.
         iterations: number of softmax passes.
-        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``; not together with ``is_causal``.
+        attn_mask: boolean or additive, ``[B|1, H|1, N|1, N|1]``; not together with ``is_causal``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout of the last pass.
         scale: factor on the logits, 1/sqrt(d) where None.
@@ -65,10 +65,10 @@ def pass_inputs(
     yield k, query
     for done in range(iterations - 1):
         low_rank = low_ranks[done]
-        raw = torch.sub(k + estimate, low_rank, alpha=2)
+        raw = torch.add(k, estimate).sub_(low_rank, alpha=2)
         clipped = clip(raw, limit)
-        query = clipped + torch.sub(3 * low_rank, estimate, alpha=2)
-        estimate = low_rank + clipped
+        query = torch.sub(clipped, estimate, alpha=2).add_(low_rank, alpha=3)
+        estimate = clipped.add_(low_rank)  # in place: fresh memory costs more than the sum
         yield raw, query
 
 
@@ -156,16 +156,18 @@ def pursuit_gradients(
             grad_low, query, v, low_ranks[done], logsumexps[done], attn_mask, is_causal, scale
         )
         grad_v += grad_value
-        grad_clipped = grad_query + grad_estimate
-        grad_raw = grad_clipped
+        grad_raw = grad_estimate.add_(grad_query)  # the gradient of c, until what was clipped is taken out
+        grad_low = 2 * grad_query
         if limit is not None and grad_limit is not None:
-            grad_raw = grad_clipped * (raw.abs() <= limit)
-            beyond = torch.linalg.vecdot(grad_clipped - grad_raw, raw.sign()).unsqueeze(-1)  # [B, H, N, 1]
-            grad_limit += beyond.sum_to_size(limit.shape)
+            clipped = clip(raw, limit)
+            side = torch.sub(raw, clipped, out=clipped).sign_()  # -1 or 1 where clipped, else 0
+            grad_limit += torch.linalg.vecdot(grad_raw, side).unsqueeze(-1).sum_to_size(limit.shape)
+            stopped = side.square_().mul_(grad_raw)
+            grad_raw.sub_(stopped)
+            grad_low.add_(stopped)
         grad_k += grad_raw
-        # raw = k + E - 2L and query = c - 2E + 3L of the pass before; E of this pass = L + c
-        grad_low = torch.sub(grad_estimate, grad_raw, alpha=2).add_(grad_query, alpha=3)
-        grad_estimate = torch.sub(grad_raw, grad_query, alpha=2)
+        grad_low.sub_(grad_raw)
+        grad_estimate = grad_raw.sub_(grad_query, alpha=2)
     return grad_k, grad_v, grad_limit
 
 

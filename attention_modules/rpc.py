@@ -28,10 +28,23 @@ def check_rpc_options(iterations: int, lam: float | None, threshold: str) -> Non
     """
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations counts softmax passes and must be an integer of at least 1, got {iterations!r}")
-    if lam is not None and not lam >= 0:  # also catches NaN
+    number = isinstance(lam, (int, float)) and not isinstance(lam, bool)
+    if lam is not None and not (number and lam >= 0):  # NaN is not >= 0
         raise ValueError(f"lam must be a number of at least 0 (inf: no sparse part), got {lam!r}")
     if threshold not in get_args(Threshold):
         raise ValueError(f"threshold must be one of {', '.join(map(repr, get_args(Threshold)))}, got {threshold!r}")
+
+
+def check_rpc_shapes(k: Tensor, v: Tensor) -> None:
+    """Check that keys and values have one shape.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if k.shape != v.shape:
+        raise ValueError(
+            f"RPC attention subtracts values from keys: they need one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
 
 
 def visible_norm(k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -39,7 +52,7 @@ def visible_norm(k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[
 
     Args:
         k: keys ``[B, H, N, d]``.
-        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``, or None.
+        attn_mask: boolean or additive, ``[B|1, H|1, N|1, N|1]``, or None.
         is_causal: row i sees keys 0 to i only.
 
     Returns:
@@ -51,8 +64,7 @@ def visible_norm(k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[
         return k.abs().sum((-2, -1), keepdim=True, dtype=dtype), torch.full((), tokens, dtype=dtype, device=k.device)
     norms = k.abs().sum(-1, dtype=dtype)  # [B, H, N]; vector_norm takes six times as long on narrow heads
     if attn_mask is not None:
-        seen = visible(attn_mask).to(dtype)
-        seen = seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape)).expand(-1, -1, -1, tokens)
+        seen = visible(attn_mask).to(dtype).expand(-1, -1, -1, tokens)
         count = seen.sum(-1, keepdim=True)  # [B|1, H|1, N|1, 1]
         if seen.shape[1] == 1:  # one product for all heads
             total = (seen[:, 0] @ norms.transpose(-2, -1)).transpose(-2, -1).unsqueeze(-1)
@@ -132,10 +144,7 @@ def rpc_attention(
         ValueError: if an option is out of its limits, or shapes do not fit.
     """
     check_rpc_options(iterations, lam, threshold)
-    if k.shape != v.shape:
-        raise ValueError(
-            f"RPC attention subtracts values from keys: they need one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+    check_rpc_shapes(k, v)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
     attn_mask = hide(attn_mask)
     limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal)

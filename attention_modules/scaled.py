@@ -21,7 +21,7 @@ def apply_matrix(s: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causa
     Args:
         s: ``[H, N, N]``.
         v: values ``[B, H, N, d]``.
-        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``, or None.
+        attn_mask: boolean or additive, ``[B|1, H|1, N|1, N|1]``, or None.
         is_causal: row i sees keys 0 to i only.
 
     Returns:
@@ -32,7 +32,6 @@ def apply_matrix(s: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causa
         s = s.tril()
     if attn_mask is not None:
         seen = visible(attn_mask)
-        seen = seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape))
         if seen.shape[0] > 1 and seen.shape[2] == 1:  # padding: hide values, not a matrix a sample
             v = v * seen.transpose(-2, -1)
         elif seen.shape[0] > 1:

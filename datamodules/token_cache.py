@@ -112,10 +112,10 @@ def _sha256(path: Path) -> str:
 
 
 def _make_folder(folder: Path) -> None:
+    cure = "give a writable folder as cache_dir=... or in $ATTNSWAP_CACHE"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            f"prepared data cannot be written to {folder} ({error.strerror}): "
-            "give a writable folder as cache_dir=... or in $ATTNSWAP_CACHE"
-        ) from error
+        raise OSError(f"prepared data cannot be written to {folder} ({error.strerror}): {cure}") from error
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"prepared data cannot be written to {folder} (not writable): {cure}")

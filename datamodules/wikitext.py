@@ -13,7 +13,6 @@ from datamodules.text import SPLITS, TextDataModule
 
 REPOSITORY = "Salesforce/wikitext"
 NAMES = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.parquet")
 _LINES_A_BATCH = 1024
 
 
@@ -62,7 +61,7 @@ class WikiTextDataModule(TextDataModule):
         return f"it was read from {self.folder}"
 
     def prepare_data(self) -> None:
-        if self.download and any(self._missing(split) for split in SPLITS):
+        if self.download and not all(path.exists() for split in SPLITS for path in self._named_shards(split)):
             download_parquet(REPOSITORY, self.text_name, self.folder, SPLITS)
         super().prepare_data()
 
@@ -78,22 +77,24 @@ class WikiTextDataModule(TextDataModule):
             yield from read_column(path, "text", _LINES_A_BATCH)
 
     def _shards(self, split: str) -> list[Path]:
-        if missing := self._missing(split):
+        shards = self._named_shards(split)
+        missing = next((path for path in shards if not path.exists()), None)
+        if missing is not None:
             address = f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{self.text_name}"
             raise FileNotFoundError(
-                f"{self.folder / missing} is missing. Put it there from {address}, "
+                f"{missing} is missing. Put it there from {address}, "
                 "name another folder as root=... or in $ATTNSWAP_DATA, or set download=True"
             )
-        return self._found(split)
+        return shards
 
-    def _found(self, split: str) -> list[Path]:
-        return sorted(path for path in self.folder.glob(f"{split}-*.parquet") if _SHARD.search(path.name))
+    def _named_shards(self, split: str) -> list[Path]:
+        """The files of `split` in order: a complete set where there is one, else the set that is to be completed."""
+        matches = map(re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet").fullmatch, _names_in(self.folder))
+        hub_total = 2 if split == "train" and "-103-" in self.text_name else 1
+        totals = sorted({int(match.group(1)) for match in matches if match}) or [hub_total]
+        sets = [[self.folder / f"{split}-{index:05d}-of-{n:05d}.parquet" for index in range(n)] for n in totals]
+        return next((shards for shards in sets if all(path.exists() for path in shards)), sets[0])
 
-    def _missing(self, split: str) -> str | None:
-        found = [path.name for path in self._found(split)]
-        if not found:
-            shards = 2 if split == "train" and "-103-" in self.text_name else 1
-            return f"{split}-00000-of-{shards:05d}.parquet"
-        total = int(_SHARD.search(found[0]).group(2))  # type: ignore[union-attr]
-        wanted = [f"{split}-{index:05d}-of-{total:05d}.parquet" for index in range(total)]
-        return next((name for name in wanted if name not in found), None)
+
+def _names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []

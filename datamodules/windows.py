@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,16 @@ class TokenWindows(Dataset):
 
     def __len__(self) -> int:
         return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A memory map travels to another process as the name of its file, not as its content."""
+        state = self.__dict__.copy()
+        if isinstance(self.ids, np.memmap):
+            state["ids"] = partial(np.memmap, self.ids.filename, dtype=self.ids.dtype, mode="r")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "ids": state["ids"]() if isinstance(state["ids"], partial) else state["ids"]}
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Window `index` as (inputs `[T]`, targets `[T]`), int64."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.loggers import RUNS, claim_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
-from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
+from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.recipes import RecipeError, find_recipe, is_comparison, recipe_name
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
@@ -45,11 +45,14 @@ def _expand(option: str, value: str) -> str:
     if value.lstrip().startswith("{"):  # JSON typed on the command line
         return value
     try:
-        return str(find_recipe(value))
+        path = find_recipe(value)
     except RecipeError as error:
         if option in _ALWAYS_FILES:
             raise RecipeError(f"{option} {error}") from error
         return value  # --model and --data also take a class
+    if is_comparison(path):
+        raise RecipeError(f"{option} {value}: this is a comparison of several runs; start it with `attnswap compare`")
+    return str(path)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -74,10 +77,10 @@ class AttnswapCLI(LightningCLI):
             help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run).",
         )
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember what was given explicitly by the command line and its files."""
         self.config = parser.parse_args(args)
-        self._given = parser.parse_args(args, defaults=False, _skip_validation=True)
+        self._given = parser.parse_args(args, defaults=False)
 
     def _parse_ckpt_path(self) -> None:
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
@@ -85,31 +88,26 @@ class AttnswapCLI(LightningCLI):
         if section.get("ckpt_path") and section.get("init_from"):
             raise RecipeError("--ckpt_path resumes a run and --init_from starts a new one; give only one of the two")
         stored = _stored_model(section.get("ckpt_path"))
-        given = self._given[self.config.subcommand].get("model")
-        model = fill(given.as_dict() if given else {}, stored)
+        section_given = self._given[self.config.subcommand].as_dict()
+        given = section_given.get("model") or {}
+        model = fill(given, stored)
         if model != given and "class_path" in model:
             self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 
     def before_instantiate_classes(self) -> None:
-        """Give the run its folder and loggers, so that the configuration that is saved names them."""
+        """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
         section = self.config[self.config.subcommand]
+        if section.init_from:
+            self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
         trainer = section.trainer
         if trainer.logger is False or trainer.fast_dev_run:
             return
         files = [str(path) for path in section.get("config") or []]
-        recipe = recipe_name(Path(files[-1])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
-        folder = claim_run_folder(recipe, Path(trainer.default_root_dir or RUNS))
-        trainer.logger = with_csv_logger(trainer.logger, folder)
+        recipe = recipe_name(Path(files[0])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
+        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, Path(trainer.default_root_dir or RUNS))
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
         rank_zero_info(f"attnswap: this run's files are in {folder}")
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer, with the callback of `--init_from` where it was given."""
-        trainer = super().instantiate_trainer(**kwargs)
-        if path := self._get(self.config, "init_from"):
-            trainer.callbacks.append(InitFromCheckpoint(path))
-        return trainer
 
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:

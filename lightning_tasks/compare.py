@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,7 +17,8 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from lightning_tasks.compare_cell import Cell, run_cell
+from lightning_tasks.compare_cell import Cell, end_with_parent, run_cell
+from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_table import summarise, write_summary
 from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
 
@@ -106,7 +108,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     waiting = [cell for cell in cells if not cell.is_finished()]
     failures: list[tuple[Cell, str]] = []
     with (
-        ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),)) as pool,
         tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
     ):
         futures = {pool.submit(run_cell, cell): cell for cell in waiting}
@@ -168,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, or go on with, the comparison that `arguments` describe; then write results.csv, summary.csv, summary.md.
+    """Run, or go on with, the comparison that `arguments` describe; then write its tables and its picture.
 
     Raises:
         RecipeError: arguments that make no sense.
@@ -184,7 +186,9 @@ def main(arguments: Sequence[str]) -> None:
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)
     if rows:
-        summary = summarise(rows, [v.name for v in variants], options.metrics.split(","))
+        names, metrics = [variant.name for variant in variants], options.metrics.split(",")
+        draw_comparison(rows, names, metrics, options.output / "curves.png")
+        summary = summarise(rows, names, metrics)
         print(write_summary(summary, unpaired_seeds(cells), options.output))
     if failures:
         raise SystemExit(f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again")

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,6 +65,17 @@ class Cell:
         return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
 
 
+def end_with_parent(parent: int, seconds: float = 1.0) -> None:
+    """End this process soon after the process `parent` is gone: a killed comparison leaves nobody at work."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run_cell(cell: Cell) -> None:
     """Run `cell` in this process with one torch thread, its output in log.txt, and write its result."""
     import torch
@@ -105,12 +117,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
     with path.open(newline="", encoding="utf-8") as file:
-        rows = []
-        for line in csv.DictReader(file):
-            step = int(line.pop("step"))
-            line.pop("epoch", None)
-            rows += [{"step": step, "metric": metric, "value": float(v)} for metric, v in line.items() if v]
-    return [row for row in rows if not math.isnan(row["value"])]
+        return [
+            {"step": int(line["step"]), "metric": metric, "value": float(text)}
+            for line in csv.DictReader(file)
+            for metric, text in line.items()
+            if metric not in ("step", "epoch") and text and not math.isnan(float(text))
+        ]
 
 
 @contextlib.contextmanager

@@ -21,12 +21,13 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
     Args:
         cls: the module's own class, of either Lightning package.
         path: the checkpoint.
-        **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict`` and hyper-parameters.
+        **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only`` and hyper-parameters.
 
     Raises:
         ValueError: if the checkpoint holds no swap.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True).get("callbacks", {})
+    weights_only = kwargs.get("weights_only") is not False
+    saved = torch.load(path, map_location="cpu", weights_only=weights_only).get("callbacks", {})
     states = [state for key, state in saved.items() if key.startswith(SwapAttention.__name__)]
     plans = [state["plan"] for state in states if state["plan"] is not None]
     if not plans:

@@ -33,24 +33,37 @@ def claim_run_folder(recipe: str, root: Path) -> Path:
             return parent / f"version_{number}"
 
 
-def csv_logger_spec(folder: Path) -> dict[str, Any]:
-    """The configuration of a CSV logger that writes into `folder`."""
-    init_args = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
-    return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": init_args}
+def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], Path]:
+    """The `trainer.logger` value(s) of a configuration with a CSV logger first, and the folder of the run.
 
-
-def with_csv_logger(loggers: Any, folder: Path) -> list[Any]:
-    """The `trainer.logger` value(s) of a configuration with a CSV logger first and folders that fit `folder`.
-
-    A W&B or TensorBoard logger that names no folder of its own writes into `folder`.
+    The folder is a new one, also where the configuration names that of a run that was logged: a CSV logger would
+    delete its log. A W&B or TensorBoard logger that names no folder of its own writes into the run's.
     """
     given = [] if loggers in (None, True) else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
-    for logger in given:
-        if not _is(logger, CSVLogger) and logger["init_args"].get("save_dir") in (None, "."):
+    csv = next((logger for logger in given if _is(logger, CSVLogger)), None)
+    old = None if csv is None else _folder(csv)
+    folder = old if old and not (old / "metrics.csv").exists() else claim_run_folder(*_place(old, recipe, root))
+    others = [logger for logger in given if logger is not csv]
+    for logger in others:
+        if logger["init_args"].get("save_dir") in (None, ".", str(old)):
             logger["init_args"]["save_dir"] = str(folder)
-    if any(_is(logger, CSVLogger) for logger in given):
-        return sorted(given, key=lambda logger: not _is(logger, CSVLogger))
-    return [csv_logger_spec(folder), *given]
+    return [_csv_logger_spec(folder), *others], folder
+
+
+def _place(old: Path | None, recipe: str, root: Path) -> tuple[str, Path]:
+    return (recipe, root) if old is None else (old.parent.name, old.parent.parent)
+
+
+def _folder(csv_logger: Any) -> Path | None:
+    init_args = csv_logger["init_args"]
+    if init_args.get("version") is None:
+        return None
+    return Path(init_args["save_dir"], init_args.get("name") or "", str(init_args["version"]))
+
+
+def _csv_logger_spec(folder: Path) -> dict[str, Any]:
+    init_args = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
+    return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": init_args}
 
 
 def _is(logger: Any, kind: type[Logger]) -> bool:

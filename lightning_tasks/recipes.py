@@ -70,6 +70,11 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
     raise RecipeError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
 
 
+def is_comparison(path: Path) -> bool:
+    """Whether the file is one for `attnswap compare`: a base and its variants."""
+    return re.search(r"^variants:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
 def _suggestion(name: str, names: list[str]) -> str:
     tails = {known.rsplit("/", 1)[-1]: known for known in names}
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)

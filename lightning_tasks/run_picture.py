@@ -31,12 +31,14 @@ def read_curves(path: Path) -> dict[str, Curve]:
 
 
 def select(curves: dict[str, Curve], prefixes: Sequence[str]) -> dict[str, Curve]:
-    """The curves that one panel shows: those named so, or grouped under such a name."""
-    return {
+    """The curves that one panel shows: those named so, or grouped under such a name; of one layer not its mean too."""
+    shown = {
         name: curve
         for name, curve in curves.items()
         if any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)
     }
+    layers = sum("/layer_" in name for name in shown)
+    return {name: curve for name, curve in shown.items() if layers != 1 or not name.endswith("/mean")}
 
 
 def draw_run(log: Path, picture: Path) -> Path | None:

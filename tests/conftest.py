@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
@@ -45,3 +46,20 @@ def data_folder() -> Path:
     if not Path(folder).is_dir() or not folder:
         pytest.skip("ATTNSWAP_DATA names no folder of data sets")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root folder with WikiText-2 and WikiText-103 in the layout of the release, of forty words in random order."""
+    import pyarrow
+    import pyarrow.parquet
+
+    root, random = tmp_path_factory.mktemp("data"), Random(0)
+    words = [f"word{index}" for index in range(40)]
+    for name in ("wikitext-2-v1", "wikitext-103-v1"):
+        folder = root / "wikitext" / name
+        folder.mkdir(parents=True)
+        for split, lines in (("train", 120), ("validation", 30), ("test", 30)):
+            text = [" " + " ".join(random.choices(words, k=12)) + " \n" for _ in range(lines)]
+            pyarrow.parquet.write_table(pyarrow.table({"text": text}), folder / f"{split}-00000-of-00001.parquet")
+    return root

@@ -6,12 +6,26 @@ import torch
 from torch import Tensor
 
 
-def _additive(visible: Tensor | None, q: Tensor, k: Tensor, expand: bool) -> Tensor | None:
-    """0 where visible, -inf where not, in the type of q."""
-    if visible is None:
-        return None
-    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
-    return bias.expand(*q.shape[:3], k.shape[2]) if expand else bias
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf where not."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+def _cpu(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    mask = None if visible is None else _additive(visible, q.dtype)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = call(q, k, k, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return lse, out
+
+
+def _cuda(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    bias = None if visible is None else _additive(visible, q.dtype).expand(*q.shape[:3], k.shape[2])
+    call = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = call(q, k, k, bias, True, 0.0, is_causal, scale=scale)
+    return lse[..., : q.shape[2]], out  # the kernel pads the rows of lse
+
+
+_KERNELS = {"cpu": _cpu, "cuda": _cuda}
 
 
 def lse_and_mean_key(
@@ -19,7 +33,7 @@ def lse_and_mean_key(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-sum-exp of each row ``[B, H, N]`` and A K ``[B, H, N, d]`` from one attention call, without gradients.
 
-    None where no kernel of this PyTorch fits: an unknown device, or a mask together with causality.
+    None where no kernel of this PyTorch takes these arguments, as a mask together with causality.
     Rows that see nothing hold unspecified values.
 
     Args:
@@ -29,20 +43,10 @@ def lse_and_mean_key(
         is_causal: row i sees keys 0 to i only.
         scale: factor on the logits.
     """
-    if visible is not None and is_causal:
+    kernel = _KERNELS.get(q.device.type)
+    if kernel is None or (visible is not None and is_causal):
         return None
-    q, k = q.detach(), k.detach()
-    if q.device.type == "cpu":
-        call = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-        if call is None:
-            return None
-        out, lse = call(q, k, k, 0.0, is_causal, attn_mask=_additive(visible, q, k, False), scale=scale)
-        return lse, out
-    if q.device.type == "cuda" and q.shape[-1] % 4 == 0:
-        call = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
-        # The kernel reads the mask in aligned blocks of columns.
-        if call is None or (visible is not None and k.shape[2] % 8):
-            return None
-        out, lse, *_ = call(q, k, k, _additive(visible, q, k, True), True, 0.0, is_causal, scale=scale)
-        return lse[..., : q.shape[2]], out  # the kernel pads the rows of lse
-    return None
+    try:
+        return kernel(q.detach(), k.detach(), visible, is_causal, scale)
+    except (AttributeError, TypeError, RuntimeError):  # gone, another signature, or a shape that it does not take
+        return None

@@ -12,6 +12,7 @@ from torch import nn
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.table import known_hosts, loaded_hosts
+from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism
 
 Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -67,6 +68,10 @@ def survey(model: nn.Module) -> Survey:
         if any(name.startswith(prefix) for prefix in inside):
             continue
         host = host_of(module)
+        parent_name, _, attribute = name.rpartition(".")
+        parent = found.modules[parent_name] if name else None
+        if parent is not None and wrapped_by_peft(parent):
+            continue  # the wrapper is listed
         if host is None:
             strangers[name] = module
             continue
@@ -76,8 +81,6 @@ def survey(model: nn.Module) -> Survey:
             known = found.layers[index]
             found.layers[index] = Found((*known.names, name), module, host, known.cross)
             continue
-        parent_name, _, attribute = name.rpartition(".")
-        parent = found.modules[parent_name] if name else None
         by_id[id(module)] = len(found.layers)
         found.layers.append(Found((name,), module, host, host.is_cross(module, parent, attribute)))
     found.others = _attention_like(strangers, [name for layer in found.layers for name in layer.names])
@@ -88,23 +91,25 @@ def _attention_like(strangers: dict[str, nn.Module], understood: list[str]) -> l
     """Modules that call themselves attention, are no shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
     for name, module in strangers.items():
-        kind = type(module).__name__
-        if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
-            continue
+        reason = _why_not(module)
         prefix = f"{name}." if name else ""
-        if any(other.startswith(prefix) for other in understood):
+        if reason is None or any(other.startswith(prefix) for other in understood):
             continue
-        if any(name.startswith(f"{outer.name}.") for outer in skipped):
-            continue
-        skipped.append(Skipped(name, kind, _why_not(module)))
+        if not any(name.startswith(f"{outer.name}.") for outer in skipped):
+            skipped.append(Skipped(name, type(module).__name__, reason))
     return skipped
 
 
-def _why_not(module: nn.Module) -> str:
+def _why_not(module: nn.Module) -> str | None:
+    """Why this module cannot be swapped; None where it is no attention."""
     kind = type(module).__name__
     near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
     if near:
         return near
+    if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
+        return None
+    if wrapped_by_peft(module):
+        return "wrapped by peft: call merge_and_unload() first, or swap before get_peft_model()"
     if "Pool" in kind:
         return "attention pooling: its queries are no tokens of the sequence"
     if "Cross" in kind:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 def wrapped_by_peft(module: nn.Module) -> bool:
-    """Whether peft has put itself around this projection."""
-    return type(module).__module__.startswith("peft.")
+    """Whether this is one of peft's layers, around a projection or a whole attention layer."""
+    return type(module).__module__.startswith("peft.") and hasattr(module, "base_layer")
 
 
 @dataclass(frozen=True)

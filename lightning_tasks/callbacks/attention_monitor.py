@@ -16,16 +16,9 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import STATISTICS, Statistic, attention_statistics
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks.base import (
-    Callback,
-    Where,
-    after_configure_model,
-    check_every_n_steps,
-    current_step,
-    forget_actions,
-    layer_label,
-    log_now,
-)
+from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
+from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
 
@@ -40,8 +33,9 @@ class AttentionMonitor(Callback):
     iterates, its first pass.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no result, and stays there
-    until ``restore_attention``. Between firings nothing is hooked. The training values under several processes are
-    those of the first one's batch. A step that is observed runs without ``torch.compile``.
+    until ``restore_attention``. Between firings nothing is hooked. A firing (an observed step, or any batch of an
+    observed evaluation) costs about one more pass of attention for the entropy and three for all statistics, and runs
+    without ``torch.compile``. Training values under several processes are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.
@@ -157,6 +151,7 @@ class AttentionMonitor(Callback):
             )
 
     def _open(self, pl_module: pl.LightningModule) -> None:
+        self._close()  # of a batch that was skipped before its end
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         self._observed = [[] for _ in layers]
         self._samples = 0

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
-from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.base import Callback, Where, whole
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -37,8 +37,9 @@ class LocAteR(Callback):
 
     The method is LocAteR (Bao, Hataya and Karakida, ICML 2024), which minimises the scale of the QK eigenspectrum
     while it maintains its mean; the exact form of the penalty is our reading. The gradient is added to ``.grad`` just
-    before each optimizer step, in fp32, which equals adding the penalty to the loss of every batch: Lightning clips
-    afterwards, and the share of a short last accumulation window is kept. The module needs no change.
+    before each optimizer step, computed in at least fp32. That equals adding the penalty to the loss of every batch:
+    Lightning clips afterwards, and a short last accumulation window gets its share. The module needs no change, and
+    layers sharded by FSDP2 are gathered.
 
     With manual optimization a step counts in full however many backward passes it gathers, and gradients that the
     module clips itself, before ``step``, are clipped without the penalty.
@@ -201,6 +202,6 @@ def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _full_precision(weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights of less than 32 bits as fp32."""
-    w_q, w_k = (weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights)
+    """Whole weights, those of less than 32 bits as fp32."""
+    w_q, w_k = (whole(weight).to(torch.promote_types(weight.dtype, torch.float32)) for weight in weights)
     return w_q, w_k

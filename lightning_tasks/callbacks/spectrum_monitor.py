@@ -12,14 +12,8 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_statistics
 from attention_modules.hosts import attention_layers
-from lightning_tasks.callbacks.base import (
-    Callback,
-    Where,
-    check_every_n_steps,
-    current_step,
-    layer_label,
-    log_now,
-)
+from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
 
@@ -77,7 +71,7 @@ class SpectrumMonitor(Callback):
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
         for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
-            w_q, w_k = (weight.double().cpu() for weight in layer.qk_weights())
+            w_q, w_k = (whole(weight).double().cpu() for weight in layer.qk_weights())
             statistics = qk_statistics(w_q, w_k)
             for name in STATISTICS:
                 label = f"qk_spectrum/{name}/{layer_label(index)}"

@@ -1,3 +1,4 @@
+import json
 import tracemalloc
 
 import lightning.pytorch as L
@@ -79,6 +80,55 @@ def test_held_out_windows_fill_up_for_several_processes(data, monkeypatch):
     assert sorted(index for share in shares for index in share) == list(range(len(windows)))  # none twice
     counted = torch.cat([windows.__getitems__(share)[1].flatten() for share in shares])
     assert (counted >= 0).sum() == len(data.tokens("validation"))
+
+
+class RankRecorder(L.LightningModule):
+    """Writes the targets that each process sees."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def _record(self, kind, batch):
+        with open(self.folder / f"{kind}_{self.global_rank}", "a") as file:
+            file.write(json.dumps(batch[1].tolist()) + "\n")
+
+    def training_step(self, batch):
+        self._record("train", batch)
+        return self.weight * 1.0
+
+    def validation_step(self, batch):
+        self._record("validation", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def counted(batches):
+    return sorted(target for batch in batches for window in batch for target in window if target >= 0)
+
+
+def test_two_processes_share_the_batches_of_one(wikitext_root, cache, tmp_path):
+    def record(kind, batch_size, **trainer_arguments):
+        (tmp_path / kind).mkdir()
+        L.seed_everything(7)
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, **trainer_arguments,
+        )  # fmt: skip
+        data = WikiTextDataModule(NAME, root=wikitext_root, num_tokens=2, batch_size=batch_size, cache_dir=cache)
+        trainer.fit(RankRecorder(tmp_path / kind), datamodule=data)
+
+    def read(kind, split, rank=0):
+        return [json.loads(line) for line in (tmp_path / kind / f"{split}_{rank}").read_text().splitlines()]
+
+    record("one", 4)
+    record("two", 2, strategy="ddp_fork", devices=2)
+    for one, first, second in zip(read("one", "train"), read("two", "train"), read("two", "train", 1), strict=True):
+        assert sorted(one) == sorted(first + second)
+    alone, shared = read("one", "validation"), read("two", "validation") + read("two", "validation", 1)
+    assert counted(alone) == counted(shared)
 
 
 def test_loader_workers_give_the_same_batches(data, wikitext_root, cache):

@@ -121,3 +121,9 @@ def test_a_folder_that_cannot_be_made_names_the_cure(tmp_path):
     (tmp_path / "text").touch()
     with pytest.raises(OSError, match=r"cannot be written.*cache_dir=.*\$ATTNSWAP_CACHE"):
         entry_in(tmp_path).prepare(write)
+
+
+def test_a_read_only_folder_names_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"not writable.*cache_dir=.*\$ATTNSWAP_CACHE"):
+        entry_in(tmp_path).prepare(write)

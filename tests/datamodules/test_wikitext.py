@@ -150,6 +150,13 @@ class TestDownload:
         ]
         assert data.decode(data.tokens("validation")) == "the cat <unk>\n\n"
 
+    def test_it_completes_what_is_there_in_part_and_reads_nothing_twice(self, hub, tmp_path, cache):
+        write_split(tmp_path / "wikitext" / NAME, "train", LINES["train"], 0, 2)
+        data = WikiTextDataModule(NAME, root=tmp_path, cache_dir=cache, download=True)
+        data.setup()
+        assert len(hub) == 1
+        assert len(data.tokens("train")) == 16
+
     def test_never_without_being_asked(self, hub, tmp_path):
         with pytest.raises(FileNotFoundError):
             WikiTextDataModule(NAME, root=tmp_path).setup()

@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,15 @@ def test_a_batch_is_its_windows(size, num_tokens):
 def test_an_index_outside_is_an_error():
     with pytest.raises(IndexError):
         windows(6, 4)[2]
+
+
+def test_a_memory_map_travels_as_its_name(tmp_path):
+    np.arange(10_000, dtype=np.uint16).tofile(tmp_path / "ids")
+    data = TokenWindows(np.memmap(tmp_path / "ids", np.uint16, mode="r"), 4, START)
+    packed = pickle.dumps(data)
+    assert len(packed) < 1_000
+    assert torch.equal(pickle.loads(packed)[3][1], data[3][1])
+    assert torch.equal(pickle.loads(pickle.dumps(windows(9, 4)))[1][1], windows(9, 4)[1][1])
 
 
 class TestOrder:

@@ -1,6 +1,8 @@
 """The command: what answers at once, and every trap of Lightning's command line that it cures."""
 
 import csv
+import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli import expand_recipe_names, fill
+from lightning_tasks.loggers import wandb_offline_without_key
 from lightning_tasks.recipes import CONFIGS, RecipeError
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
@@ -106,6 +109,11 @@ def test_an_unknown_part_names_the_nearest():
         expand_recipe_names(["--trainer", "strategy/dpp"])
 
 
+def test_a_comparison_is_no_recipe():
+    with pytest.raises(RecipeError, match="attnswap compare"):
+        expand_recipe_names(["fit", "--config", "locater/compare_small_vocabulary"])
+
+
 def test_a_part_changes_only_its_own_keys(demo):
     main(["fit", "--config", demo, "--trainer", "trainer/smoke"])
     trainer = saved_config()["trainer"]
@@ -135,8 +143,13 @@ def test_the_saved_config_is_complete_and_runs_again(demo):
     assert saved["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "none", "init_bias": False}
     assert saved["seed_everything"] == 1
     assert saved["trainer"]["gradient_clip_val"] is None  # defaults are there too
-    main(["fit", "--config", str(last_run() / "config.yaml")])  # into the very folder that it names
+    log = last_run() / "metrics.csv"
+    before = log.read_text()
+    main(["fit", "--config", str(last_run() / "config.yaml")])
+    assert last_run().name == "version_1"
     assert saved_config()["model"] == saved["model"]
+    assert (last_run() / "metrics.csv").read_text() == before
+    assert log.read_text() == before  # the log of the first run is still there
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -155,7 +168,12 @@ def test_a_checkpoint_alone_brings_its_model(demo):
     main(
         ["validate", "--model", DEMO, "--ckpt_path", path, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     )
-    assert saved_config("DemoModule")["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "stored", "init_bias": False}
+    assert saved_config("DemoModule")["model"]["init_args"] == {
+        "width": 32,
+        "rate": 0.05,
+        "note": "stored",
+        "init_bias": False,
+    }
 
 
 def test_fill_goes_level_by_level_and_stops_at_another_class():
@@ -210,28 +228,50 @@ def test_init_from_with_nothing_to_take(demo, arguments, error):
 # -- loggers -----------------------------------------------------------------------------------------------------------
 
 
-def test_wandb_has_the_nested_config_and_a_second_run_in_the_folder_is_fine(demo):
+def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
     pytest.importorskip("wandb")
     from lightning_tasks.cli import run
 
     arguments = ["fit", "--config", demo, "--trainer", "logger/wandb"]
     for _ in range(2):
         cli = run(arguments)
-        arguments = ["fit", "--config", str(last_run() / "config.yaml")]  # the second run into the same folder
+        arguments = ["fit", "--config", str(last_run() / "config.yaml")]
         csv_logger, wandb_logger = cli.trainer.loggers
         assert Path(csv_logger.log_dir) == last_run()
         assert wandb_logger.experiment.config["model"]["init_args"]["rate"] == 0.05
         wandb_logger.experiment.finish()
-    assert len(list(Path("runs/demo").iterdir())) == 1
-    assert len(list((last_run() / "wandb").glob("offline-run-*"))) == 2
+    for run_folder in ("version_0", "version_1"):
+        assert len(list(Path("runs/demo", run_folder, "wandb").glob("offline-run-*"))) == 1
+
+
+def test_two_runs_in_one_folder_are_fine(demo):
+    given = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "here", "version": "same"}}
+    for _ in range(2):
+        main(["fit", "--config", demo, f"--trainer.logger={json.dumps(given)}"])
+    assert len(list(Path("here").rglob("config.yaml"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "added"),
+    [
+        ({}, {"WANDB_MODE": "offline"}),
+        ({"WANDB_API_KEY": "x"}, {}),
+        ({"WANDB_MODE": "online"}, {}),
+    ],
+)
+def test_wandb_is_offline_where_there_is_no_key(environment, added, tmp_path):
+    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc"), **environment}) == added
+
+
+def test_a_key_in_netrc_is_a_key(tmp_path):
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc")}) == {}
 
 
 def test_one_wandb_run_a_job_under_ddp(demo):
     pytest.importorskip("wandb")
     parts = ["--trainer", "strategy/ddp", "--trainer", "logger/wandb"]
     command = [sys.executable, "-m", "lightning_tasks", "fit", "--config", demo, *parts]
-    import os
-
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
     assert [path.name for path in Path("runs/demo").iterdir()] == ["version_0"]

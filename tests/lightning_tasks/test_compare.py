@@ -3,6 +3,10 @@
 import csv
 import json
 import math
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +17,7 @@ from lightning_tasks.compare_cell import RESULT, run_cell
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.recipes import RecipeError
 
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = "tests.lightning_tasks.demo.DemoModule"
 
 
@@ -68,7 +73,9 @@ def test_a_comparison_stands_for_its_variants(comparison, demo):
     assert fast.overrides == ("--model.rate=0.5",)
 
 
-@pytest.mark.parametrize("content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"])
+@pytest.mark.parametrize(
+    "content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"]
+)
 def test_a_comparison_of_another_shape(tmp_path, content):
     path = tmp_path / "wrong.yaml"
     path.write_text(content)
@@ -82,6 +89,14 @@ def test_two_configurations_of_one_name(demo, tmp_path):
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
+
+
+def is_alive(pid):
+    """Whether a process runs; one that ended and was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture
@@ -152,6 +167,24 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     main(command)
     assert kept.stat().st_mtime_ns == times
     assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process under /proc")
+def test_a_killed_comparison_leaves_nobody_at_work():
+    code = (
+        "import os\nfrom time import sleep\nfrom lightning_tasks.compare_cell import end_with_parent\n"
+        "parent, worker = os.getpid(), os.fork()\n"
+        "if worker == 0:\n    end_with_parent(parent, 0.05)\nelse:\n    print(worker, flush=True)\n"
+        "sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(worker)
 
 
 def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):

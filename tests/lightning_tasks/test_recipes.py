@@ -1,20 +1,41 @@
-"""Names of recipes: found, listed, and nearest where there is none."""
+"""Recipes: names found, listed, and nearest where there is none; every shipped one parses, and its twin runs."""
+
+import csv
+import math
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
+from lightning_tasks.__main__ import main
 from lightning_tasks.recipes import (
     CONFIGS,
     PART_FOLDERS,
     Recipe,
     RecipeError,
     find_recipe,
+    is_comparison,
     recipe_name,
+    shipped_names,
     shipped_recipes,
 )
+
+TWINS = Path(__file__).resolve().parents[1] / "conf"
+RECIPES = [recipe.name for recipe in shipped_recipes() if not is_comparison(recipe.path)]
+COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(recipe.path)]
+PARTS = [name for name in shipped_names() if name.split("/")[0] in PART_FOLDERS]
+
+# What a twin may change, sizes and amounts of data, and what it may say in addition.
+SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size", "batch_size", "num_workers"}
+SIZES |= {"max_bytes", "max_steps", "val_check_interval", "log_every_n_steps", "every_n_steps", "total_iters"}
+SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
+ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 
 
 @pytest.fixture
 def configs(tmp_path):
+    """A folder like `configs` with one recipe and one part."""
     (tmp_path / "paper").mkdir()
     (tmp_path / "strategy").mkdir()
     (tmp_path / "paper" / "wikitext2.yaml").write_text(
@@ -72,3 +93,87 @@ def test_every_shipped_recipe_says_what_it_is(recipe):
 def test_parts_are_no_recipes():
     assert not [recipe.name for recipe in shipped_recipes() if recipe.name.split("/")[0] in PART_FOLDERS]
     assert all((CONFIGS / folder).is_dir() for folder in PART_FOLDERS)
+
+
+# -- every shipped file ------------------------------------------------------------------------------------------------
+
+
+def without_sizes(value):
+    if isinstance(value, dict):
+        return {key: without_sizes(entry) for key, entry in value.items() if key not in SIZES | ADDED}
+    return [without_sizes(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnswap"])
+    return tmp_path
+
+
+def test_there_is_a_twin_of_every_recipe_and_of_nothing_else():
+    assert sorted(recipe_name(path, TWINS) for path in TWINS.rglob("*.yaml")) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_twin_differs_in_sizes_only(name):
+    recipe, twin = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for folder in (CONFIGS, TWINS))
+    assert without_sizes(twin) == without_sizes(recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_parses(name, own_folder, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", name, "--print_config"])
+    assert stop.value.code == 0
+    assert "class_path: lightning_tasks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_parses(part, own_folder, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "fit",
+                "--model",
+                "lightning.pytorch.demos.boring_classes.BoringModel",
+                "--trainer",
+                part,
+                "--print_config",
+            ]
+        )
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    content = yaml.safe_load((CONFIGS / f"{part}.yaml").read_text())
+    assert all(printed[key] == value for key, value in content.items() if not isinstance(value, dict))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_twin_fits_validates_and_tests(name, own_folder, tiny_wikitext, monkeypatch, capsys):
+    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_wikitext))
+    twin = str(TWINS / f"{name}.yaml")
+    main(["fit", "--config", twin])
+    assert "val/perplexity" in capsys.readouterr().out
+    run = Path("runs") / Path(name).name / "version_0"
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for metric in ("val/perplexity", "val/attention/entropy/mean", "qk_spectrum/variance/layer_00"):
+        values = [float(row[metric]) for row in rows if row[metric]]
+        assert values, metric
+        assert all(math.isfinite(value) for value in values)
+    assert (run / "run.png").stat().st_size > 1000
+    for command in ("validate", "test"):
+        main([command, "--config", twin, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_comparison_runs(name, own_folder, tiny_wikitext, monkeypatch, capsys):
+    pytest.importorskip("scipy")
+    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_wikitext))
+    sizes = ["model.model.init_args.dim=16", "model.model.init_args.mlp_dim=16", "data.vocab_size=30"]
+    sizes += ["trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu"]
+    main(["compare", name, "--seeds", "0:2", "--output", "out", *(f"--set={size}" for size in sizes)])
+    variants = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["variants"]
+    printed = capsys.readouterr().out
+    assert all(f"| {variant} | 2 |" in printed for variant in variants)
+    assert "Not paired" not in printed

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attention_modules.analysis import STATISTICS, attention_entropy, attention_statistics, statistics
+from attention_modules.analysis import STATISTICS, attention_entropy, attention_statistics, kernels, statistics
 
 
 def naive_statistics(q, k, mask, is_causal, scale):
@@ -75,11 +75,17 @@ def test_many_chunks_equal_one(monkeypatch):
         torch.testing.assert_close(split[name], whole[name], msg=name)
 
 
-def test_without_the_private_kernel(monkeypatch):
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError, None])
+def test_without_the_private_kernel(error, monkeypatch):
+    def gone(*arguments):
+        raise error("no such call")
+
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4)
     fast = attention_statistics(q, k, is_causal=True)
-    monkeypatch.setattr(statistics, "lse_and_mean_key", lambda *_: None)
+    assert kernels.lse_and_mean_key(q, k, None, True, 0.5) is not None
+    monkeypatch.setattr(kernels, "_KERNELS", {"cpu": gone} if error else {})
+    assert kernels.lse_and_mean_key(q, k, None, True, 0.5) is None
     slow = attention_statistics(q, k, is_causal=True)
     for name in STATISTICS:
         torch.testing.assert_close(fast[name], slow[name], atol=1e-6, rtol=1e-5, msg=name)

@@ -204,9 +204,7 @@ HOSTS: dict[str, HostCase] = {
         _run_rope,
         _refuses("grouped keys"),
     ),
-    "mha": HostCase(
-        "`nn.MultiheadAttention`", lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True), _run_mha
-    ),
+    "mha": HostCase("`nn.MultiheadAttention`", lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True), _run_mha),
     "encoder": HostCase("`nn.TransformerEncoder`", _encoder(), _run_encoder, layers=2),
     "decoder": HostCase(
         "`nn.TransformerDecoder` (self-attention)",

@@ -13,7 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import LocAteR
+from lightning_tasks.language_modeling import LanguageModelingTask
 from tests.lightning_tasks.callbacks.locater_cells import (
     CELLS,
     WEIGHT,
@@ -21,24 +24,40 @@ from tests.lightning_tasks.callbacks.locater_cells import (
     callback,
     difference,
     naive_penalty,
+    validation_entropy,
 )
-from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    TOKENS,
+    VOCABULARY,
+    TinyLM,
+    TwoOptimizers,
+    batches,
+    fit,
+    weights_of,
+)
 
+TOLERANCE = 2e-6
 ROOT = Path(__file__).parents[3]
 
 
 def assert_same_but_for_rounding(to_loss, to_neither):
     """Equal to the penalty in the loss to float precision, and the penalty matters."""
-    assert to_loss < 2e-6
+    assert to_loss < TOLERANCE
     assert to_neither > 1e-3
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_the_penalty_in_the_loss(cell):
-    assert_same_but_for_rounding(*difference(*cell))  # five batches: a window of two ends short
+    assert_same_but_for_rounding(
+        difference(cell), difference(cell, other=TinyLM)
+    )  # five batches: a window of two ends short
 
 
-def test_equals_the_penalty_in_the_loss_in_two_processes():
+@pytest.fixture(scope="module")
+def two_processes():
+    """What two processes report, which run every cell and one monitored validation."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -61,16 +80,27 @@ def test_equals_the_penalty_in_the_loss_in_two_processes():
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=180) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     report = json.loads(outputs[0][0].splitlines()[-1])
     assert report["world"] == 2
-    assert len(report["results"]) == len(CELLS)
-    for result in report["results"]:
-        assert_same_but_for_rounding(*result)
+    return report
+
+
+def test_equals_the_penalty_in_the_loss_in_two_processes(two_processes):
+    assert len(two_processes["results"]) == len(CELLS)
+    assert max(two_processes["results"]) < TOLERANCE
+
+
+def test_sharded_layers_get_the_gradient_of_whole_ones(two_processes):
+    assert two_processes["sharded"] < TOLERANCE
+
+
+def test_validation_entropy_of_two_processes_is_that_of_one(two_processes):
+    assert two_processes["entropy"] == pytest.approx(validation_entropy(), rel=1e-5)
 
 
 def test_two_optimizers_each_get_their_own_parameters():
@@ -166,8 +196,6 @@ def test_only_the_chosen_layers_are_pulled():
 
 def test_trace_scale():
     """On a symmetric mechanism's weights tr W² is ‖W‖_F², so both train alike."""
-    from attention_modules.swap import swap_attention
-
     trained = []
     for scale in ("trace", "frobenius"):
         module = TinyLM()
@@ -245,4 +273,16 @@ def test_a_batch_without_loss_adds_no_penalty():
     found, expected = skipping(TinyLM), skipping(PenaltyInLoss)
     fit(found, [callback()], max_steps=3)
     fit(expected, max_steps=3)
-    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=2e-6, rtol=0)
+    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=TOLERANCE, rtol=0)
+
+
+def test_on_our_own_language_model():
+    shape = {"num_layers": 2, "dim": DIM, "num_heads": HEADS, "mlp_dim": DIM, "num_tokens": TOKENS}
+    task = LanguageModelingTask({"class_path": "TransformerLM", "init_args": shape}, vocab_size=VOCABULARY)
+    task.configure_model()
+    expected = 0.0
+    for qkv in (layer.module.qkv.weight.detach() for layer in attention_layers(task)):
+        for w_q, w_k in zip(qkv[:DIM].chunk(HEADS), qkv[DIM : 2 * DIM].chunk(HEADS), strict=True):
+            expected += (w_q.T @ w_k).square().sum().item()
+    trainer = fit(task, [LocAteR(0.1)], max_steps=1)
+    assert trainer.callback_metrics["locater/penalty"].item() == pytest.approx(0.1 * expected, rel=1e-5)

@@ -1,0 +1,83 @@
+"""What Principal Attention Pursuit does pass by pass: whether its sparse part fills, and whether it saturates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.pursuit import clip, pass_inputs
+from attention_modules.rpc import Threshold, check_rpc_options, check_rpc_shapes, pursuit_threshold
+
+ROWS_AT_ONCE = 256
+
+
+@torch.no_grad()
+def rpc_diagnostics(
+    k: Tensor,
+    v: Tensor,
+    *,
+    iterations: int = 4,
+    lam: float | None = None,
+    threshold: Threshold = "released",
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> dict[str, Tensor]:
+    """Four numbers a pass of :func:`attention_modules.rpc_attention`, whose arguments these are.
+
+    Self-probability near 1 and entropy near 0 mean that the iteration saturates: gradients vanish with it,
+    and robustness to gradient attacks may then be masking.
+
+    Returns:
+        ``[iterations, B, H]`` each, float32 (float64 for float64 keys): ``"sparsity"``, share of non-zero
+        entries of S; ``"residual"``, ‖k - L - S‖/‖k‖ (0 for zero keys); ``"entropy"`` of a row of attention,
+        nats; ``"self_probability"``, what a row gives to itself. The last two are means over the rows that
+        see something.
+
+    Raises:
+        TypeError, ValueError: as :func:`attention_modules.rpc_attention`.
+    """
+    check_rpc_options(iterations, lam, threshold)
+    check_rpc_shapes(k, v)
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
+    attn_mask = hide(attn_mask)
+    limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal)
+    low_ranks: list[Tensor] = []
+    rows: dict[str, list[Tensor]] = {"sparsity": [], "residual": [], "entropy": [], "self_probability": []}
+    norm = torch.linalg.vector_norm(k, dim=(-2, -1))
+    norm = norm.masked_fill(norm == 0, torch.inf)
+    for raw, query in pass_inputs(k, limit, iterations, low_ranks):
+        low_ranks.append(attend(query, query, v, attn_mask, is_causal, 0.0, scale))
+        sparse = raw - clip(raw, limit)
+        rows["sparsity"].append((sparse != 0).to(k.dtype).mean((-2, -1)))
+        rows["residual"].append(torch.linalg.vector_norm(k - low_ranks[-1] - sparse, dim=(-2, -1)) / norm)
+        entropy, own = map_statistics(query, attn_mask, is_causal, scale)
+        rows["entropy"].append(entropy)
+        rows["self_probability"].append(own)
+    return {name: torch.stack(passes) for name, passes in rows.items()}
+
+
+def map_statistics(
+    query: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Mean entropy and self-probability ``[B, H]`` of softmax(q qᵀ · scale), some rows of the map at a time."""
+    tokens, width = query.shape[-2:]
+    scale = width**-0.5 if scale is None else scale
+    places = torch.arange(tokens, device=query.device)
+    totals = [query.new_zeros(query.shape[:2]) for _ in range(3)]  # entropy, self-probability, rows
+    for here in places.split(ROWS_AT_ONCE):
+        logits = query[..., here, :] @ query.transpose(-2, -1) * scale  # [B, H, rows, N]
+        if is_causal:
+            logits = logits.masked_fill(places > here[:, None], float("-inf"))
+        if attn_mask is not None:
+            part = attn_mask[..., here, :] if attn_mask.shape[-2] > 1 else attn_mask
+            logits = logits.masked_fill(~part, float("-inf")) if part.dtype == torch.bool else logits + part
+        some = (logits > float("-inf")).any(-1)
+        weights = logits.softmax(-1).nan_to_num(0.0)  # 0/0 in rows that see nothing
+        own = weights.gather(-1, here[:, None].expand(*weights.shape[:-1], 1)).squeeze(-1)
+        for total, value in zip(totals, (torch.special.entr(weights).sum(-1), own, some), strict=True):
+            total += value.sum(-1)
+    return totals[0] / totals[2], totals[1] / totals[2]

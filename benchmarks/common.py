@@ -1,0 +1,80 @@
+"""Timing and memory for the benchmarks: alternating in one process, medians, peaks of resident memory."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, cpu_time: bool = False) -> dict[str, float]:
+    """Median seconds of each call; the calls take turns, so that a change of the machine's load meets all.
+
+    Args:
+        calls: what to time, by name; each is run once before.
+        repeats: number of rounds.
+        cpu_time: process CPU time in place of wall-clock time.
+    """
+    clock = time.process_time if cpu_time else time.perf_counter
+    for call in calls.values():
+        call()
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            taken[name].append(clock() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def peak_memory(call: Callable[[], object]) -> float | None:
+    """MiB by which resident memory rises at most while the call runs; None where Linux' counters are missing."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed must not be there to be reused
+        before = _status(status, "VmRSS")
+        reset.write_text("5")
+    except OSError:
+        return None
+    call()
+    return (_status(status, "VmHWM") - before) / 1024
+
+
+def _status(path: Path, name: str) -> int:
+    line = next(line for line in path.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
+
+
+def machine() -> str:
+    """One line on what the numbers were measured with."""
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
+        f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    )
+
+
+def write_results(name: str, title: str, command: str, rows: Sequence[Mapping[str, object]], notes: str = "") -> Path:
+    """Write ``results/NAME.csv`` and ``results/NAME.md``; returns the Markdown file."""
+    RESULTS.mkdir(exist_ok=True)
+    columns = list(rows[0])
+    with (RESULTS / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in rows]
+    path = RESULTS / f"{name}.md"
+    text = f"# {title}\n\nCommand: `{command}`\n\nMeasured with {machine()}.\n\n" + "\n".join(lines) + "\n"
+    path.write_text(text + (f"\n{notes}\n" if notes else ""))
+    return path

@@ -1,0 +1,61 @@
+"""The table of hosts and mechanisms as tested; ``python -m tests.attention_modules.hosts.table`` writes the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS
+
+PAGE = Path(__file__).parents[3] / "docs" / "hosts.md"
+REASONS = {"grouped keys": "¹", "q_norm": "²"}
+
+NOTES = """\
+✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
+padding mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5.
+Refusals are errors that leave the model as it was:
+¹ grouped keys: without a query all heads of a group would be identical.
+² q/k norm: without a query the query's norm would train nothing.
+
+What else to know:
+
+- Swap before the optimizer is built, and before DDP, FSDP and `torch.compile` (all of which are refused). A mechanism
+  with a query leaves every Parameter the same object; one without shrinks the projection to keys and values, and keeps
+  the query rows beside it, outside `parameters()` and `state_dict()`, for `restore_attention`.
+- A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
+  query rows: those of the model stay.
+- Layers of one head group, windows, relative position biases and pooling have classes of their own (Swin, BEiT, EVA,
+  XCiT, T5, ...). They are listed in the report with the reason, never swapped; so are subclasses with a forward of
+  their own.
+- Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
+  `"*.multihead_attn"`, and never for a mechanism without a query.
+- Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
+- `nn.MultiheadAttention` returns None in place of attention weights, whatever `need_weights` says, and Hugging Face
+  layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
+  path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
+  differ, or where its name has "cross" in it.
+- Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
+  call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
+  swapped layout: build the model from its config, swap it, then load the file.
+- LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()` first.
+"""
+
+
+def markdown() -> str:
+    """The page, made of the cases that the table test runs."""
+    lines = [
+        "# Hosts and mechanisms, as tested",
+        "",
+        "<!-- Made by `python -m tests.attention_modules.hosts.table` from the cases of the table test. -->",
+        "",
+        f"| Host | {' | '.join(MECHANISMS)} |",
+        "|---" * (len(MECHANISMS) + 1) + "|",
+    ]
+    for case in HOSTS.values():
+        cells = ["refused" + REASONS[case.refuses[name]] if name in case.refuses else "✓" for name in MECHANISMS]
+        lines.append(f"| {case.title} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", NOTES])
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(markdown(), encoding="utf-8")

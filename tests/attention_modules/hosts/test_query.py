@@ -1,0 +1,130 @@
+"""Kept query rows: outside parameters and state dict, moved and copied with the layer, loaded from either layout."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from attention_modules.swap import restore_attention, swap_attention
+from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
+
+# One host for each way in which a query is held: joint rows, joint columns (Conv1D), a projection of its own.
+HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "mha", "gpt2", "bert", "llama"]
+
+
+def swapped(host: str, mechanism: str, seed: int = 0) -> nn.Module:
+    model = built(host, seed)
+    name, options = MECHANISMS[mechanism]
+    swap_attention(model, name, **options)
+    return model
+
+
+def output(host: str, model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return HOSTS[host].run(model, None)
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_the_projection_shrinks(host: str) -> None:
+    plain, model = built(host), swapped(host, "symmetric")
+    lost = sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in model.parameters())
+    bias = 0 if host == "llama" else 16
+    assert lost == HOSTS[host].layers * (16 * 16 + bias)
+    assert not [key for key in model.state_dict() if "query_" in key]
+    kept = [name for name, _ in model.named_buffers() if "query_" in name]
+    assert len(kept) == HOSTS[host].layers * (1 if host == "llama" else 2)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("host", HOLDERS)
+def test_copies_are_whole_and_independent(host: str, mechanism: str, clone: Callable) -> None:
+    model = swapped(host, mechanism)
+    expected, twin = output(host, model), clone(model)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+    restore_attention(model)
+    assert torch.equal(output(host, twin), expected)
+    restore_attention(twin)
+    assert torch.equal(output(host, twin), output(host, model))
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_kept_rows_follow_dtype_and_device(host: str) -> None:
+    model = swapped(host, "symmetric").double()
+    assert {b.dtype for name, b in model.named_buffers() if "query_" in name} == {torch.float64}
+    restore_attention(model)
+    plain = built(host).double()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    meta = swapped(host, "symmetric").to("meta")
+    assert all(tensor.is_meta for tensor in meta.buffers())
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("host", HOLDERS)
+def test_plain_and_swapped_checkpoints_load_strictly(host: str, mechanism: str, assign: bool) -> None:
+    source, model = built(host, seed=1), swapped(host, mechanism)
+    given = {key: value.clone() for key, value in source.state_dict().items()}
+    shapes = {key: value.shape for key, value in given.items()}
+    model.load_state_dict(given, assign=assign)
+    assert {key: value.shape for key, value in given.items()} == shapes  # the caller's dictionary is his
+    expected = swapped(host, mechanism, seed=1)
+    torch.testing.assert_close(output(host, model), output(host, expected))
+    again = swapped(host, mechanism, seed=2)
+    again.load_state_dict(model.state_dict(), assign=assign)
+    assert torch.equal(output(host, again), output(host, model))
+    restore_attention(model)  # the plain checkpoint's query rows came along
+    torch.testing.assert_close(output(host, model), output(host, source))
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_a_checkpoint_that_fits_neither_layout_is_refused(host: str) -> None:
+    model = swapped(host, "symmetric")
+    state = model.state_dict()
+    short = {key: value for key, value in state.items() if key != next(reversed(state))}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(short)
+    with pytest.raises(RuntimeError, match=r"size mismatch|Unexpected key"):
+        model.load_state_dict(
+            {key: value.repeat(*[2] * value.dim()) for key, value in built(host).state_dict().items()}
+        )
+    with pytest.raises(RuntimeError, match=r"size mismatch|Missing key"):
+        built(host).load_state_dict(state)
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_weight_averaging(host: str) -> None:
+    model = swapped(host, "symmetric")
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(2.0)
+    average.update_parameters(model)
+    old, new = swapped(host, "symmetric").state_dict(), average.module.state_dict()
+    assert all(torch.allclose(new[key], old[key] + 1) for key, _ in model.named_parameters())
+    assert torch.isfinite(output(host, average.module)).all()
+    restore_attention(average.module)
+
+
+def test_torch_save_of_a_whole_swapped_model() -> None:
+    model, file = swapped("timm-attention", "symmetric"), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(output("timm-attention", again), output("timm-attention", model))
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_frozen_projections_stay_frozen(host: str) -> None:
+    model = built(host).requires_grad_(False)
+    swap_attention(model, "symmetric")
+    restore_attention(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,167 @@
+"""nn.MultiheadAttention: its masks, its fused path, its nested tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from attention_modules.hosts.torch import SwappedMultiheadAttention
+from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
+from tests.attention_modules.hosts.cases import BATCH, DIM, HEADS, TOKENS, features, padding_mask
+from tests.attention_modules.hosts.test_table import count_calls
+
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(mask, float("-inf"))
+
+
+def layer(**options: bool) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    built = nn.MultiheadAttention(DIM, HEADS, **options).eval()
+    nn.init.normal_(built.in_proj_weight, std=0.3)
+    return built
+
+
+MASKS = {
+    "none": {},
+    "boolean": {"attn_mask": CAUSAL},
+    "additive": {"attn_mask": additive(CAUSAL)},
+    "a-head": {"attn_mask": CAUSAL.repeat(BATCH * HEADS, 1, 1).logical_or(torch.rand(8, 6, 6) > 2)},
+    "padding": {"key_padding_mask": padding_mask()},
+    "additive-padding": {"key_padding_mask": additive(padding_mask())},
+    "both": {"attn_mask": CAUSAL, "key_padding_mask": padding_mask()},
+    "both-additive": {"attn_mask": additive(CAUSAL), "key_padding_mask": additive(padding_mask())},
+    "mixed": {"attn_mask": additive(CAUSAL), "key_padding_mask": padding_mask()},
+    "hint": {"attn_mask": CAUSAL, "is_causal": True},
+    "hint-and-padding": {"attn_mask": CAUSAL, "key_padding_mask": padding_mask(), "is_causal": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "sequence-first"])
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_masks_mean_what_they_meant(masks: dict, batch_first: bool) -> None:
+    module = layer(batch_first=batch_first)
+    x = features() if batch_first else features().transpose(0, 1)
+    plain = module(x, x, x, need_weights=False, **masks)[0]
+    swap_attention(module, "softmax")
+    torch.testing.assert_close(module(x, x, x, need_weights=False, **masks)[0], plain, atol=1e-5, rtol=1e-5)
+
+
+def test_unbatched_input_and_no_bias() -> None:
+    module, x = layer(bias=False), features()[1]
+    masks = {"attn_mask": CAUSAL, "key_padding_mask": padding_mask()[1]}
+    plain = module(x, x, x, **masks)[0]
+    swap_attention(module, "softmax")
+    torch.testing.assert_close(module(x, x, x, **masks)[0], plain, atol=1e-5, rtol=1e-5)
+    swap_attention(module, "symmetric")
+    assert module(x, x, x, **masks)[0].shape == x.shape
+
+
+def test_no_attention_map_is_invented() -> None:
+    module, x = layer(batch_first=True), features()
+    swap_attention(module, "softmax")
+    assert module(x, x, x)[1] is None
+    assert module(x, x, x, need_weights=True, average_attn_weights=False)[1] is None
+
+
+def test_a_hint_without_its_mask_is_an_error_as_in_the_plain_layer() -> None:
+    module, x = layer(batch_first=True), features()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            module(x, x, x, is_causal=True, need_weights=False)
+        swap_attention(module, "softmax")
+
+
+def test_without_a_query_another_key_is_an_error() -> None:
+    module = layer(batch_first=True)
+    swap_attention(module, "symmetric")
+    with pytest.raises(RuntimeError, match=r"SymmetricAttention has no query.*another key"):
+        module(features(), features(1), features(1))
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_keys_that_no_mechanism_sees_are_refused(option: str) -> None:
+    with pytest.raises(AttentionSwapError, match="add_bias_kv or add_zero_attn"):
+        swap_attention(layer(**{option: True}), "softmax")
+
+
+def test_parametrised_projection_is_refused_where_it_would_be_split() -> None:
+    module = layer(batch_first=True)
+    nn.utils.parametrizations.spectral_norm(module, "in_proj_weight")
+    with pytest.raises(AttentionSwapError, match="no plain Parameter"):
+        swap_attention(module, "symmetric")
+    plain = module(features(), features(), features())[0]
+    swap_attention(module, "softmax")
+    torch.testing.assert_close(module(features(), features(), features())[0], plain, atol=1e-5, rtol=1e-5)
+
+
+def test_peft_around_the_whole_layer_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(nn.ModuleDict({"attn": layer()}), peft.LoraConfig(r=2, target_modules=["attn"]))
+    with pytest.raises(AttentionSwapError, match=r"peft.*merge_and_unload\(\)"):
+        swap_attention(model, "softmax")
+
+
+def encoder(depth: int = 2) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True), depth).eval()
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_fused_path_does_not_pass_the_mechanism_by(padded: bool, layers: list[int]) -> None:
+    model = encoder()
+    padding = padding_mask() if padded else None
+    with torch.no_grad():
+        plain = model(features(), src_key_padding_mask=padding)
+        swap_attention(model, "softmax", layers=layers)
+        calls = count_calls(model)
+        keep = ~padding_mask() if padded else slice(None)
+        out = model(features(), src_key_padding_mask=padding)
+    torch.testing.assert_close(out[keep], plain[keep], atol=1e-5, rtol=1e-5)
+    assert len(calls) == len(layers)
+
+
+def test_without_the_cures_the_mechanism_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwappedMultiheadAttention, "_qkv_same_embed_dim", True)
+    model = encoder()
+    swap_attention(model, "softmax")
+    calls = count_calls(model)
+    with torch.no_grad():
+        model(features())
+    assert calls == []
+
+
+def test_nested_tensors_are_switched_off_and_on_again() -> None:
+    model = nn.ModuleList([encoder(), encoder()])
+    swap_attention(model, "softmax", where="0.layers.1.*")
+    assert [part.use_nested_tensor for part in model] == [False, True]
+    swap_attention(model, "symmetric", where="0.layers.0.*")
+    restore_attention(model)
+    assert [part.use_nested_tensor for part in model] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_swapped_apart_from_its_encoder_says_what_to_do_about_nested_tensors() -> None:
+    model = encoder()
+    swap_attention(model.layers[1], "softmax")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="use_nested_tensor to False"):
+        model(features(), src_key_padding_mask=padding_mask())
+
+
+def test_lightnings_transformer_is_swapped_unchanged() -> None:
+    demos = pytest.importorskip("lightning.pytorch.demos")
+    torch.manual_seed(0)
+    model = demos.Transformer(vocab_size=20, ninp=DIM, nhead=HEADS, nhid=32, nlayers=2, dropout=0.0)
+    tokens = torch.randint(0, 20, (BATCH, TOKENS))
+    plain = model(tokens, tokens)
+    report = swap_attention(model, "softmax")
+    assert len(report) == 4
+    torch.testing.assert_close(model(tokens, tokens), plain, atol=1e-5, rtol=1e-5)
+    assert "cross-attention" in report.skipped[0].reason
+    swap_attention(model, "symmetric")
+    model(tokens, tokens).sum().backward()

@@ -1,0 +1,189 @@
+"""qk_weights: the logits of a layer are x W_qᵀ W_k xᵀ with them, whatever the host's layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.mechanism import AttentionMechanism
+from attention_modules.softmax import SoftmaxAttention
+from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
+from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, features
+
+# Layers that read their input directly, so that the test can multiply by hand (rope and norms turn q and k).
+PLAIN = [name for name in HOSTS if not any(part in name for part in ("norm", "rope", "llama", "mistral", "qwen"))]
+
+
+class Recorder(SoftmaxAttention):
+    """Keeps its last queries and keys."""
+
+    def forward(self, q: Tensor, k: Tensor, *args: object, **kwargs: object) -> Tensor:
+        self.seen = (q.detach(), k.detach())
+        return super().forward(q, k, *args, **kwargs)
+
+
+class KeyRecorder(Recorder):
+    """The same without a query."""
+
+    uses_query = False
+
+
+def zero_biases(model: nn.Module) -> None:
+    """Biases are no part of W."""
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            nn.init.zeros_(parameter)
+
+
+def check_logits(layer: AttentionLayer, run) -> None:
+    """The recorded logits against those made of the layer's input and weights."""
+    seen = {}
+    handle = layer.module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(x=next(iter(args), kwargs.get("hidden_states"))), with_kwargs=True
+    )
+    run()
+    handle.remove()
+    mechanism = layer.mechanism
+    assert isinstance(mechanism, Recorder)
+    q, k = mechanism.seen
+    w_q, w_k = layer.qk_weights()
+    x = seen["x"]
+    logits = torch.einsum("bnc,hdc,hde,bme->bhnm", x, w_q, w_k, x)
+    torch.testing.assert_close(logits, q @ k.transpose(-1, -2), atol=1e-4, rtol=1e-4)
+    assert w_q.shape == (layer.spec.num_heads, layer.spec.head_dim, layer.spec.dim) == w_k.shape
+
+
+@pytest.mark.parametrize("mechanism", [Recorder, KeyRecorder], ids=["query", "no-query"])
+@pytest.mark.parametrize("host", PLAIN)
+def test_weights_give_the_logits(host: str, mechanism: type[Recorder]) -> None:
+    case, model = HOSTS[host], built(host)
+    zero_biases(model)
+    plain = [layer.qk_weights() for layer in attention_layers(model)]
+    swap_attention(model, mechanism)
+    for layer, (_, w_k) in zip(attention_layers(model), plain, strict=True):
+        check_logits(layer, lambda: case.run(model, None))
+        assert torch.equal(layer.qk_weights()[1], w_k)
+        assert (layer.qk_weights()[0] is layer.qk_weights()[1]) is False
+        first, second = layer.qk_weights()
+        assert (first is second) is (mechanism is KeyRecorder)
+
+
+@pytest.mark.parametrize("mechanism", [None, *MECHANISMS])
+@pytest.mark.parametrize("host", HOSTS)
+def test_weights_are_differentiable_views_of_the_parameters_they_name(host: str, mechanism: str | None) -> None:
+    model = built(host)
+    if mechanism in HOSTS[host].refuses:
+        pytest.skip("refused, as the table test shows")
+    if mechanism is not None:
+        swap_attention(model, MECHANISMS[mechanism][0], **MECHANISMS[mechanism][1])
+    known = {id(parameter) for parameter in model.parameters()}
+    for layer in attention_layers(model):
+        parameters = layer.qk_parameters()
+        assert {id(parameter) for parameter in parameters} <= known
+        w_q, w_k = layer.qk_weights()
+        gradients = torch.autograd.grad((w_q * w_k).sum(), parameters)
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+        assert (layer.mechanism is None) == (mechanism is None and host != "own")
+
+
+def test_grouped_keys_are_repeated_for_each_query_head() -> None:
+    for host in ("llama-grouped", "timm-rope-grouped"):
+        (layer,) = attention_layers(built(host))
+        _, w_k = layer.qk_weights()
+        assert torch.equal(w_k[0], w_k[1])
+        assert torch.equal(w_k[2], w_k[3])
+        assert not torch.equal(w_k[0], w_k[2])
+
+
+def test_separate_projections_of_multihead_attention() -> None:
+    layer = nn.MultiheadAttention(16, 4, kdim=8, vdim=8)
+    decoder = nn.ModuleList([nn.MultiheadAttention(16, 4)])
+    decoder.append(layer)
+    assert [found.name for found in attention_layers(decoder)] == ["0"]  # another key width: cross-attention
+    from attention_modules.hosts.torch import MultiheadAttentionHost
+
+    host = MultiheadAttentionHost()
+    found = AttentionLayer("1", layer, host, host.spec(layer, None))
+    w_q, w_k = found.qk_weights()
+    assert torch.equal(w_q.flatten(0, 1), layer.q_proj_weight)
+    assert torch.equal(w_k.flatten(0, 1), layer.k_proj_weight)
+    assert found.qk_parameters()[1] is layer.k_proj_weight
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("timm-attention", None),
+        ("timm-attention-norm", "q/k norm"),
+        ("timm-rope", "rope"),
+        ("mha", None),
+        ("gpt2", None),
+        ("bert", None),
+        ("llama", "rope"),
+        ("qwen3", "q/k norm"),
+    ],
+)
+def test_spectrum_caveat(host: str, text: str | None) -> None:
+    model = built(host)
+    for _ in range(2):
+        caveat = attention_layers(model)[0].spectrum_caveat
+        assert caveat is None if text is None else text in str(caveat)
+        swap_attention(model, "softmax")
+
+
+def lora(host: str, target: str) -> nn.Module:
+    """The host's model under peft, with an adapter that changes something."""
+    peft = pytest.importorskip("peft")
+    holder = nn.ModuleDict({"model": built(host)})
+    transposed = host == "gpt2"
+    model = peft.get_peft_model(holder, peft.LoraConfig(r=2, target_modules=[target], fan_in_fan_out=transposed))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return model.eval()
+
+
+LORA = [("timm-attention", "qkv"), ("gpt2", "c_attn"), ("bert", "query")]
+
+
+@pytest.mark.parametrize(("host", "target"), LORA)
+def test_lora_is_swapped_with_its_effective_weight(host: str, target: str) -> None:
+    model = lora(host, target)
+    zero_biases(model)
+    inner = model.base_model.model["model"]
+    plain = HOSTS[host].run(inner, None)
+    swap_attention(model, Recorder)
+    torch.testing.assert_close(HOSTS[host].run(inner, None), plain, atol=1e-5, rtol=1e-5)
+    (layer,) = attention_layers(model)
+    check_logits(layer, lambda: HOSTS[host].run(inner, None))
+    assert len(layer.qk_parameters()) == (3 if target != "query" else 4)
+    merged = [weight.detach() for weight in layer.qk_weights()]
+    restore_attention(model)
+    (after,) = attention_layers(model.merge_and_unload())
+    for got, expected in zip(after.qk_weights(), merged, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("host", "target"), LORA)
+def test_lora_around_a_query_that_would_be_dropped_is_refused(host: str, target: str) -> None:
+    model = lora(host, target)
+    before = [id(parameter) for parameter in model.parameters()]
+    with pytest.raises(AttentionSwapError, match=r"wrapped by peft .*merge_and_unload\(\)"):
+        swap_attention(model, "symmetric")
+    assert [id(parameter) for parameter in model.parameters()] == before
+
+
+def test_lora_put_around_a_shrunk_projection_must_go_before_restoring() -> None:
+    peft = pytest.importorskip("peft")
+    holder = nn.ModuleDict({"model": built("timm-attention")})
+    swap_attention(holder, "symmetric")
+    model = peft.get_peft_model(holder, peft.LoraConfig(r=2, target_modules=["qkv"]))
+    assert isinstance(HOSTS["timm-attention"].run(model.base_model.model["model"], None), Tensor)
+    with pytest.raises(AttentionSwapError, match="merge_and_unload"):
+        restore_attention(model)
+    assert any(isinstance(module, AttentionMechanism) for module in model.modules())
+    restored = model.merge_and_unload()
+    restore_attention(restored)
+    assert restored["model"](features()).shape == features().shape

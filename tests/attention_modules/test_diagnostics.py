@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from attention_modules import rpc_diagnostics
+from tests.attention_modules.compare import masks, random_heads
+from tests.attention_modules.naive import soft, visibility
+
+
+def by_hand(k, v, iterations, lam, attn_mask=None, is_causal=False):
+    """The four numbers from the whole map, without the short form (masks that are boolean and keep every row)."""
+    heads, tokens, width = k.shape[-3:]
+    seen = visibility(tokens, attn_mask, is_causal).expand(*k.shape[:-1], tokens)
+    mu = seen.sum(-1, keepdim=True) * width * heads / (4 * (seen * k.abs().sum(-1).unsqueeze(-2)).sum(-1, keepdim=True))
+    low_rank = dual = torch.zeros_like(k)
+    passes = []
+    for _ in range(iterations):
+        sparse = soft(k - low_rank + dual / mu, lam * mu)
+        keys = k - sparse - dual / mu
+        map_ = (keys @ keys.transpose(-2, -1) / math.sqrt(width)).masked_fill(~seen, -torch.inf).softmax(-1)
+        low_rank = map_ @ v
+        dual = dual + mu * (k - low_rank - sparse)
+        entropy = -(map_ * map_.clamp(min=1e-300).log()).sum(-1).mean(-1)
+        own = map_.diagonal(dim1=-2, dim2=-1).mean(-1)
+        residual = (k - low_rank - sparse).flatten(-2).norm(dim=-1) / k.flatten(-2).norm(dim=-1)
+        passes.append(((sparse.abs() > 1e-12).double().mean((-2, -1)), residual, entropy, own))
+    return dict(
+        zip(
+            ("sparsity", "residual", "entropy", "self_probability"),
+            map(torch.stack, zip(*passes, strict=True)),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("case", ["nothing", "causal", "padding", "all"])
+def test_equal_what_the_equations_give(case, monkeypatch):
+    monkeypatch.setattr("attention_modules.diagnostics.ROWS_AT_ONCE", 4)
+    inputs, kwargs = random_heads("kv"), masks()[case]
+    found = rpc_diagnostics(**inputs, iterations=3, lam=0.3, **kwargs)
+    expected = by_hand(**inputs, iterations=3, lam=0.3, **kwargs)
+    for name, value in expected.items():
+        assert found[name].shape == (3, 2, 3)
+        if name == "sparsity" and case != "nothing":
+            continue  # an entry at the threshold may round to either side
+        assert torch.allclose(found[name], value, atol=1e-9), name
+
+
+def test_rows_that_see_nothing_are_left_out():
+    k, v = random_heads("kv").values()
+    mask = torch.eye(9, dtype=torch.bool)
+    mask[0] = False
+    found = rpc_diagnostics(k, v, attn_mask=mask)
+    assert torch.allclose(found["self_probability"], torch.ones(4, 2, 3, dtype=torch.float64))
+    assert torch.allclose(found["entropy"], torch.zeros(4, 2, 3, dtype=torch.float64))
+
+
+def test_the_iteration_saturates():
+    """At n = 6 a token attends to itself, though almost nothing is sparse in pass 1."""
+    k, v = torch.randn(2, 1, 3, 197, 64).unbind(0)
+    found = rpc_diagnostics(k, v, iterations=6, lam=4.0)
+    assert found["sparsity"][0].max() < 1e-3
+    assert found["sparsity"][-1].min() > 0.3
+    assert found["self_probability"][-1].mean() > 0.9
+    assert found["entropy"][-1].mean() < 0.1 * math.log(197)
+
+
+def test_zero_keys_are_finite():
+    k, v = random_heads("kv").values()
+    assert all(x.isfinite().all() for x in rpc_diagnostics(torch.zeros_like(k), v).values())

@@ -1,0 +1,111 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from attention_modules import AttentionMechanism, RPCAttention, SelfAttention, rpc_attention
+
+
+def test_plain_equals_timm_with_its_weights():
+    attention = pytest.importorskip("timm.layers.attention")
+    kwargs = {"qkv_bias": True, "qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm, "gated": True}
+    theirs = attention.Attention(24, 3, **kwargs)
+    ours = SelfAttention(24, 3, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7, 24)
+    mask = torch.rand(2, 1, 7, 7) > 0.3
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6)
+    assert torch.allclose(ours(x, mask), theirs(x, mask), atol=1e-6)
+    assert torch.allclose(ours(x, is_causal=True), theirs(x, is_causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize(("mechanism", "rows"), [("softmax", 72), ("scaled", 72), ("symmetric", 48), ("rpc", 48)])
+def test_the_projection_has_rows_for_what_is_used(mechanism, rows):
+    layer = SelfAttention(24, 3, mechanism, num_tokens=7)
+    assert layer.qkv.weight.shape == (rows, 24)
+    layer(torch.randn(2, 7, 24)).square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_rows_are_keys_then_values_without_a_query():
+    layer = SelfAttention(24, 3, "rpc", {"iterations": 2, "lam": 0.5})
+    x = torch.randn(2, 7, 24)
+    k, v = (part.view(2, 7, 3, 8).transpose(1, 2) for part in (x @ layer.qkv.weight.T).split(24, -1))
+    expected = layer.proj(rpc_attention(k, v, iterations=2, lam=0.5).transpose(1, 2).reshape(2, 7, 24))
+    assert torch.allclose(layer(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [0, -1, 5])
+def test_a_head_count_that_does_not_divide_the_width_is_an_error(heads):
+    with pytest.raises(ValueError, match=f"dim=24.*num_heads={heads}.*divides"):
+        SelfAttention(24, heads)
+
+
+@pytest.mark.parametrize("option", ["qk_norm", "scale_norm"])
+def test_a_norm_needs_its_layer(option):
+    with pytest.raises(ValueError, match="norm_layer"):
+        SelfAttention(24, 3, **{option: True})
+
+
+def test_width_of_heads_and_output_are_free():
+    layer = SelfAttention(24, 5, attn_head_dim=4, dim_out=10, dtype=torch.float64)
+    assert layer(torch.randn(2, 7, 24, dtype=torch.float64)).shape == (2, 7, 10)
+
+
+def test_attention_dropout_acts_in_training_only():
+    layer = SelfAttention(24, 3, "rpc", attn_drop=0.5)
+    x = torch.randn(2, 7, 24)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_the_mechanism_is_called_through_hooks_with_keywords():
+    layer, seen = SelfAttention(24, 3, "rpc"), []
+    layer.mechanism.register_forward_pre_hook(lambda m, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    layer(torch.randn(2, 7, 24), is_causal=True)
+    ((args, kwargs),) = seen
+    assert [x.shape for x in args] == [(2, 3, 7, 8)] * 3
+    assert kwargs == {"attn_mask": None, "is_causal": True, "dropout_p": 0.0, "scale": None}
+
+
+def test_a_callable_builds_the_mechanism():
+    layer = SelfAttention(24, 3, lambda spec: RPCAttention(spec, iterations=3), num_tokens=7)
+    assert isinstance(layer.mechanism, AttentionMechanism)
+    assert (layer.mechanism.iterations, layer.mechanism.spec.num_tokens) == (3, 7)
+
+
+def test_configured_serves_as_timm_s_attention_layer():
+    timm = pytest.importorskip("timm")
+    layer = SelfAttention.configured("rpc", iterations=2, lam=3.0)
+    kwargs = {"img_size": 32, "patch_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    model = timm.models.VisionTransformer(**kwargs, attn_layer=layer)
+    found = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    assert [(m.mechanism.iterations, m.mechanism.lam) for m in found] == [(2, 3.0)] * 2
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    plain = timm.models.VisionTransformer(**kwargs)
+    fewer = sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in model.parameters())
+    assert fewer == 2 * (24 * 24 + 24)
+
+
+def test_configured_layers_copy_and_pickle():
+    cls = SelfAttention.configured("scaled", num_tokens=7, variant="matrix")
+    assert cls is SelfAttention.configured("scaled", num_tokens=7, variant="matrix")
+    layer, x = cls(24, 3), torch.randn(2, 7, 24)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is cls
+        assert torch.equal(other(x), layer(x))
+        assert other.qkv.weight is not layer.qkv.weight
+
+
+def test_the_parameter_counts_of_the_paper():
+    """DeiT-tiny: 5,717,416 parameters, 5,272,744 with symmetric attention (Teo and Nguyen, 2024)."""
+    timm = pytest.importorskip("timm")
+    kwargs = {"embed_dim": 192, "depth": 12, "num_heads": 3}
+    for mechanism, count in (("softmax", 5_717_416), ("symmetric", 5_272_744), ("rpc", 5_272_744)):
+        with torch.device("meta"):
+            model = timm.models.VisionTransformer(**kwargs, attn_layer=SelfAttention.configured(mechanism))
+        assert sum(p.numel() for p in model.parameters()) == count

@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from attention_modules.masks import combine_masks, hide, visible
+
+
+def tokens(n: int = 4, m: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(2, 3, n, 8), torch.zeros(2, 3, m or n, 8)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (4, 5), (3, 1, 1, 4), (1, 2, 4, 4), (1, 1, 1, 1, 4), (3,)])
+def test_a_mask_of_the_wrong_shape_is_an_error_that_names_both_shapes(shape):
+    with pytest.raises(ValueError, match=r"does not broadcast to .* \(2, 3, 4, 4\)") as error:
+        combine_masks(torch.ones(shape, dtype=torch.bool), False, *tokens())
+    assert str(tuple(shape)) in str(error.value)
+
+
+def test_an_integer_mask_is_an_error_that_names_the_cure():
+    with pytest.raises(TypeError, match=r"int64.*\.bool\(\)"):
+        combine_masks(torch.ones(4, 4, dtype=torch.int64), False, *tokens())
+
+
+def test_causality_needs_as_many_queries_as_keys():
+    with pytest.raises(ValueError, match="1 and 4"):
+        combine_masks(None, True, *tokens(1, 4))
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_causality_is_folded_into_a_mask(boolean):
+    seen = torch.tensor([True, False, True, True]).expand(1, 1, 1, 4)
+    mask = seen if boolean else torch.zeros(1, 1, 1, 4).masked_fill(~seen, -torch.inf)
+    combined, is_causal = combine_masks(mask, True, *tokens())
+    assert not is_causal
+    assert torch.equal(visible(combined), (seen & torch.ones(4, 4, dtype=torch.bool).tril()))
+
+
+@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+def test_every_way_to_hide_becomes_minus_infinity(low):
+    mask = torch.tensor([0.5, low, -3.0])
+    assert hide(mask).tolist() == [0.5, -torch.inf, -3.0]
+    assert visible(mask).tolist() == [True, False, True]

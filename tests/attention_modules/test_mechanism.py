@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from attention_modules import (
+    AttentionMechanism,
+    AttentionSpec,
+    RPCAttention,
+    SoftmaxAttention,
+    available_mechanisms,
+    build_mechanism,
+    mechanism,
+    mechanism_class,
+    register_mechanism,
+)
+
+SPEC = AttentionSpec(24, 3, 8)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry of its own, so that a test leaves none of its names behind."""
+    monkeypatch.setattr(mechanism, "_REGISTRY", dict(mechanism._REGISTRY))
+
+
+@pytest.mark.parametrize("field", ["dim", "num_heads", "head_dim", "num_tokens"])
+@pytest.mark.parametrize("value", [0, -3, 2.0, True, "8"])
+def test_a_spec_refuses_sizes_that_are_none(field, value):
+    with pytest.raises(ValueError, match=rf"AttentionSpec\.{field} .*at least 1, got {value!r}"):
+        AttentionSpec(**{"dim": 24, "num_heads": 3, "head_dim": 8, field: value})
+
+
+def test_a_spec_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        SPEC.dim = 3
+
+
+def test_our_mechanisms_are_known_by_name():
+    assert {"softmax", "symmetric", "rpc", "scaled"} <= set(available_mechanisms())
+    assert mechanism_class("rpc") is mechanism_class(RPCAttention) is RPCAttention
+
+
+def test_an_unknown_name_lists_the_nearest_and_the_known():
+    with pytest.raises(ValueError, match=r"'sofmax'.*Did you mean 'softmax'.*Known: .*rpc"):
+        mechanism_class("sofmax")
+
+
+def test_something_else_is_no_mechanism():
+    for other in (torch.nn.Linear, 3, None):
+        with pytest.raises(TypeError, match="expected a mechanism"):
+            build_mechanism(other, SPEC)
+
+
+def test_a_name_is_taken_once(registry):
+    class Mine(AttentionMechanism):
+        pass
+
+    with pytest.raises(ValueError, match=r"'rpc' is taken by attention_modules\.rpc\.RPCAttention"):
+        register_mechanism("rpc")(Mine)
+    assert register_mechanism("mine")(Mine) is register_mechanism("mine")(Mine) is mechanism_class("mine")
+
+
+def test_only_mechanisms_register(registry):
+    with pytest.raises(TypeError, match="'linear'"):
+        register_mechanism("linear")(torch.nn.Linear)
+    assert "linear" not in available_mechanisms()
+
+
+def test_options_reach_a_name_and_a_class_alike():
+    for given in ("rpc", RPCAttention):
+        assert build_mechanism(given, SPEC, iterations=2).iterations == 2
+
+
+def test_an_option_that_does_not_fit_names_class_and_options():
+    with pytest.raises(TypeError, match=r"SoftmaxAttention.*iterations"):
+        build_mechanism("softmax", SPEC, iterations=2)
+
+
+def test_a_callable_carries_its_own_options_and_returns_a_mechanism():
+    assert isinstance(build_mechanism(lambda spec: SoftmaxAttention(spec), SPEC), SoftmaxAttention)
+    with pytest.raises(TypeError, match="iterations"):
+        build_mechanism(lambda spec: SoftmaxAttention(spec), SPEC, iterations=2)
+    with pytest.raises(TypeError, match="Linear"):
+        build_mechanism(lambda spec: torch.nn.Linear(1, 1), SPEC)
+
+
+def test_forward_is_left_to_subclasses():
+    with pytest.raises(NotImplementedError, match="AttentionMechanism must implement forward"):
+        AttentionMechanism(SPEC)(*torch.zeros(3, 1, 3, 4, 8))

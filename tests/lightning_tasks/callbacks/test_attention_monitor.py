@@ -1,0 +1,188 @@
+"""Attention statistics in the logs, of plain and swapped layers."""
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules.analysis import STATISTICS, attention_statistics
+from attention_modules.mechanism import AttentionMechanism
+from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from tests.lightning_tasks.callbacks import modules
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    BuildsInConfigureModel,
+    BuildsInSetup,
+    TinyLM,
+    batches,
+    fit,
+    weights_of,
+)
+from tests.lightning_tasks.callbacks.test_spectrum_monitor import logged
+
+
+def first_layer_statistics(module, tokens):
+    """Of the first layer of an untrained module, from its own weights."""
+    with torch.no_grad():
+        x = module.net["embed"](tokens)
+        attention = module.net["encoder"].layers[0].self_attn
+        q, k, _ = torch.nn.functional.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+        q, k = (part.unflatten(-1, (HEADS, DIM // HEADS)).transpose(1, 2) for part in (q, k))
+        return {name: value.mean().item() for name, value in attention_statistics(q, k, is_causal=True).items()}
+
+
+@pytest.mark.parametrize("kind", [TinyLM, BuildsInSetup, BuildsInConfigureModel])
+def test_observes_plain_attention(kind, tmp_path):
+    expected = first_layer_statistics(TinyLM(), next(iter(batches()))[0])
+    logger = CSVLogger(tmp_path)
+    fit(kind(), [AttentionMonitor(every_n_steps=2)], logger=logger, log_every_n_steps=1000)
+    for name in STATISTICS:
+        steps = logged(logger, f"attention/{name}/layer_00")
+        assert list(steps) == [0, 2, 4]
+        assert steps[0] == pytest.approx(expected[name], rel=1e-4)
+        both = [logged(logger, f"attention/{name}/layer_0{index}")[2] for index in range(2)]
+        assert logged(logger, f"attention/{name}/mean")[2] == pytest.approx(sum(both) / 2, rel=1e-5)
+
+
+def test_validation_is_averaged_over_all_batches():
+    module = TinyLM(lr=0.0)
+    loader = batches(3)
+    per_batch = [first_layer_statistics(module, tokens) for tokens, _ in loader]
+    trainer = fit(module, [AttentionMonitor(stages=["validation"])], val_loader=loader)
+    for name in STATISTICS:
+        expected = sum(batch[name] for batch in per_batch) / 3
+        assert trainer.callback_metrics[f"val/attention/{name}/layer_00"].item() == pytest.approx(expected, rel=1e-4)
+    assert not any(name.startswith("attention/") for name in trainer.callback_metrics)
+
+
+def test_test_stage_has_its_own_names():
+    trainer = fit(TinyLM(), [AttentionMonitor(stages=["test"])], val_loader=batches(1))
+    assert not any("attention" in name for name in trainer.callback_metrics)
+    trainer.test(trainer.lightning_module, batches(1), verbose=False)
+    assert "test/attention/entropy/mean" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "symmetric", "rpc", "scaled"])
+def test_observes_every_mechanism(mechanism):
+    options = {"scaled": {"variant": "scalar"}}.get(mechanism, {})
+    callbacks = [SwapAttention(mechanism, options), AttentionMonitor(every_n_steps=1)]
+    trainer = fit(TinyLM(), callbacks, max_steps=1)
+    assert 0 < trainer.callback_metrics["attention/entropy/mean"] < torch.tensor(modules.TOKENS).log()
+
+
+def test_training_is_untouched():
+    watched, plain = TinyLM(), TinyLM()
+    fit(watched, [SwapAttention("softmax"), AttentionMonitor(every_n_steps=1)])
+    fit(plain, [SwapAttention("softmax")])
+    assert torch.equal(weights_of(watched), weights_of(plain))
+
+
+def test_nothing_is_hooked_between_firings():
+    hooks = []
+
+    class Records(TinyLM):
+        def training_step(self, batch, batch_idx):
+            found = [module for module in self.modules() if isinstance(module, AttentionMechanism)]
+            hooks.append([len(module._forward_pre_hooks) for module in found])
+            return super().training_step(batch, batch_idx)
+
+    fit(Records(), [AttentionMonitor(every_n_steps=2)])
+    assert hooks == [[1, 1], [0, 0], [1, 1], [0, 0], [1, 1]]
+
+
+def test_a_skipped_batch_leaves_no_hook():
+    class SkipsEpochs(TinyLM):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 else None
+
+    module = SkipsEpochs()
+    fit(module, [AttentionMonitor(every_n_steps=1)], max_epochs=2)
+    found = [part for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert not any(part._forward_pre_hooks for part in found)
+
+
+def test_hooks_are_gone_after_an_error():
+    class Breaks(TinyLM):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    module = Breaks()
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(module, [AttentionMonitor()])
+    found = [part for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert found
+    assert not any(part._forward_pre_hooks for part in found)
+    assert "configure_model" not in vars(module)
+
+
+def count_observations(monkeypatch):
+    calls = []
+    target = "lightning_tasks.callbacks.attention_monitor.attention_statistics"
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return attention_statistics(*args, **kwargs)
+
+    monkeypatch.setattr(target, counting)
+    return calls
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_does_not_count_twice(use_reentrant, monkeypatch):
+    class Checkpointed(TinyLM):
+        def forward(self, tokens):
+            x = self.net["embed"](tokens)
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+            for layer in self.net["encoder"].layers:
+                x = checkpoint(layer, x, mask, use_reentrant=use_reentrant)
+            return self.net["head"](x)
+
+    calls = count_observations(monkeypatch)
+    fit(Checkpointed(), [AttentionMonitor(every_n_steps=1)], max_steps=1)
+    assert len(calls) == 2
+
+
+def test_under_torch_compile(monkeypatch):
+    """The compiled steps go on uncompiled while observed, and are not compiled anew after."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    calls = count_observations(monkeypatch)
+    module = torch.compile(TinyLM(), backend=backend)
+    fit(module, [AttentionMonitor(every_n_steps=2)], batches(5))
+    assert len(calls) == 3 * 2
+    graphs = len(compiled)
+    assert graphs > 0
+    compiled.clear()
+    torch._dynamo.reset()
+    fit(torch.compile(TinyLM(), backend=backend), [SwapAttention("softmax")], batches(5))
+    assert graphs == len(compiled)
+
+
+def test_bf16_mixed():
+    trainer = fit(TinyLM(), [AttentionMonitor(every_n_steps=1)], precision="bf16-mixed", max_steps=1)
+    assert trainer.callback_metrics["attention/entropy/mean"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "at least 1, got 0"),
+        ({"statistics": ["entropie"]}, "entropie"),
+        ({"stages": ["predict"]}, "predict"),
+        ({"stages": []}, "stages"),
+        ({"statistics": "entropy"}, "must be a list"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionMonitor(**options)
+
+
+def test_nothing_matched_is_an_error():
+    with pytest.raises(ValueError, match="blocks"):
+        fit(TinyLM(), [AttentionMonitor(where="blocks.*")])

@@ -1,0 +1,223 @@
+"""Swapping in modules that build at different moments, beside other callbacks, and back from a checkpoint."""
+
+import copy
+import pickle
+from collections import Counter
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+
+from attention_modules.mechanism import AttentionMechanism
+from attention_modules.softmax import SoftmaxAttention
+from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.loading import load_swapped
+from tests.lightning_tasks.callbacks.modules import (
+    BuildsInConfigureModel,
+    BuildsInSetup,
+    TinyLM,
+    batches,
+    fit,
+    weights_of,
+)
+
+KINDS = [TinyLM, BuildsInSetup, BuildsInConfigureModel]
+
+
+class TemperedSoftmax(SoftmaxAttention):
+    """Has an option and a parameter, so that a lost mechanism shows."""
+
+    def __init__(self, spec, temperature=1.0):
+        super().__init__(spec)
+        self.log_temperature = torch.nn.Parameter(torch.tensor(float(temperature)).log())
+
+    def forward(self, q, k, v, **options):
+        return super().forward(q * torch.exp(-self.log_temperature), k, v, **options)
+
+
+PATH = f"{__name__}.TemperedSoftmax"
+
+
+def mechanisms(module):
+    return [found for found in module.modules() if isinstance(found, AttentionMechanism)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swaps_after_the_network_is_built_and_before_the_optimizer(kind):
+    module = kind()
+    swap = SwapAttention("symmetric")
+    trainer = fit(module, [swap])
+    assert [type(found).__name__ for found in mechanisms(module)] == ["SymmetricAttention"] * 2
+    assert [row.name for row in swap.report] == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
+    held = {id(parameter) for parameter in trainer.optimizers[0].param_groups[0]["params"]}
+    assert held == {id(parameter) for parameter in module.parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_then_test_swaps_once(kind):
+    module = kind()
+    first = SwapAttention(TemperedSoftmax, {"temperature": 2.0})
+    trainer = fit(module, [first], max_steps=1)
+    trained = [id(found) for found in mechanisms(module)]
+    assert mechanisms(module)[0].log_temperature.item() != pytest.approx(torch.tensor(2.0).log().item())
+    trainer.test(module, batches(1), verbose=False)
+    trainer.validate(module, batches(1), verbose=False)
+    other = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(PATH, {"temperature": 2.0})])
+    other.test(module, batches(1), verbose=False)  # another trainer, another callback, the same plan
+    assert [id(found) for found in mechanisms(module)] == trained
+
+
+def test_the_module_is_left_without_our_hook():
+    module = TinyLM()
+    fit(module, [SwapAttention("softmax"), AttentionMonitor()], max_steps=1)
+    assert "configure_model" not in vars(module)
+    pickle.loads(pickle.dumps(module))
+
+
+def test_softmax_for_softmax_trains_the_same():
+    swapped, plain = TinyLM(), TinyLM()
+    fit(swapped, [SwapAttention("softmax")])
+    fit(plain)
+    torch.testing.assert_close(weights_of(swapped), weights_of(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_a_configured_module_can_be_copied_while_it_is_hooked():
+    class Copies(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.copy = copy.deepcopy(pl_module)
+
+    copies = Copies()
+    fit(TinyLM(), [SwapAttention("softmax"), copies], max_steps=1)
+    hook = vars(copies.copy)["configure_model"]
+    assert hook.args[0] is copies.copy
+
+
+# WeightAveraging copies a module before its setup has run, so it has no use for one that builds there.
+@pytest.mark.parametrize("kind", [TinyLM, BuildsInConfigureModel])
+@pytest.mark.parametrize("averaging", [WeightAveraging, EMAWeightAveraging])
+def test_weight_averaging_listed_after_averages_the_swapped_module(kind, averaging):
+    module = kind()
+    fit(module, [SwapAttention("symmetric"), averaging()])
+    assert len(mechanisms(module)) == 2
+    assert weights_of(module).isfinite().all()
+
+
+@pytest.mark.parametrize("averaging", [WeightAveraging, EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1)])
+def test_weight_averaging_listed_before_is_an_error(averaging):
+    module = TinyLM()
+    with pytest.raises(ValueError, match="list SwapAttention before"):
+        fit(module, [averaging(), SwapAttention("symmetric")])
+    assert mechanisms(module) == []
+
+
+def test_stochastic_weight_averaging():
+    module = TinyLM()
+    fit(module, [SwapAttention("symmetric"), StochasticWeightAveraging(0.1, swa_epoch_start=1)], max_epochs=3)
+    assert len(mechanisms(module)) == 2
+    with pytest.raises(ValueError, match="EMAWeightAveraging"):
+        fit(BuildsInConfigureModel(), [SwapAttention("symmetric"), StochasticWeightAveraging(0.1)])
+
+
+@pytest.mark.parametrize("kind", [TinyLM, BuildsInConfigureModel])
+def test_load_swapped_rebuilds_from_the_checkpoint(kind, tmp_path):
+    module = kind()
+    callbacks = [SwapAttention("symmetric", layers=[1]), SwapAttention(PATH, {"temperature": 3.0}, layers=[0])]
+    trainer = fit(module, callbacks, max_steps=2)
+    trainer.save_checkpoint(tmp_path / "swapped.ckpt")
+    loaded = load_swapped(kind, tmp_path / "swapped.ckpt")
+    assert type(loaded) is kind
+    assert [type(found).__name__ for found in mechanisms(loaded)] == ["TemperedSoftmax", "SymmetricAttention"]
+    tokens = next(iter(batches()))[0]
+    assert torch.equal(loaded.eval()(tokens), module.eval()(tokens))
+    trained = [id(found) for found in mechanisms(loaded)]
+    again = [SwapAttention("symmetric", layers=[1]), SwapAttention(PATH, {"temperature": 3.0}, layers=[0])]
+    fit(loaded, again, max_steps=1)
+    assert [id(found) for found in mechanisms(loaded)] == trained
+
+
+def test_load_swapped_without_a_swap(tmp_path):
+    fit(TinyLM(), max_steps=1).save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match=r"plain.ckpt holds no swap.*TinyLM.load_from_checkpoint"):
+        load_swapped(TinyLM, tmp_path / "plain.ckpt")
+
+
+def resumed(path, callback):
+    module = TinyLM()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=2,
+        callbacks=[callback],
+    )
+    trainer.fit(module, batches(), ckpt_path=path)
+    return module
+
+
+def test_resume_continues_the_swapped_run(tmp_path):
+    straight = TinyLM()
+    fit(straight, [SwapAttention("symmetric")], max_epochs=2)
+    fit(TinyLM(), [SwapAttention("symmetric")], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    assert torch.equal(weights_of(resumed(tmp_path / "one.ckpt", SwapAttention("symmetric"))), weights_of(straight))
+
+
+def test_resume_with_another_mechanism_warns(tmp_path):
+    swap = SwapAttention("softmax")
+    fit(TinyLM(), [swap], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+
+    class Other(SoftmaxAttention):
+        pass
+
+    globals()["Other"] = Other
+    Other.__qualname__ = "Other"
+    with pytest.warns(UserWarning, match="another swap"):
+        resumed(tmp_path / "one.ckpt", SwapAttention(Other))
+
+
+def test_two_callbacks_on_one_layer_are_an_error():
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn"):
+        fit(TinyLM(), [SwapAttention("softmax", layers=[1]), SwapAttention("symmetric", where="*")])
+
+
+def test_two_callbacks_on_two_layers():
+    module = TinyLM()
+    fit(module, [SwapAttention("symmetric", layers=[1]), SwapAttention("softmax", layers=[0])], max_steps=1)
+    assert Counter(type(found).__name__ for found in mechanisms(module)) == {
+        "SymmetricAttention": 1,
+        "SoftmaxAttention": 1,
+    }
+
+
+class LocalParent:
+    class Nested(SoftmaxAttention):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("softmx",), "Did you mean 'softmax'"),
+        (("no_such_package.Mechanism",), "cannot be imported"),
+        ((LocalParent.Nested,), "at the top of a module"),
+        (("softmax", {"spec": torch.zeros(1)}), r"options\['spec'\] must be plain data"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SwapAttention(*arguments)
+
+
+def test_a_lambda_is_an_error_that_names_the_cure():
+    with pytest.raises(TypeError, match="subclass of AttentionMechanism"):
+        SwapAttention(lambda spec: SoftmaxAttention(spec))
+
+
+def test_nothing_matched_leaves_the_module_as_it_was():
+    module = TinyLM()
+    with pytest.raises(ValueError, match="blocks"):
+        fit(module, [SwapAttention("softmax", where="blocks.*")])
+    assert mechanisms(module) == []
+    assert "configure_model" not in vars(module)

@@ -1,0 +1,86 @@
+"""The wheel: what is in it, and that it works where the source is not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lightning_tasks.__main__ import version
+from lightning_tasks.recipes import CONFIGS, shipped_names
+
+ROOT = CONFIGS.parent
+SOURCES = ("attention_modules", "lightning_tasks", "datamodules", "configs", "setup.cfg", "pyproject.toml", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy so that the work tree stays as it is."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    (source / "README.md").write_text("attnswap\n")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(output.glob("attnswap-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The environment of a process that sees the installed wheel and not the source."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    return {**os.environ, "PYTHONPATH": str(target)}
+
+
+def attnswap(arguments, folder, environment):
+    command = [sys.executable, "-c", "from lightning_tasks.__main__ import main; main()", *arguments]
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_the_wheel_holds_the_packages_and_every_recipe(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"configs/{name}.yaml" for name in shipped_names()} <= names
+    tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert tops == {"attention_modules", "lightning_tasks", "datamodules", "configs"}
+
+
+def test_the_wheel_has_the_version_and_the_entry_points(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
+    assert f"\nVersion: {version()}\n" in archive.read(f"{info}/METADATA").decode()
+    entries = archive.read(f"{info}/entry_points.txt").decode()
+    assert "attnswap = lightning_tasks.__main__:main" in entries
+    assert "[attnswap.mechanisms]" in entries
+
+
+def test_the_installed_command_lists_the_recipes(installed, tmp_path):
+    place = attnswap(["--version"], tmp_path, installed)
+    assert place == f"attnswap {version()}\n"
+    listed = attnswap(["recipes"], tmp_path, installed)
+    assert "quickstart/language_modeling\n" in listed
+    assert "locater/wikitext2\n" in listed
+
+
+def test_the_installed_command_fits_a_recipe_by_name(installed, tmp_path):
+    small = ["--model.model.init_args.dim=16", "--model.model.init_args.mlp_dim=16", "--data.num_tokens=16"]
+    small += ["--data.max_bytes=200000", "--trainer.accelerator=cpu"]
+    arguments = ["fit", "--config", "quickstart/language_modeling", "--trainer", "trainer/smoke", *small]
+    printed = attnswap(arguments, tmp_path, installed)
+    assert "swapped layers: model.layers.0.attn (RPCAttention)" in printed
+    assert Path(tmp_path, "runs/quickstart/language_modeling/version_0/run.png").is_file()
+
+
+def test_every_pin_is_exact():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split(" ;")[0] for line in lines if line and not line.startswith("#")]
+    assert all(pin.count("==") == 1 for pin in pins)
+    assert {"torch==2.14.1", "torchvision==0.29.2", "lightning==2.6.6"} <= set(pins)

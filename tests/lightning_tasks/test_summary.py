@@ -1,0 +1,109 @@
+"""The end of a run: the summary's numbers are those of the log, and the picture shows what was logged."""
+
+import csv
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
+from lightning_tasks.callbacks.run_summary import RunSummary, swapped_layers
+from lightning_tasks.cli import run
+from lightning_tasks.run_picture import draw_run, read_curves, select
+
+DEMO = "tests.lightning_tasks.demo.DemoModule"
+
+
+def write_log(path, rows):
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "metrics.csv"
+    rows = [
+        {"step": 0, "train/loss_step": 3.0, "attention/entropy/layer_00": 1.0, "attention/entropy/mean": 1.0},
+        {"step": 1, "train/loss_step": 2.0, "train/loss_epoch": 2.5, "val/loss": 2.2},
+        {"step": 2, "val/loss": math.nan, "qk_spectrum/variance/layer_00": 0.5, "qk_spectrum/scale/layer_00": 9.0},
+    ]
+    write_log(path, rows)
+    return path
+
+
+def test_curves_are_read_by_step(log):
+    curves = read_curves(log)
+    assert curves["train/loss"] == ([0, 1], [3.0, 2.0])
+    assert curves["val/loss"] == ([1], [2.2])
+    assert "train/loss_epoch" not in curves
+
+
+def test_a_panel_shows_its_group_and_one_layer_without_the_mean(log):
+    curves = read_curves(log)
+    assert list(select(curves, ("attention/entropy",))) == ["attention/entropy/layer_00"]
+    assert list(select(curves, ("qk_spectrum/variance",))) == ["qk_spectrum/variance/layer_00"]
+    two_layers = {"a/layer_00": ([0], [1.0]), "a/layer_01": ([0], [1.0]), "a/mean": ([0], [1.0])}
+    assert list(select(two_layers, ("a",))) == list(two_layers)
+
+
+def test_the_picture_grows_with_what_was_logged(log, tmp_path):
+    import matplotlib.image
+
+    three = matplotlib.image.imread(draw_run(log, tmp_path / "three.png"))
+    write_log(tmp_path / "one.csv", [{"step": 0, "val/loss": 1.0}])
+    one = matplotlib.image.imread(draw_run(tmp_path / "one.csv", tmp_path / "one.png"))
+    assert three.shape[1] == 3 * one.shape[1]
+    assert three.std() > 0
+
+
+def test_nothing_logged_means_no_picture(tmp_path):
+    write_log(tmp_path / "metrics.csv", [{"step": 0, "other": 1.0}])
+    assert draw_run(tmp_path / "metrics.csv", tmp_path / "none.png") is None
+    assert draw_run(tmp_path / "absent.csv", tmp_path / "none.png") is None
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_swapped_layers_are_those_that_are_not_plain():
+    spec = AttentionSpec(dim=8, num_heads=2, head_dim=4)
+    first, second = nn.Module(), nn.Module()
+    first.mechanism, second.mechanism = RPCAttention(spec, iterations=2), SoftmaxAttention(spec)
+    assert swapped_layers(nn.ModuleDict({"first": first, "second": second})) == ["first (RPCAttention)"]
+
+
+def test_the_summary_says_before_and_after(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnswap"])
+    summary = RunSummary()
+    trainer = {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "limit_val_batches": 2,
+        "num_sanity_val_steps": -1,
+    }
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    options = [f"--trainer.{key}={value}" for key, value in {**trainer, **quiet}.items()]
+    cli = run(["fit", "--model", DEMO, "--model.rate=0.0", *options], callbacks=[summary])
+    folder = Path(cli.trainer.log_dir)
+    values = [
+        float(row["val/perplexity"]) for row in csv.DictReader((folder / "metrics.csv").open()) if row["val/perplexity"]
+    ]
+    assert summary.after == pytest.approx(values[-1])
+    assert summary.before == pytest.approx(summary.after)  # nothing moves at learning rate 0
+    printed = capsys.readouterr().out
+    assert f"val/perplexity: {summary.before:.2f} before, {summary.after:.2f} after training" in printed
+    assert "swapped layers: none" in printed
+    assert f"files in {folder}: " in printed
+    assert "metrics.csv" in printed
+    assert f"picture: {folder / 'run.png'}" in printed
+
+
+def test_without_a_log_the_summary_still_speaks():
+    text = RunSummary().text(nn.Identity(), None)
+    assert "not measured before" in text
+    assert "no CSV logger" in text
