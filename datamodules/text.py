@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 from tqdm import tqdm
 
 from datamodules.base import DataModule, check_at_least
+from datamodules.loader import ResumableLoader
 from datamodules.paths import cache_root
 from datamodules.token_cache import CacheEntry, write_tokens
 from datamodules.tokenizers import END_OF_LINE_ID, MIN_BPE_SIZE, MIN_WORD_SIZE, BPETokenizer, Tokenizer, WordTokenizer
@@ -162,13 +164,14 @@ class TextDataModule(DataModule):
         return self._loader(windows, SequentialSampler(windows))
 
     def _loader(self, windows: TokenWindows, sampler: Any) -> DataLoader:
-        return DataLoader(
+        return ResumableLoader(
             windows,
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             collate_fn=_as_it_is,
+            generator=torch.Generator(),
         )
 
     def _ready(self, value: Any) -> Any:

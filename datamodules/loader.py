@@ -1,0 +1,40 @@
+"""A data loader that a resumed run goes on with where the killed one was."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+class ResumableLoader(DataLoader):
+    """A `DataLoader` whose state is its epoch and the number of batches given in it; Lightning checkpoints both.
+
+    The order must follow from the sampler's epoch alone, as that of `EpochShuffle` does. Give it a generator of its
+    own, so that starting an epoch does not move the global random state.
+    """
+
+    _given = 0
+    _resume: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
+        # asks for the iterator before that.
+        resume, self._resume = self._resume, None
+        skip = resume["batches"] if resume is not None and resume["epoch"] == self._epoch else 0
+        for place, batch in enumerate(super().__iter__(), start=1):
+            if place > skip:
+                self._given = place
+                yield batch
+
+    @property
+    def _epoch(self) -> int:
+        return getattr(self.sampler, "epoch", 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were given."""
+        return {"epoch": self._epoch, "batches": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Leave out what was given before, when that epoch is iterated over."""
+        self._resume = dict(state)
+        self._given = state["batches"]

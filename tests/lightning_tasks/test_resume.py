@@ -1,0 +1,79 @@
+"""A run that is killed in the middle of an epoch and resumed ends bit-identical to one that was not."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import PythonSourceDataModule
+from lightning_tasks import LanguageModelingTask
+from lightning_tasks.callbacks import LocAteR
+
+MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
+STEPS = 23
+
+
+class Killed(RuntimeError):
+    pass
+
+
+class KillAt(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise Killed
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    for index in range(20):
+        body = "\n".join(f"value_{index} = {row} + other_{row % 5}" for row in range(12))
+        (folder / f"module_{index:02d}.py").write_text(body + "\n", encoding="utf-8")
+    return folder
+
+
+def fit(folder, text, *callbacks, ckpt_path=None, workers=0, **trainer_options):
+    pl.seed_everything(3, verbose=False)
+    data = PythonSourceDataModule(folder=text, num_tokens=8, batch_size=16, num_workers=workers)
+    task = LanguageModelingTask(model={"class_path": "TransformerLM", "init_args": MODEL}, optimizer="AdamW")
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=5, save_last=True)
+    trainer = pl.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[LocAteR(weight=0.1, gamma=1.0), keep, *callbacks],
+        **trainer_options,
+    )
+    trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    return {name: value.clone() for name, value in task.state_dict().items()}, trainer
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resumed_within_an_epoch(tmp_path, text, workers):
+    whole, trainer = fit(tmp_path / "whole", text, workers=workers)
+    batches = trainer.num_training_batches
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", text, KillAt(18), workers=workers)
+    last = tmp_path / "killed" / "last.ckpt"
+    step = torch.load(last, weights_only=True)["global_step"]
+    assert step == 15
+    assert step % batches, "the checkpoint must lie within an epoch"
+    resumed, _ = fit(tmp_path / "resumed", text, ckpt_path=last, workers=workers)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_resumed_at_the_end_of_a_shortened_epoch(tmp_path, text):
+    """With epochs of five steps the checkpoint of step 15 lies between two of them: the next one is given whole."""
+    whole, _ = fit(tmp_path / "whole", text, limit_train_batches=5)
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", text, KillAt(18), limit_train_batches=5)
+    last = tmp_path / "killed" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 15
+    resumed, _ = fit(tmp_path / "resumed", text, ckpt_path=last, limit_train_batches=5)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
