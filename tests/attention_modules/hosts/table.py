@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "hosts.md"
 REASONS = {"grouped keys": "¹", "q_norm": "²"}
 
 NOTES = """\
-✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, with a padding
-mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5.
+✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
+padding mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5.
 Refusals are errors that leave the model as it was:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
