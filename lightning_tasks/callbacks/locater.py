@@ -44,7 +44,7 @@ class LocAteR(Callback):
     With manual optimization a step counts in full however many backward passes it gathers, and gradients that the
     module clips itself, before ``step``, are clipped without the penalty.
 
-    Logs ``locater/penalty``, as added to the loss, and ``locater/penalty_unweighted``, the same without ``weight``.
+    Logs ``locater/penalty``, weight included, as of before the step.
 
     Args:
         weight: factor of the penalty, at least 0.
@@ -150,12 +150,10 @@ class LocAteR(Callback):
         if share == 0 or not (parameters or self.observe_only):
             return
         with torch.set_grad_enabled(bool(parameters)), torch.autocast(pl_module.device.type, enabled=False):
-            unweighted = self._penalty()
+            penalty = self.weight * self._penalty()
             if parameters and self.weight:
-                self._add_gradient(self.weight * share * unweighted, parameters, trainer, optimizer)
-        unweighted = unweighted.detach()
-        pl_module.log("locater/penalty", self.weight * unweighted)
-        pl_module.log("locater/penalty_unweighted", unweighted)
+                self._add_gradient(share * penalty, parameters, trainer, optimizer)
+        pl_module.log("locater/penalty", penalty.detach())
 
     def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
         """Backward passes since the last step, over those that the loss was divided by."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +20,6 @@ from lightning_tasks.callbacks import LocAteR
 from lightning_tasks.language_modeling import LanguageModelingTask
 from tests.lightning_tasks.callbacks.locater_cells import (
     CELLS,
-    WEIGHT,
     PenaltyInLoss,
     callback,
     difference,
@@ -171,7 +171,6 @@ def test_logs_the_penalty_of_the_weights_before_the_step():
     expected = naive_penalty(module).item()
     trainer = fit(module, [callback()], max_steps=1)
     assert trainer.callback_metrics["locater/penalty"].item() == pytest.approx(expected, rel=1e-5)
-    assert trainer.callback_metrics["locater/penalty_unweighted"].item() == pytest.approx(expected / WEIGHT, rel=1e-5)
 
 
 @pytest.mark.parametrize("locater", [callback(observe_only=True), LocAteR(0.0)], ids=["observe_only", "zero"])
@@ -180,7 +179,7 @@ def test_neutral_settings_change_nothing(locater):
     trainer = fit(found, [locater])
     fit(plain)
     assert torch.equal(weights_of(found), weights_of(plain))
-    assert trainer.callback_metrics["locater/penalty_unweighted"] > 0
+    assert (trainer.callback_metrics["locater/penalty"] > 0) == (locater.weight > 0)
 
 
 def test_only_the_chosen_layers_are_pulled():
@@ -246,12 +245,10 @@ def test_nothing_matched_is_an_error():
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
 def test_strategies_that_hide_gradients_are_refused(name):
-    class Trainer:
-        strategy = type(name, (), {})()
-
+    trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(ValueError, match="DDP"):
-        callback().setup(Trainer(), TinyLM(), "fit")
-    callback(observe_only=True).setup(Trainer(), TinyLM(), "fit")
+        callback().setup(trainer, TinyLM(), "fit")
+    callback(observe_only=True).setup(trainer, TinyLM(), "fit")
 
 
 def test_a_spectrum_that_is_not_the_weights_is_a_warning(monkeypatch):
@@ -286,3 +283,11 @@ def test_on_our_own_language_model():
             expected += (w_q.T @ w_k).square().sum().item()
     trainer = fit(task, [LocAteR(0.1)], max_steps=1)
     assert trainer.callback_metrics["locater/penalty"].item() == pytest.approx(0.1 * expected, rel=1e-5)
+
+
+def test_the_state_of_another_model_is_an_error():
+    module = TinyLM()
+    locater = LocAteR(0.1, gamma=1.0)
+    locater.load_state_dict({"initial_traces": {"net.encoder.layers.0.self_attn": torch.zeros(HEADS + 1)}})
+    with pytest.raises(ValueError, match=f"{HEADS + 1} heads .* has {HEADS}"):
+        locater.on_train_start(SimpleNamespace(optimizers=[module.configure_optimizers()]), module)
