@@ -10,8 +10,10 @@ from typing import Any
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PART_FOLDERS = ("strategy", "logger", "trainer")
-SECTIONS = ("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only")
-SECTIONS += ("verbose", "return_predictions")  # of validate, test and predict
+SECTIONS = (
+    *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
+    *("verbose", "return_predictions"),  # of validate, test and predict
+)
 _HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
 
 
