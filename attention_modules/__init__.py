@@ -1,5 +1,6 @@
 """Attention mechanisms for PyTorch, and the means to put them into models that exist."""
 
+from attention_modules.diagnostics import rpc_diagnostics
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import (
     AttentionMechanism,
@@ -10,7 +11,6 @@ from attention_modules.mechanism import (
     register_mechanism,
 )
 from attention_modules.rpc import RPCAttention, rpc_attention
-from attention_modules.diagnostics import rpc_diagnostics
 from attention_modules.scaled import ScaledAttention, scaled_attention
 from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention

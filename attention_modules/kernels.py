@@ -11,7 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def transforms_active() -> bool:
     """Whether forward-mode differentiation or a ``torch.func`` transform is at work."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return True
+    # Private: where it is absent, no transform can be seen.
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
 
 
 def attend(

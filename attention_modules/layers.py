@@ -118,9 +118,10 @@ class SelfAttention(nn.Module):
             ``[B, N, dim_out]``.
         """
         batch, tokens, _ = x.shape
-        heads = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        k, v = self.k_norm(heads[-2]), heads[-1]  # [B, H, N, d]
-        q = self.q_norm(heads[0]) if self.mechanism.uses_query else k
+        parts = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        *queries, k, v = parts.unbind(0)  # [B, H, N, d]
+        k = self.k_norm(k)
+        q = self.q_norm(queries[0]) if queries else k
         dropout_p = self.attn_drop.p if self.training else 0.0
         y = self.mechanism(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None)
         y = self.norm(y.transpose(1, 2).reshape(batch, tokens, -1))

@@ -28,7 +28,8 @@ def check_rpc_options(iterations: int, lam: float | None, threshold: str) -> Non
     """
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations counts softmax passes and must be an integer of at least 1, got {iterations!r}")
-    if lam is not None and not lam >= 0:  # also catches NaN
+    number = isinstance(lam, (int, float)) and not isinstance(lam, bool)
+    if lam is not None and not (number and lam >= 0):  # NaN is not >= 0
         raise ValueError(f"lam must be a number of at least 0 (inf: no sparse part), got {lam!r}")
     if threshold not in get_args(Threshold):
         raise ValueError(f"threshold must be one of {', '.join(map(repr, get_args(Threshold)))}, got {threshold!r}")

@@ -1,4 +1,4 @@
-"""What the callbacks cost: `python -m benchmarks.callbacks` writes `benchmarks/results/callbacks.md`.
+"""What the callbacks cost: `python -m benchmarks.callbacks` writes `callbacks` and `attention_monitor` under results.
 
 One thread, process CPU time. A regulariser or monitor of weights is timed inside the training steps that pay for it:
 its hooks' time over the rest of the step, medians. Statistics of attention are timed alternately with the attention
@@ -8,12 +8,10 @@ pass that they are compared with.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,10 +22,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules.analysis import STATISTICS, attention_statistics
+from benchmarks.common import alternate, peak_memory, write_results
 from lightning_tasks.callbacks import LocAteR, SpectrumMonitor
 from lightning_tasks.language_modeling import LanguageModelingTask
 
-RESULTS = Path(__file__).parent / "results" / "callbacks.md"
 VOCABULARY, TOKENS, LM_BATCH, IMAGE_BATCH = 33_278, 64, 64, 16
 LONG = (1, 3, 4096, 64)
 
@@ -102,7 +100,7 @@ class StepTimes(pl.Callback):
         self.steps.append(time.process_time() - self._start)
 
 
-def share_of_step(build: Callable[[], tuple[pl.LightningModule, DataLoader]], steps: int) -> list[str]:
+def share_of_step(build: Callable[[], tuple[pl.LightningModule, DataLoader]], steps: int) -> list[dict[str, str]]:
     """Rows of the table: what LocAteR and SpectrumMonitor add to a model's training step."""
     torch.manual_seed(0)
     module, loader = build()
@@ -124,81 +122,70 @@ def share_of_step(build: Callable[[], tuple[pl.LightningModule, DataLoader]], st
     step = statistics.median(times.steps[warm_up:]) - sum(hooks.values())
     default = SpectrumMonitor().every_n_steps
     spectrum = hooks["SpectrumMonitor"]
+    costs = {"LocAteR, every step": hooks["LocAteR"], f"SpectrumMonitor, every {default} steps": spectrum / default}
     return [
-        f"| {build.__name__} | LocAteR, every step | {step * 1e3:.0f} ms | {hooks['LocAteR'] * 1e3:.2f} ms | "
-        f"{hooks['LocAteR'] / step:.2%} | 2% |",
-        f"| {build.__name__} | SpectrumMonitor, every {default} steps (its default) | {step * 1e3:.0f} ms | "
-        f"{spectrum * 1e3:.2f} ms a firing | {spectrum / default / step:.2%} | 2% |",
+        {
+            "training step": build.__name__,
+            "callback": name,
+            "step without": f"{step * 1e3:.0f} ms",
+            "callback a step": f"{cost * 1e3:.2f} ms",
+            "share": f"{cost / step:.2%}",
+            "limit": "2%",
+        }
+        for name, cost in costs.items()
     ]
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Most bytes that a call holds beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = call()
-    del result
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def statistics_against_attention(repetitions: int) -> list[str]:
-    """Rows of the table: what a firing of AttentionMonitor costs in passes of attention."""
+def statistics_against_attention(repeats: int) -> list[dict[str, str]]:
+    """Rows of the table: what a firing of AttentionMonitor costs a layer, in passes of attention."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(LONG) for _ in range(3))
-    calls: dict[str, Callable[[], object]] = {"attention": lambda: scaled_dot_product_attention(q, k, v)}
-    calls["entropy"] = lambda: attention_statistics(q, k, statistics=("entropy",))
-    calls["all four"] = lambda: attention_statistics(q, k, statistics=STATISTICS)
-    spent: dict[str, list[float]] = {name: [] for name in calls}
+    calls: dict[str, Callable[[], object]] = {
+        "attention": lambda: scaled_dot_product_attention(q, k, v),
+        "entropy": lambda: attention_statistics(q, k, statistics=("entropy",)),
+        "all four": lambda: attention_statistics(q, k, statistics=STATISTICS),
+    }
     with torch.no_grad():
-        memory = {name: peak_bytes(call) for name, call in calls.items()}
-        for _ in range(repetitions):
-            for name, call in calls.items():
-                start = time.process_time()
-                call()
-                spent[name].append(time.process_time() - start)
-    medians = {name: statistics.median(values) for name, values in spent.items()}
+        seconds = alternate(calls, repeats, cpu_time=True)
+        peaks = {name: peak_memory(call) for name, call in calls.items()}
     limits = {"entropy": (1.2, 2.5), "all four": (3.5, 6.0)}
+    one = peaks["attention"]
+    memory = {name: "unknown" if not (one and peak) else f"{peak / one:.2f}x" for name, peak in peaks.items()}
     return [
-        f"| {name} | {medians[name] / medians['attention']:.2f}x | {limit[0]}x | "
-        f"{memory[name] / memory['attention']:.2f}x | {limit[1]}x |"
+        {
+            "statistics": name,
+            "time": f"{seconds[name] / seconds['attention']:.2f}x",
+            "time limit": f"{limit[0]}x",
+            "peak memory": memory[name],
+            "memory limit": f"{limit[1]}x",
+        }
         for name, limit in limits.items()
     ]
 
 
 def main() -> None:
-    """Measure, print and write the table."""
+    """Measure and write both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="training steps of each model")
-    parser.add_argument("--repetitions", type=int, default=15, help="alternating repetitions of each statistic")
+    parser.add_argument("--repeats", type=int, default=15, help="alternating rounds of each statistic")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    command = "python -m benchmarks.callbacks"
     batch, heads, tokens, dim = LONG
-    lines = [
-        "# Cost of the callbacks",
-        "",
-        "Made by `python -m benchmarks.callbacks`: one thread, process CPU time, medians; "
-        f"torch {torch.__version__}, {platform.machine()}.",
-        "",
-        "| training step | callback | step without | callback | share of the step | limit |",
-        "|---|---|---|---|---|---|",
-        *share_of_step(language_model, options.steps),
-        *share_of_step(deit, options.steps),
-        "",
-        f"A firing of AttentionMonitor, a layer of B = {batch}, H = {heads}, N = {tokens:,}, d = {dim}, in passes of "
-        "`scaled_dot_product_attention`:",
-        "",
-        "| statistics | time | limit | peak memory | limit |",
-        "|---|---|---|---|---|",
-        *statistics_against_attention(options.repetitions),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(text)
+    against = (
+        f"A layer of B = {batch}, H = {heads}, N = {tokens:,}, d = {dim}, in passes of scaled_dot_product_attention; "
+        "medians of process CPU time, peaks of resident memory."
+    )
+    tables = {
+        "attention_monitor": ("A firing of AttentionMonitor", statistics_against_attention(options.repeats), against),
+        "callbacks": (
+            "LocAteR and SpectrumMonitor within a training step",
+            [row for build in (language_model, deit) for row in share_of_step(build, options.steps)],
+            "Medians of process CPU time. SpectrumMonitor: a firing, spread over its default interval.",
+        ),
+    }
+    for name, (title, rows, notes) in tables.items():
+        print(write_results(name, title, command, rows, notes).read_text())
 
 
 if __name__ == "__main__":

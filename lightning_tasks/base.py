@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tasks.hparams import build, plain_data
 from lightning_tasks.optimization import build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
@@ -56,6 +57,7 @@ class BaseTask(LightningModule):
         }
         self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
         self.model: Any = None
+        self._random_state: list[Tensor] | None = None
 
     def build_model(self) -> nn.Module:
         """The model, from ``self.hparams`` (and ``self.trainer.datamodule`` where one is attached)."""
@@ -65,6 +67,24 @@ class BaseTask(LightningModule):
         """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint."""
         if self.model is None:
             self.model = self.build_model()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random state, so that a resumed run draws the dropout that the uninterrupted one would have."""
+        checkpoint["random_state"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the random state, for the fit that resumes from here."""
+        self._random_state = checkpoint.get("random_state")
+
+    def on_fit_start(self) -> None:
+        """Go on with the random state of the checkpoint that is resumed, on as many devices as there are."""
+        if self._random_state is None:
+            return
+        cpu, *devices = (state.cpu() for state in self._random_state)
+        torch.set_rng_state(cpu)
+        for index, state in enumerate(devices[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, index)
+        self._random_state = None
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_tasks.compare_cell import Cell, end_with_parent, run_cell
+from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_table import summarise, write_summary
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, or go on with, the comparison that `arguments` describe; then write results.csv, summary.csv, summary.md.
+    """Run, or go on with, the comparison that `arguments` describe; then write its tables and its picture.
 
     Raises:
         RecipeError: arguments that make no sense.
@@ -182,7 +183,9 @@ def main(arguments: Sequence[str]) -> None:
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)
     if rows:
-        summary = summarise(rows, [v.name for v in variants], options.metrics.split(","))
+        names, metrics = [variant.name for variant in variants], options.metrics.split(",")
+        draw_comparison(rows, names, metrics, options.output / "curves.png")
+        summary = summarise(rows, names, metrics)
         print(write_summary(summary, unpaired_seeds(cells), options.output))
     if failures:
         raise SystemExit(f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again")

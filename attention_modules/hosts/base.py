@@ -39,7 +39,7 @@ class Swapped(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.plain_class.__new__(self.plain_class)  # copied and pickled as its class does it
-        return _swapped_blank, (type(self).host, plain), self.__dict__.copy()
+        return _swapped_blank, (type(self).host, plain), self.__getstate__()
 
 
 _SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}

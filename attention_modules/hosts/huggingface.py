@@ -52,8 +52,8 @@ def mechanism_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: object,
-) -> tuple[Tensor, None]:
-    """The attention function of swapped layers; no attention map is returned.
+) -> tuple[Tensor, Tensor]:
+    """The attention function of swapped layers; in place of an attention map it gives one without keys.
 
     Args:
         module: the swapped layer.
@@ -66,7 +66,8 @@ def mechanism_attention_forward(
         is_causal: in place of the layer's own ``is_causal`` where given.
 
     Returns:
-        ``[B, N, H, d]`` and None.
+        ``[B, N, H, d]``, and an empty map ``[B, H, N, 0]``: ``output_attentions`` drops None, which would shift the
+        maps of the other layers.
 
     Raises:
         NotImplementedError: for arguments that no mechanism sees, a mask of another implementation, or a key-value
@@ -97,7 +98,7 @@ def mechanism_attention_forward(
         query = key
     # A mechanism with a query that cannot take more keys than queries says so itself.
     out = mechanism(query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), out.new_empty(*out.shape[:-1], 0)
 
 
 AttentionInterface.register(INTERFACE, mechanism_attention_forward)

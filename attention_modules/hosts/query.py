@@ -125,7 +125,7 @@ def accept_plain_layout(
             continue
         rows, rest = given.detach().split([part.size, part.full - part.size], part.dim)
         if assign:
-            owner._buffers[part.buffer] = rows.clone()
+            owner._buffers[part.buffer], rest = rows.clone(), rest.clone()  # not views that keep the whole alive
         else:
             kept.copy_(rows)
         if part.full > part.size:

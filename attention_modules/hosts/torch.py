@@ -128,6 +128,8 @@ class MultiheadAttentionHost(Host):
     def is_cross(self, layer: Any, parent: nn.Module | None, attribute: str) -> bool:
         if isinstance(parent, nn.TransformerDecoderLayer) and attribute == "multihead_attn":
             return True
+        if "cross" in attribute.lower():  # other people's decoders: the layer itself cannot tell
+            return True
         return (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim)
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:

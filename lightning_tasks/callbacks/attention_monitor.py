@@ -16,16 +16,9 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import STATISTICS, Statistic, attention_statistics
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks.base import (
-    Callback,
-    Where,
-    after_configure_model,
-    check_every_n_steps,
-    current_step,
-    forget_actions,
-    layer_label,
-    log_now,
-)
+from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
+from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
-from lightning_tasks.callbacks.base import Callback, after_configure_model
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.configuring import after_configure_model
 
 
 class InitFromCheckpoint(Callback):

@@ -12,15 +12,8 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_statistics
 from attention_modules.hosts import attention_layers
-from lightning_tasks.callbacks.base import (
-    Callback,
-    Where,
-    check_every_n_steps,
-    current_step,
-    layer_label,
-    log_now,
-    whole,
-)
+from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
 

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from attention_modules.hosts import attention_layers
 from attention_modules.mechanism import AttentionMechanism, mechanism_class
 from attention_modules.swap import SwapReport, swap_attention
-from lightning_tasks.callbacks.base import Callback, Where, after_configure_model, forget_actions, overrides
+from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
 
 Plan = dict[str, Any]
 

@@ -40,7 +40,7 @@ def test_our_mechanisms_are_known_by_name():
 
 
 def test_an_unknown_name_lists_the_nearest_and_the_known():
-    with pytest.raises(ValueError, match="'sofmax'.*Did you mean 'softmax'.*Known: .*rpc"):
+    with pytest.raises(ValueError, match=r"'sofmax'.*Did you mean 'softmax'.*Known: .*rpc"):
         mechanism_class("sofmax")
 
 
@@ -71,7 +71,7 @@ def test_options_reach_a_name_and_a_class_alike():
 
 
 def test_an_option_that_does_not_fit_names_class_and_options():
-    with pytest.raises(TypeError, match="SoftmaxAttention.*iterations"):
+    with pytest.raises(TypeError, match=r"SoftmaxAttention.*iterations"):
         build_mechanism("softmax", SPEC, iterations=2)
 
 

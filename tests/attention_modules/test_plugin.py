@@ -26,21 +26,17 @@ SOURCE = Path(__file__).parents[1] / "plugin"
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder that the example is installed into, as pip would: its module and its metadata."""
-    folder = tmp_path_factory.mktemp("plugin")
-    code = "from setuptools import setup; setup()"
-    built = tmp_path_factory.mktemp("built")
-    for command in (["egg_info", "--egg-base", str(folder)], ["build_py", "--build-lib", str(folder)]):
-        arguments = [sys.executable, "-W", "ignore", "-c", code, *command]
-        if command[0] == "build_py":
-            arguments[-2:] = ["build", "--build-base", str(built), "--build-lib", str(folder)]
-        subprocess.run(arguments, cwd=SOURCE, check=True, capture_output=True)
+    folder, scratch = (str(tmp_path_factory.mktemp(name)) for name in ("plugin", "scratch"))
+    setup = [sys.executable, "-W", "ignore", "-c", "from setuptools import setup; setup()"]
+    steps = ["egg_info", "--egg-base", folder, "build", "--build-base", scratch, "--build-lib", folder]
+    subprocess.run([*setup, *steps], cwd=SOURCE, check=True, capture_output=True)
     return folder
 
 
 @pytest.fixture
 def plugin(installed, monkeypatch):
     """The registry as a fresh process with that package on its path would have it."""
-    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(installed)
     monkeypatch.setattr(mechanism, "_entry_points_loaded", False)
     monkeypatch.setattr(mechanism, "_REGISTRY", dict(mechanism._REGISTRY))
 
@@ -82,7 +78,7 @@ def test_a_package_that_fails_to_load_is_a_warning_that_names_it(installed, plug
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[attnswap.mechanisms]\nbroken = no_such_module:Attention\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.warns(UserWarning, match="'broken'.*no_such_module"):
+    with pytest.warns(UserWarning, match=r"'broken'.*no_such_module"):
         names = available_mechanisms()
     assert "window" in names
     assert "broken" not in names

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_modules import AttentionSpec, RPCAttention, kernels, rpc_attention, symmetric_attention
+from attention_modules import AttentionSpec, RPCAttention, SelfAttention, kernels, rpc_attention, symmetric_attention
 from attention_modules.pursuit import FusedPursuit
 from attention_modules.rpc import pursuit_threshold
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
@@ -177,6 +177,7 @@ def test_second_derivatives_exist_under_the_math_backend_and_raise_with_that_cur
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_transforms_take_the_plain_form():
     k, v = random_heads("kv", shape=(1, 2, 4, 8)).values()
     expected = values_and_gradients(lambda k, v: rpc_attention(k, v, lam=0.3), {"k": k, "v": v})["grad_k"]
@@ -214,6 +215,14 @@ def test_compiled_equals_eager(backend):
     assert_same(values_and_gradients(compiled, inputs), values_and_gradients(attention, inputs), 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_export_and_trace_keep_the_answer():
+    layer, x = SelfAttention(24, 3, "rpc", {"lam": 0.3}).eval(), torch.randn(2, 7, 24)
+    expected = layer(x)
+    assert torch.allclose(torch.export.export(layer, (x,)).module()(x), expected, atol=1e-5)
+    assert torch.allclose(torch.jit.trace(layer, x)(x), expected, atol=1e-5)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lead=st.sampled_from([(), (1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3)]),
@@ -241,6 +250,7 @@ def test_any_broadcastable_mask_equals_the_naive_form(lead, one_row, additive, i
         ({"iterations": 2.5}, "iterations.*got 2.5"),
         ({"iterations": True}, "iterations.*got True"),
         ({"lam": -1.0}, "lam.*at least 0.*got -1.0"),
+        ({"lam": "4"}, "lam.*got '4'"),
         ({"lam": math.nan}, "lam.*got nan"),
         ({"threshold": "median"}, "'released', 'ratio', got 'median'"),
     ],

@@ -48,7 +48,7 @@ def test_shorter_sequences_use_the_first_rows_and_columns():
 
 def test_longer_sequences_are_refused():
     q, k, v = random_heads(shape=(2, 3, 10, 8)).values()
-    with pytest.raises(ValueError, match="at most 9 tokens.*got 10"):
+    with pytest.raises(ValueError, match=r"at most 9 tokens.*got 10"):
         ScaledAttention(SPEC)(q, k, v)
 
 

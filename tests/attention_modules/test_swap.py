@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -231,6 +235,15 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
         swap_attention(model, "softmax")
 
 
+def test_no_parameter_goes_unused_under_ddp(one_process: None) -> None:
+    model = Block()
+    swap_attention(model, NoisyWithoutQuery)
+    model.attn.mechanism.noise.requires_grad_(False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # the second step fails where the first left a Parameter without a gradient
+        wrapped(torch.randn(1, 3, DIM)).sum().backward()
+
+
 def test_the_report_lists_what_was_and_what_was_not_swapped() -> None:
     model = Pyramid()
     report = swap_attention(model, NoisyWithoutQuery, where="blocks.*", exclude="blocks.1.*", layers=[0, 1])
@@ -265,6 +278,19 @@ def test_cross_attention_is_skipped_unless_named() -> None:
         "layers.0.multihead_attn"
     ]
     torch.testing.assert_close(model(x, memory), plain, atol=1e-5, rtol=1e-5)
+
+
+def test_other_peoples_cross_attention_is_known_by_its_name() -> None:
+    model = nn.ModuleDict({"self_attn": mha(), "cross_attn": mha()})
+    assert names(swap_attention(model, NoisyWithoutQuery)) == ["self_attn"]
+
+
+def test_hosts_do_not_import_their_libraries() -> None:
+    code = (
+        "import sys, attention_modules.swap; print(*{'timm', 'transformers', 'peft', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_state_carries_over() -> None:
@@ -354,6 +380,13 @@ def test_hooks_stay() -> None:
     swap_attention(model, "softmax")
     model(torch.randn(1, 3, DIM))
     assert seen == [1]
+
+
+def test_a_compiled_swapped_layer_pickles() -> None:
+    model, x = Block().eval(), torch.randn(1, 3, DIM)
+    swap_attention(model, "softmax")
+    model.attn.compile(backend="eager")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
 def test_a_callable_and_its_spec() -> None:

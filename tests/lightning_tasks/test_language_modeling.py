@@ -202,17 +202,21 @@ def states(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def fit(folder, seed=5):
+DROPOUT = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.2}}
+
+
+def fit(folder, *callbacks, seed=5, ckpt_path=None):
+    """The weights after three epochs of four steps."""
     pl.seed_everything(seed, verbose=False)
-    model = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.2}}
-    module = task(model=model, scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
-    trainer(folder, max_epochs=3).fit(module, RandomText())
+    module = task(model=DROPOUT, scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
+    keep = ModelCheckpoint(dirpath=folder / "kept", save_last=True)
+    run = trainer(folder, max_epochs=3, callbacks=[keep, *callbacks])
+    run.fit(module, RandomText(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return states(module)
 
 
 def test_same_seed_same_numbers(tmp_path):
-    first, second = fit(tmp_path), fit(tmp_path)
-    other = fit(tmp_path, seed=6)
+    first, second, other = fit(tmp_path / "a"), fit(tmp_path / "b"), fit(tmp_path / "c", seed=6)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["model.head.weight"], other["model.head.weight"])
 
@@ -231,21 +235,11 @@ class KillAt(pl.Callback):
 
 
 def test_killed_and_resumed_ends_as_if_nothing_had_happened(tmp_path):
-    """Killed within the third epoch of four steps, resumed from the end of the second."""
-
-    def run(folder, callbacks, ckpt_path=None):
-        pl.seed_everything(5, verbose=False)
-        module = task(scheduler={"class_path": "LinearLR", "init_args": {"total_iters": 10}})
-        keep = ModelCheckpoint(dirpath=folder / "kept", save_last=True)
-        trainer(folder, max_epochs=3, callbacks=[keep, *callbacks]).fit(
-            module, RandomText(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
-        )
-        return states(module)
-
+    """Killed within the third epoch, resumed from the end of the second; dropout goes on as it would have."""
     with pytest.raises(Killed):
-        run(tmp_path / "killed", [KillAt(9)])
+        fit(tmp_path / "killed", KillAt(9))
     last = tmp_path / "killed" / "kept" / "last.ckpt"
     assert torch.load(last, weights_only=True)["global_step"] == 8
-    resumed = run(tmp_path / "resumed", [], ckpt_path=last)
-    whole = run(tmp_path / "whole", [])
+    whole = fit(tmp_path / "whole")
+    resumed = fit(tmp_path / "resumed", seed=7, ckpt_path=last)  # another seed, which must not matter
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)

@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "hosts.md"
 REASONS = {"grouped keys": "¹", "q_norm": "²"}
 
 NOTES = """\
-✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, with a padding
-mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5.
+✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
+padding mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5.
 Refusals are errors that leave the model as it was:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
@@ -30,8 +30,9 @@ What else to know:
   `"*.multihead_attn"`, and never for a mechanism without a query.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
 - `nn.MultiheadAttention` returns None in place of attention weights, whatever `need_weights` says, and Hugging Face
-  layers likewise: a mechanism has no map to give. Swapped encoders leave PyTorch's fused path, and take no nested
-  tensors.
+  layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
+  path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
+  differ, or where its name has "cross" in it.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
   swapped layout: build the model from its config, swap it, then load the file.

@@ -270,12 +270,12 @@ def test_bert_as_a_decoder_with_cross_attention() -> None:
     assert not torch.allclose(*[states(model, t, encoder_hidden_states=memory)[:, -1] for t in (tokens, tokens + 1)])
 
 
-def test_no_attention_map_is_invented() -> None:
+def test_attention_maps_are_neither_invented_nor_shifted() -> None:
     model = causal_model("gpt2", "eager")
-    swap_attention(model, "softmax", layers=[1])
+    swap_attention(model, "softmax", layers=[0])
     first, second = model(token_ids(), output_attentions=True, use_cache=False).attentions
-    assert first.shape == (2, HEADS, TOKENS, TOKENS)
-    assert second is None
+    assert first.shape == (2, HEADS, TOKENS, 0)  # None would be dropped, and the second map would pass for the first
+    assert second.shape == (2, HEADS, TOKENS, TOKENS)
 
 
 def test_untested_classes_are_refused_by_name() -> None:

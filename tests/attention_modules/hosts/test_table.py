@@ -15,7 +15,12 @@ from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
 
-MODES = ("train", "eval", "no_grad", "inference_mode", "padding", "compile")
+MODES = ("train", "eval", "no_grad", "inference_mode", "autocast", "padding", "compile")
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
 
 
 def count_calls(model: nn.Module) -> list[str]:
@@ -69,8 +74,7 @@ def test_mechanism_is_called(host: str, mechanism: str, mode: str) -> None:
         out = case.run(model, padding)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     else:
-        context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, contextlib.nullcontext)
-        with context():
+        with CONTEXTS.get(mode, contextlib.nullcontext)():
             out = case.run(model, padding)
     assert len(calls) == case.layers
     assert torch.isfinite(out).all()

@@ -1,0 +1,66 @@
+"""Acting on a LightningModule between its building and everything that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import lightning.pytorch as pl
+
+from lightning_tasks.callbacks.base import Callback
+
+
+def overrides(pl_module: pl.LightningModule, method: str) -> bool:
+    """Whether the module's class has a method of its own in place of Lightning's, of either package."""
+    core = ("lightning.pytorch.core.", "pytorch_lightning.core.")
+    return not getattr(type(pl_module), method).__module__.startswith(core)
+
+
+Action = Callable[[pl.LightningModule], None]
+
+
+def _configure_then_run(
+    pl_module: pl.LightningModule, previous: Callable[[], None] | None, actions: dict[int, Action]
+) -> None:
+    if previous is None:
+        type(pl_module).configure_model(pl_module)
+    else:
+        previous()
+    for action in list(actions.values()):
+        action(pl_module)
+
+
+def _pending_actions(pl_module: pl.LightningModule) -> dict[int, Action] | None:
+    hook = vars(pl_module).get("configure_model")
+    if isinstance(hook, partial) and hook.func is _configure_then_run:
+        return hook.args[2]
+    return None
+
+
+def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action: Action) -> None:
+    """Have ``action(pl_module)`` run at the end of ``configure_model``, once for each owner.
+
+    By then the network exists, whether it was built in ``__init__``, ``setup`` or ``configure_model``; no weights
+    were restored, nothing was sharded and no optimizer was built. Call it in :meth:`Callback.setup`, which Lightning
+    runs before the module's own ``setup`` and ``configure_model``.
+    """
+    actions = _pending_actions(pl_module)
+    if actions is None:
+        actions = {}
+        previous = vars(pl_module).get("configure_model")
+        # A partial, unlike a closure, can be copied and pickled with the module.
+        pl_module.configure_model = partial(_configure_then_run, pl_module, previous, actions)  # type: ignore[method-assign]
+    actions[id(owner)] = action
+
+
+def forget_actions(pl_module: pl.LightningModule, owner: Callback) -> None:
+    """Undo :func:`after_configure_model` for an owner."""
+    actions = _pending_actions(pl_module)
+    if actions is None:
+        return
+    actions.pop(id(owner), None)
+    if not actions:
+        previous = vars(pl_module)["configure_model"].args[1]
+        del pl_module.configure_model
+        if previous is not None:
+            pl_module.configure_model = previous  # type: ignore[method-assign]

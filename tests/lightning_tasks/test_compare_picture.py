@@ -1,0 +1,28 @@
+import numpy as np
+
+from lightning_tasks.compare_picture import curve, draw_comparison
+
+ROWS = [
+    {"config": config, "seed": seed, "step": step, "metric": "val/loss", "value": 3.0 - step / 10 + seed}
+    for config in ("a", "b")
+    for seed in (0, 1)
+    for step in (5, 0)
+]
+
+
+def test_a_curve_is_sorted_and_averaged_over_seeds():
+    steps, means, spreads = curve(ROWS, "val/loss", "a")
+    assert steps.tolist() == [0, 5]
+    np.testing.assert_allclose(means, [3.5, 3.0])
+    np.testing.assert_allclose(spreads, [np.sqrt(0.5)] * 2)
+
+
+def test_a_panel_for_each_metric_that_was_logged(tmp_path):
+    picture = draw_comparison(ROWS, ["a", "b"], ["val/loss", "absent"], tmp_path / "curves.png")
+    assert picture is not None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_picture_without_a_known_metric(tmp_path):
+    assert draw_comparison(ROWS, ["a"], ["absent"], tmp_path / "curves.png") is None
+    assert not list(tmp_path.iterdir())
