@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     parser.add_argument(
         "--metrics",
-        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00",
+        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00,qk_spectrum/scale/layer_00",
         help="metrics of the summary, by the last value of each (default: %(default)s)",
     )
     return parser
