@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
-from lightning_tasks.recipes import RecipeError, find_recipe, is_comparison, recipe_name
+from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
@@ -50,8 +50,7 @@ def _expand(option: str, value: str) -> str:
         if option in _ALWAYS_FILES:
             raise RecipeError(f"{option} {error}") from error
         return value  # --model and --data also take a class
-    if is_comparison(path):
-        raise RecipeError(f"{option} {value}: this is a comparison of several runs; start it with `attnswap compare`")
+    (check_recipe if option in ("-c", "--config") else read_settings)(path)
     return str(path)
 
 

@@ -14,13 +14,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 from lightning_tasks.compare_cell import Cell, end_with_parent, run_cell
 from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_table import summarise, write_summary
-from lightning_tasks.recipes import RecipeError, find_recipe, recipe_name
+from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 
 RESULTS = "results.csv"
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
@@ -71,9 +70,7 @@ def read_variants(name: str) -> list[Variant]:
         RecipeError: no such file, or a comparison file of another shape.
     """
     path = find_recipe(name)
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise RecipeError(f"{path} holds {type(content).__name__} where a mapping of settings is needed")
+    content = read_settings(path)
     if "variants" not in content:
         return [Variant(recipe_name(path), str(path))]
     variants = content["variants"]
@@ -163,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     parser.add_argument(
         "--metrics",
-        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00",
+        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00,qk_spectrum/scale/layer_00",
         help="metrics of the summary, by the last value of each (default: %(default)s)",
     )
     return parser

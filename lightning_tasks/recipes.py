@@ -6,9 +6,14 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PART_FOLDERS = ("strategy", "logger", "trainer")
+SECTIONS = (
+    *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
+    *("verbose", "return_predictions"),  # of validate, test and predict
+)
 _HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
 
 
@@ -70,9 +75,37 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
     raise RecipeError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
 
 
-def is_comparison(path: Path) -> bool:
-    """Whether the file is one for `attnswap compare`: a base and its variants."""
-    return re.search(r"^variants:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file.
+
+    Raises:
+        RecipeError: it is no YAML, or holds something else than settings by name.
+    """
+    import yaml  # here, so that the list of recipes does without it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+    return content
+
+
+def check_recipe(path: Path) -> None:
+    """Check that a file has the shape of a recipe; what its sections hold is checked when they are built.
+
+    Raises:
+        RecipeError: it is no YAML of settings, has a section that no recipe has, or is a comparison.
+    """
+    sections = list(read_settings(path))
+    if "variants" in sections:
+        raise RecipeError(f"{path} is a comparison of several runs; start it with `attnswap compare`")
+    for section in sections:
+        if section not in SECTIONS:
+            near = difflib.get_close_matches(str(section), SECTIONS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS[:4])}"
+            raise RecipeError(f"{path}: unknown section {section!r}; {hint}")
 
 
 def _suggestion(name: str, names: list[str]) -> str:

@@ -14,16 +14,17 @@ from lightning_tasks.recipes import (
     PART_FOLDERS,
     Recipe,
     RecipeError,
+    check_recipe,
     find_recipe,
-    is_comparison,
+    read_settings,
     recipe_name,
     shipped_names,
     shipped_recipes,
 )
 
 TWINS = Path(__file__).resolve().parents[1] / "conf"
-RECIPES = [recipe.name for recipe in shipped_recipes() if not is_comparison(recipe.path)]
-COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(recipe.path)]
+RECIPES = [recipe.name for recipe in shipped_recipes() if "variants" not in read_settings(recipe.path)]
+COMPARISONS = [recipe.name for recipe in shipped_recipes() if "variants" in read_settings(recipe.path)]
 PARTS = [name for name in shipped_names() if name.split("/")[0] in PART_FOLDERS]
 
 # What a twin may change, sizes and amounts of data, and what it may say in addition.
@@ -79,6 +80,24 @@ def test_names_do_not_leave_the_folder(configs):
     (configs.parent / "outside.yaml").write_text("a: 1\n")
     with pytest.raises(RecipeError):
         find_recipe("../outside", configs)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("model: [\n", "is no YAML"),
+        ("- model\n", "holds list"),
+        ("", "holds NoneType"),
+        ("modle: {}\n", "unknown section 'modle'; did you mean model"),
+        ("zzz: 1\n", "the sections are seed_everything, model, data, trainer"),
+        ("base: a\nvariants: {}\n", "attnswap compare"),
+    ],
+)
+def test_a_bad_recipe_is_named_with_what_is_wrong(tmp_path, content, says):
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=rf"bad\.yaml.*{says}"):
+        check_recipe(path)
 
 
 def test_the_name_of_a_file_elsewhere_is_its_stem(tmp_path):
