@@ -33,6 +33,8 @@ class SelfAttention(nn.Module):
         attn_head_dim: width of one head, ``dim // num_heads`` where None.
         dim_out: width of the output, ``dim`` where None.
         num_tokens: sequence length N, where a mechanism must know it.
+        is_causal: whether the layer always hides the future, also where ``forward`` is not told to.
+        layer_index: the layer's place among the model's self-attention layers, for the mechanism to know.
         device: where parameters are made.
         dtype: dtype of the parameters.
 
@@ -60,6 +62,8 @@ class SelfAttention(nn.Module):
         attn_head_dim: int | None = None,
         dim_out: int | None = None,
         num_tokens: int | None = None,
+        is_causal: bool = False,
+        layer_index: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,7 +77,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = attn_head_dim or dim // num_heads
-        spec = AttentionSpec(dim=dim, num_heads=num_heads, head_dim=self.head_dim, num_tokens=num_tokens)
+        self.is_causal = is_causal
+        spec = AttentionSpec(dim, num_heads, self.head_dim, num_tokens, is_causal, layer_index)
         built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
         width = num_heads * self.head_dim
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -118,6 +123,7 @@ class SelfAttention(nn.Module):
             ``[B, N, dim_out]``.
         """
         batch, tokens, _ = x.shape
+        is_causal = is_causal or self.is_causal
         parts = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         *queries, k, v = parts.unbind(0)  # [B, H, N, d]
         k = self.k_norm(k)

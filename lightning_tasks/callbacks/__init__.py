@@ -2,8 +2,17 @@
 
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.swap import SwapAttention
 
-__all__ = ["AttentionMonitor", "Callback", "LocAteR", "SpectrumMonitor", "SwapAttention"]
+__all__ = [
+    "AttentionMonitor",
+    "Callback",
+    "FreezeQK",
+    "LocAteR",
+    "QKWeightDecay",
+    "SpectrumMonitor",
+    "SwapAttention",
+]

@@ -58,9 +58,9 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[B, N, dim]`` to ``[B, N, dim]``; token i depends on tokens 0 to i only."""
         if self.pre_norm:
-            x = x + self.dropout(self.attn(self.attn_norm(x), is_causal=True))
+            x = x + self.dropout(self.attn(self.attn_norm(x)))
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        x = self.attn_norm(x + self.dropout(self.attn(x, is_causal=True)))
+        x = self.attn_norm(x + self.dropout(self.attn(x)))
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
 
@@ -139,6 +139,8 @@ class TransformerLM(nn.Module):
                     qkv_bias=True,
                     attn_drop=attn_dropout,
                     num_tokens=num_tokens,
+                    is_causal=True,
+                    layer_index=index,
                 ),
                 dim,
                 mlp_dim,

@@ -109,3 +109,13 @@ def test_the_parameter_counts_of_the_paper():
         with torch.device("meta"):
             model = timm.models.VisionTransformer(**kwargs, attn_layer=SelfAttention.configured(mechanism))
         assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_a_causal_layer_hides_the_future_and_tells_its_mechanism():
+    layer = SelfAttention(8, num_heads=2, is_causal=True, layer_index=3)
+    assert (layer.mechanism.spec.is_causal, layer.mechanism.spec.layer_index) == (True, 3)
+    x = torch.randn(1, 5, 8)
+    changed = x.clone()
+    changed[:, -1] += 1
+    torch.testing.assert_close(layer(x)[:, :-1], layer(changed)[:, :-1])
+    torch.testing.assert_close(layer(x), layer(x, is_causal=True))
