@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.hparams import import_object
 from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 
@@ -111,13 +112,23 @@ class AttnswapCLI(LightningCLI):
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out."""
-    if given.get("class_path", stored.get("class_path")) != stored.get("class_path", given.get("class_path")):
+    if not _same_class(given.get("class_path"), stored.get("class_path")):
         return given
     filled = {**stored, **given}
     for key in given.keys() & stored.keys():
         if isinstance(given[key], dict) and isinstance(stored[key], dict):
             filled[key] = fill(given[key], stored[key])
     return filled
+
+
+def _same_class(one: str | None, other: str | None) -> bool:
+    """Whether two paths name one class (a package and its module may both export it), or one of them is open."""
+    if one is None or other is None or one == other:
+        return True
+    try:
+        return import_object(one) is import_object(other)
+    except ValueError:
+        return False
 
 
 def _stored_model(path: str | None) -> dict[str, Any]:

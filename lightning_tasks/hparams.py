@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import jsonargparse
+
 Spec = dict[str, Any]
 
 
@@ -68,6 +70,8 @@ def plain_data(value: Any, what: str = "hyper-parameter") -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, jsonargparse.Namespace):  # what the command line leaves inside lists
+        value = value.as_dict()
     if isinstance(value, Mapping):
         return {str(key): plain_data(entry, f"{what}.{key}") for key, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):

@@ -43,7 +43,7 @@ def parameter_groups(
 
 def build_scheduler(spec: Spec, optimizer: Optimizer) -> Any:
     """A schedule on ``optimizer``; entries under "schedulers" (SequentialLR, ChainedScheduler) are built first."""
-    arguments = dict(spec["init_args"])
+    arguments = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}  # a parser's blank
     if "schedulers" in arguments:
         inner = [plain_spec(entry, lr_scheduler, what="scheduler") for entry in arguments["schedulers"]]
         arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in inner]

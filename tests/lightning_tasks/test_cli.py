@@ -188,6 +188,12 @@ def test_fill_goes_level_by_level_and_stops_at_another_class():
     assert fill(given, stored) == given
 
 
+def test_fill_knows_a_class_by_either_of_its_paths():
+    given = {"class_path": "lightning_tasks.LanguageModelingTask"}
+    stored = {"class_path": "lightning_tasks.language_modeling.LanguageModelingTask", "init_args": {"vocab_size": 7}}
+    assert fill(given, stored)["init_args"] == {"vocab_size": 7}
+
+
 def test_init_from_takes_the_weights_and_nothing_else(demo):
     main(["fit", "--config", demo, "--model.note=stored"])
     path = checkpoint()

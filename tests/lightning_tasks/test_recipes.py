@@ -29,7 +29,16 @@ PARTS = [name for name in shipped_names() if name.split("/")[0] in PART_FOLDERS]
 
 # What a twin may change, sizes and amounts of data, and what it may say in addition.
 SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size", "batch_size", "num_workers"}
-SIZES |= {"max_bytes", "max_steps", "val_check_interval", "log_every_n_steps", "every_n_steps", "total_iters"}
+SIZES |= {
+    "max_bytes",
+    "max_steps",
+    "val_check_interval",
+    "log_every_n_steps",
+    "every_n_steps",
+    "total_iters",
+    "T_max",
+    "milestones",
+}
 SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
 ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 

@@ -1,4 +1,4 @@
-"""The table of hosts and mechanisms as tested; ``python -m tests.attention_modules.hosts.table`` writes the page."""
+"""The table of hosts and mechanisms as tested; ``python -m tests.attention_modules.hosts.table`` writes the pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS
 
-PAGE = Path(__file__).parents[3] / "docs" / "hosts.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "hosts.md"
+README = ROOT / "README.md"
+MARKS = ("<!-- hosts: made by `python -m tests.attention_modules.hosts.table` -->\n", "<!-- /hosts -->")
 REASONS = {"grouped keys": "¹", "q_norm": "²"}
 
 NOTES = """\
@@ -40,22 +43,28 @@ What else to know:
 """
 
 
-def markdown() -> str:
-    """The page, made of the cases that the table test runs."""
-    lines = [
-        "# Hosts and mechanisms, as tested",
-        "",
-        "<!-- Made by `python -m tests.attention_modules.hosts.table` from the cases of the table test. -->",
-        "",
-        f"| Host | {' | '.join(MECHANISMS)} |",
-        "|---" * (len(MECHANISMS) + 1) + "|",
-    ]
+def table() -> str:
+    """A row a host, a column a mechanism, made of the cases that the table test runs."""
+    lines = [f"| Host | {' | '.join(MECHANISMS)} |", "|---" * (len(MECHANISMS) + 1) + "|"]
     for case in HOSTS.values():
         cells = ["refused" + REASONS[case.refuses[name]] if name in case.refuses else "✓" for name in MECHANISMS]
         lines.append(f"| {case.title} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", NOTES])
+    return "\n".join(lines) + "\n"
+
+
+def markdown() -> str:
+    """The page."""
+    head = "# Hosts and mechanisms, as tested\n\n<!-- Made by `python -m tests.attention_modules.hosts.table` from the "
+    return f"{head}cases of the table test. -->\n\n{table()}\n{NOTES}"
+
+
+def readme() -> str:
+    """README with the table between its marks."""
+    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
 
 
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(markdown(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")
