@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 RESULT = "result.json"
 
 
@@ -51,9 +53,13 @@ class Cell:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with whatever the cell was asked to do, so that a stale result is not taken for this cell's."""
-        content = Path(self.config).read_text(encoding="utf-8")
-        return hashlib.sha256(json.dumps([content, self.arguments[3:]]).encode()).hexdigest()
+        """Changes with whatever the cell was asked to do, so that a stale result is not taken for this cell's.
+
+        Of the configuration its content counts, wherever the file lies and whatever its comments say.
+        """
+        content = yaml.safe_load(Path(self.config).read_text(encoding="utf-8"))
+        asked = [content, self.arguments[3:]]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     def is_finished(self) -> bool:
         """Whether a result of exactly this cell is there."""
@@ -97,7 +103,7 @@ def run_cell(cell: Cell) -> None:
         "config": cell.name,
         "seed": cell.seed,
         "fingerprint": cell.fingerprint,
-        "arguments": cell.arguments,
+        "settings": cell.arguments[3:],
         "seconds": round(time.monotonic() - started, 1),
         "initial_weights": pairing.initial_weights,
         "training_data": pairing.training_data,

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,14 @@ def test_another_setting_makes_another_cell(cells, comparison, tmp_path):
     run_cell(cells[0])
     changed = plan_cells(read_variants(str(comparison)), [0], tmp_path / "out", ["--trainer.max_steps=1"])
     assert not changed[0].is_finished()
+
+
+def test_a_comment_or_another_place_makes_no_other_cell(cells, tmp_path):
+    moved = tmp_path / "moved.yaml"
+    moved.write_text("# said otherwise\n" + Path(cells[0].config).read_text())
+    assert replace(cells[0], config=str(moved)).fingerprint == cells[0].fingerprint
+    moved.write_text(moved.read_text() + "\nckpt_path: other\n")
+    assert replace(cells[0], config=str(moved)).fingerprint != cells[0].fingerprint
 
 
 def test_a_half_written_cell_is_run_again(cells):
