@@ -59,14 +59,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for rows, chunk, logits in _chunk_logits(hidden, head, bias, chunk_size, dtype):
                 kept = targets[rows] != ignore_index
                 index = targets[rows].where(kept, 0).unsqueeze(1)
-                normaliser = logits.logsumexp(1, keepdim=True)
-                total += ((normaliser - logits.gather(1, index)).squeeze(1) * kept).sum()
+                target = logits.gather(1, index)
+                highest = logits.amax(1, keepdim=True)
+                powers = logits.sub_(highest).exp_()  # in place, and once for the loss and its slope
+                normaliser = powers.sum(1, keepdim=True)
+                total += ((normaliser.log() + highest - target).squeeze(1) * kept).sum()
                 if not any(wants):
                     continue
                 # d loss / d logits = softmax - one-hot, [c, V]
-                slope = logits.sub_(normaliser).exp_()
-                slope.scatter_add_(1, index, slope.new_full((), -1.0).expand(index.shape))
-                slope.mul_(kept.unsqueeze(1))
+                slope = powers.mul_(kept.unsqueeze(1) / normaliser)
+                slope.scatter_add_(1, index, -kept.unsqueeze(1).to(slope.dtype))
                 if grad_bias is not None:
                     grad_bias += slope.sum(0)
                 slope = slope.to(dtype)
