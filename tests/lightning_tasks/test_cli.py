@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_tasks.__main__ import main
+from lightning_tasks.__main__ import HELP, main
 from lightning_tasks.cli import expand_recipe_names, fill
 from lightning_tasks.loggers import wandb_offline_without_key
 from lightning_tasks.recipes import CONFIGS, RecipeError
@@ -186,6 +186,21 @@ def test_fill_goes_level_by_level_and_stops_at_another_class():
     assert filled["init_args"] == {"x": 1, "opt": {"class_path": "SGD", "init_args": {"lr": 5, "m": 2}}}
     given = {"class_path": "B", "init_args": {"y": 1}}
     assert fill(given, stored) == given
+
+
+def test_a_checkpoint_that_is_missing_leaves_no_folder(demo, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", demo, "--ckpt_path", "no.ckpt"])
+    assert "--ckpt_path no.ckpt: no such file; give the path of a .ckpt file" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_the_help_shows_arguments_that_fit_accepts(capsys):
+    example = next(line.split("follow:")[1].split() for line in HELP.splitlines() if "can follow:" in line)
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", "quickstart/language_modeling", *example, "--print_config"])
+    assert done.value.code == 0, capsys.readouterr().err
+    assert "attention: rpc" in capsys.readouterr().out
 
 
 def test_init_from_takes_the_weights_and_nothing_else(demo):
