@@ -1,6 +1,5 @@
 """A data loader that a resumed run goes on with where the killed one was."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,7 +15,7 @@ class ResumableLoader(DataLoader):
     _given = 0
     _resume: dict[str, int] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
         # asks for the iterator before that.
         resume, self._resume = self._resume, None

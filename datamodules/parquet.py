@@ -12,16 +12,24 @@ def count_rows(path: Path) -> int:
 
 
 def read_column(path: Path, column: str, rows: int) -> Iterator[list[Any]]:
-    """The values of `column` in lists of at most `rows`.
+    """The strings of `column` in lists of at most `rows`.
 
     Raises:
-        ValueError: the file is no whole parquet file, or has no such column.
+        ValueError: the file is no whole parquet file, has no such column, or that holds something else than strings.
     """
+    import pyarrow
+
     with _opened(path) as file:
         if column not in file.schema_arrow.names:
             raise ValueError(f"{path} has the columns {file.schema_arrow.names}: {column!r} is needed")
+        kind = file.schema_arrow.field(column).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise ValueError(f"{path} has {kind} in the column {column!r}: strings are needed")
         for batch in file.iter_batches(rows, columns=[column]):
-            yield batch.column(column).to_pylist()
+            values = batch.column(column)
+            if values.null_count:
+                raise ValueError(f"{path} has {values.null_count} empty (null) values in {column!r}: none is allowed")
+            yield values.to_pylist()
 
 
 def _opened(path: Path) -> Any:

@@ -73,8 +73,9 @@ class BaseTask(LightningModule):
         checkpoint["random_state"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the random state, for the fit that resumes from here."""
+        """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short."""
         self._random_state = checkpoint.get("random_state")
+        reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self) -> None:
         """Go on with the random state of the checkpoint that is resumed, on as many devices as there are."""
@@ -100,3 +101,18 @@ class BaseTask(LightningModule):
                 "monitor": self.hparams["scheduler_monitor"],
             },
         }
+
+
+def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+    """Make a fit that resumes with more steps finish the epoch that `max_steps` cut short.
+
+    Lightning counts such an epoch as processed, so it would give the rest of its steps the data of the next one.
+    """
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = fit.get("epoch_loop.batch_progress", {})
+    epochs = fit.get("epoch_progress", {})
+    if not batches or batches["is_last_batch"] or not batches["current"]["ready"]:
+        return
+    for count in (epochs["total"], epochs["current"]):
+        if count["processed"] > count["completed"]:
+            count["processed"] -= 1

@@ -20,6 +20,7 @@ from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
+_CKPT_WORDS = ("best", "last", "hpc", "registry")  # what Lightning resolves itself
 
 
 def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
@@ -87,6 +88,7 @@ class AttnswapCLI(LightningCLI):
         section = self.config[self.config.subcommand]
         if section.get("ckpt_path") and section.get("init_from"):
             raise RecipeError("--ckpt_path resumes a run and --init_from starts a new one; give only one of the two")
+        _check_ckpt_path(section.get("ckpt_path"))
         stored = _stored_model(section.get("ckpt_path"))
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
@@ -129,6 +131,16 @@ def _same_class(one: str | None, other: str | None) -> bool:
         return import_object(one) is import_object(other)
     except ValueError:
         return False
+
+
+def _check_ckpt_path(path: str | None) -> None:
+    """Refuse a checkpoint file that is not there before the run has a folder; Lightning's own words pass.
+
+    Raises:
+        RecipeError: no such file.
+    """
+    if path and path.split(":")[0] not in _CKPT_WORDS and "://" not in path and not Path(path).exists():
+        raise RecipeError(f"--ckpt_path {path}: no such file; give the path of a .ckpt file")
 
 
 def _stored_model(path: str | None) -> dict[str, Any]:

@@ -86,10 +86,17 @@ class LanguageModelingTask(BaseTask):
         """The language model; where the vocabulary was left open, it is the data module's.
 
         Raises:
-            ValueError: if neither the task nor a data module says how large the vocabulary is.
+            ValueError: if neither the task nor a data module says how large the vocabulary is, or the data needs more.
         """
         if self.hparams["vocab_size"] is None:
             self.hparams["vocab_size"] = self._vocab_size_of_data()
+        else:
+            needed = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", None)
+            if needed is not None and needed > self.hparams["vocab_size"]:
+                raise ValueError(
+                    f"vocab_size={self.hparams['vocab_size']} is below the {needed} ids of the data module; "
+                    "leave it out, or give the data module that vocab_size"
+                )
         attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
         layers = self.hparams["attention_layers"]
         model = build_causal_lm(self.hparams["model"], self.hparams["vocab_size"], attention, options, layers)

@@ -3,6 +3,8 @@ import os
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from datamodules import WikiTextDataModule
@@ -101,6 +103,14 @@ class TestMissing:
     def test_wikitext_103_has_two_train_shards_on_the_hub(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"wikitext-103-v1/train-00000-of-00002\.parquet"):
             WikiTextDataModule("wikitext-103-v1", root=tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize(("values", "problem"), [([1, 2], "int64 in the column"), (["a", None], "1 empty")])
+def test_a_column_of_something_else_than_strings_is_named(wikitext_root, cache, values, problem):
+    path = wikitext_root / "wikitext" / NAME / "test-00000-of-00001.parquet"
+    pq.write_table(pa.table({"text": values}), path)
+    with pytest.raises(ValueError, match=f"{path} has {problem}"):
+        WikiTextDataModule(NAME, root=wikitext_root, cache_dir=cache).prepare_data()
 
 
 def test_a_broken_parquet_file_is_named(data, wikitext_root, cache, contents):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_tasks.__main__ import main
+from lightning_tasks.__main__ import HELP, main
 from lightning_tasks.cli import expand_recipe_names, fill
 from lightning_tasks.loggers import wandb_offline_without_key
 from lightning_tasks.recipes import CONFIGS, RecipeError
@@ -192,6 +192,21 @@ def test_fill_knows_a_class_by_either_of_its_paths():
     given = {"class_path": "lightning_tasks.LanguageModelingTask"}
     stored = {"class_path": "lightning_tasks.language_modeling.LanguageModelingTask", "init_args": {"vocab_size": 7}}
     assert fill(given, stored)["init_args"] == {"vocab_size": 7}
+
+
+def test_a_checkpoint_that_is_missing_leaves_no_folder(demo, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", demo, "--ckpt_path", "no.ckpt"])
+    assert "--ckpt_path no.ckpt: no such file; give the path of a .ckpt file" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_the_help_shows_arguments_that_fit_accepts(capsys):
+    example = next(line.split("follow:")[1].split() for line in HELP.splitlines() if "can follow:" in line)
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", "quickstart/language_modeling", *example, "--print_config"])
+    assert done.value.code == 0, capsys.readouterr().err
+    assert "attention: rpc" in capsys.readouterr().out
 
 
 def test_init_from_takes_the_weights_and_nothing_else(demo):

@@ -243,3 +243,9 @@ def test_killed_and_resumed_ends_as_if_nothing_had_happened(tmp_path):
     whole = fit(tmp_path / "whole")
     resumed = fit(tmp_path / "resumed", seed=7, ckpt_path=last)  # another seed, which must not matter
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_vocabulary_below_that_of_the_data_is_refused(tmp_path):
+    task = LanguageModelingTask(model={"class_path": "TransformerLM", "init_args": SMALL}, vocab_size=VOCAB - 1)
+    with pytest.raises(ValueError, match=f"vocab_size={VOCAB - 1} is below the {VOCAB} ids"):
+        trainer(tmp_path).fit(task, RandomText())

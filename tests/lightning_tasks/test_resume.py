@@ -35,13 +35,13 @@ def text(tmp_path_factory):
     return folder
 
 
-def fit(folder, text, *callbacks, ckpt_path=None, workers=0, **trainer_options):
+def fit(folder, text, *callbacks, ckpt_path=None, workers=0, max_steps=STEPS, **trainer_options):
     pl.seed_everything(3, verbose=False)
     data = PythonSourceDataModule(folder=text, num_tokens=8, batch_size=16, num_workers=workers)
     task = LanguageModelingTask(model={"class_path": "TransformerLM", "init_args": MODEL}, optimizer="AdamW")
     keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=5, save_last=True)
     trainer = pl.Trainer(
-        max_steps=STEPS,
+        max_steps=max_steps,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -77,3 +77,15 @@ def test_resumed_at_the_end_of_a_shortened_epoch(tmp_path, text):
     assert torch.load(last, weights_only=True)["global_step"] == 15
     resumed, _ = fit(tmp_path / "resumed", text, ckpt_path=last, limit_train_batches=5)
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("stop", [4, 14])
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, text, stop):
+    """Lightning's default checkpoint, of a run that max_steps ended within its first or a later epoch."""
+    whole, trainer = fit(tmp_path / "whole", text)
+    assert stop % trainer.num_training_batches
+    fit(tmp_path / "first", text, ModelCheckpoint(dirpath=tmp_path / "default"), max_steps=stop)
+    (kept,) = (tmp_path / "default").glob("*.ckpt")
+    assert torch.load(kept, weights_only=True)["global_step"] == stop
+    more, _ = fit(tmp_path / "more", text, ckpt_path=kept)
+    assert all(torch.equal(more[name], whole[name]) for name in whole)
