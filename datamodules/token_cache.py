@@ -53,7 +53,7 @@ class CacheEntry:
             try:
                 write(temporary)
                 _write_manifest(temporary)
-                shutil.rmtree(self.folder, ignore_errors=True)
+                _remove(self.folder)
                 os.replace(temporary, self.folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -79,6 +79,12 @@ class CacheEntry:
                     return f"{name} has {path.stat().st_size} bytes, {size} were written"
                 if checksums and _sha256(path) != digest:
                     return f"the checksum of {name} differs"
+            needed = [
+                "tokens.json",
+                *(f"{split}.bin" for split in json.loads((self.folder / "tokens.json").read_text())),
+            ]
+            if unlisted := sorted(set(needed) - set(files)):
+                return f"{_MANIFEST} does not list {', '.join(unlisted)}"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -101,6 +107,14 @@ def write_tokens(folder: Path, split: str, chunks: Iterable[np.ndarray], vocab_s
 def _write_manifest(folder: Path) -> None:
     files = {path.name: (path.stat().st_size, _sha256(path)) for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file in its place."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.hparams import import_object
+from lightning_tasks.hparams import import_object, join_arguments
 from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 
@@ -99,6 +99,9 @@ class AttnswapCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
         section = self.config[self.config.subcommand]
+        arguments = section.model.get("init_args") or {}
+        for name in list(arguments.keys()):
+            arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
         trainer = section.trainer

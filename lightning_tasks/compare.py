@@ -184,6 +184,9 @@ def main(arguments: Sequence[str]) -> None:
     write_results(rows, options.output / RESULTS)
     if rows:
         names, metrics = [variant.name for variant in variants], options.metrics.split(",")
+        logged = sorted({row["metric"] for row in rows})
+        if absent := [metric for metric in metrics if metric not in logged]:
+            print(f"never logged: {', '.join(absent)}; --metrics takes some of {', '.join(logged)}", file=sys.stderr)
         draw_comparison(rows, names, metrics, options.output / "curves.png")
         summary = summarise(rows, names, metrics)
         print(write_summary(summary, unpaired_seeds(cells), options.output))

@@ -81,12 +81,30 @@ def plain_data(value: Any, what: str = "hyper-parameter") -> Any:
     raise TypeError(f"{what} cannot be stored in a checkpoint: {value!r} is no plain data; give numbers and strings")
 
 
+def join_arguments(value: Any) -> Any:
+    """Nested data in which further keys of each dict with a "class_path" have joined its "init_args".
+
+    The command line's ``--optimizer.init_args.lr 0.1`` arrives as the key "lr" beside them.
+    """
+    if isinstance(value, jsonargparse.Namespace):
+        value = value.as_dict()
+    if isinstance(value, list):
+        return [join_arguments(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    data = {key: join_arguments(entry) for key, entry in value.items()}
+    if "class_path" not in data:
+        return data
+    further = {key: data.pop(key) for key in list(data) if key not in ("class_path", "init_args")}
+    return {**data, "init_args": {**(data.get("init_args") or {}), **further}}
+
+
 def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
     """``{"class_path": ..., "init_args": {...}}`` from a name, a class, a function, a partial of one, or such a dict.
 
     Args:
         value: what is to be built later. A bare name is looked for in ``modules``. Further keys of a dict join its
-            "init_args": the command line's ``--optimizer.init_args.lr 0.1`` arrives as the key "lr".
+            "init_args", see :func:`join_arguments`.
         what: how error messages call it, e.g. "optimizer".
 
     Raises:
@@ -98,8 +116,7 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
     if isinstance(value, Mapping):
         if "class_path" not in value:
             raise ValueError(f"{what} needs the key 'class_path', got {sorted(map(str, value))}")
-        short = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args")}
-        arguments = {**(value.get("init_args") or {}), **short}
+        arguments = join_arguments(value)["init_args"]
         spec = plain_spec(value["class_path"], *modules, what=what)
     elif isinstance(value, functools.partial):
         if value.args:

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import shutil
 import time
 import warnings
 
@@ -55,6 +56,8 @@ CORRUPTIONS = {
     "removed": lambda entry: (entry / "train.bin").unlink(),
     "no manifest": lambda entry: (entry / "manifest.json").unlink(),
     "broken manifest": lambda entry: (entry / "manifest.json").write_text("{"),
+    "empty manifest": lambda entry: (entry / "manifest.json").write_text('{"files": {}}'),
+    "a file in its place": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
     "foreign manifest": lambda entry: (entry / "manifest.json").write_text('{"files": [1]}'),
 }
 

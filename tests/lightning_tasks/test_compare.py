@@ -248,3 +248,9 @@ def test_one_seed_has_no_interval():
     _, second = summarise(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
     assert second.pairs == 0
     assert math.isnan(second.std)
+
+
+def test_metrics_that_were_never_logged_are_named(comparison, tmp_path, capsys):
+    arguments = [str(comparison), "--seeds", "0:1", "--output", str(tmp_path / "out"), "--metrics", "val/absent"]
+    main(["compare", *arguments])
+    assert "never logged: val/absent; --metrics takes some of" in capsys.readouterr().err

@@ -205,3 +205,13 @@ def test_every_comparison_runs(name, own_folder, tiny_wikitext, monkeypatch, cap
     printed = capsys.readouterr().out
     assert all(f"| {variant} | 2 |" in printed for variant in variants)
     assert "Not paired" not in printed
+
+
+def test_the_saved_config_says_once_what_the_command_line_overrode(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    twin = str(TWINS / "quickstart" / "language_modeling.yaml")
+    changed = ["--model.model.init_args.dim=8", "--model.optimizer.init_args.lr=0.5", "--trainer.max_steps=1"]
+    main(["fit", "--config", twin, *changed])
+    saved = yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]
+    assert set(saved["model"]) == set(saved["optimizer"]) == {"class_path", "init_args"}
+    assert (saved["model"]["init_args"]["dim"], saved["optimizer"]["init_args"]["lr"]) == (8, 0.5)
