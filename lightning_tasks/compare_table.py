@@ -129,7 +129,7 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
         for row in (row for row in summary if row.metric == metric):
             difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
             detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
-            mean = f"{row.mean:.5g} ± {row.std:.2g}"
+            mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
             lines.append(f"| {row.config} | {row.seeds} | {mean} | {difference} | {detectable} |")
         lines.append("")
     return "\n".join(lines)
