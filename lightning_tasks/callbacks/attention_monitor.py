@@ -32,8 +32,9 @@ class AttentionMonitor(Callback):
     :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
     given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
 
-    Plain layers are observed by putting plain softmax attention into them, which changes no result, and stays there
-    until ``restore_attention``. Between firings nothing is hooked. A firing (an observed step, or any batch of an
+    Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
+    until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
+    weights the module reads). Between firings nothing is hooked. A firing (an observed step, or any batch of an
     observed evaluation) costs about one more pass of attention for the entropy and three for all statistics, and runs
     without ``torch.compile``. Training values under several processes are those of the first one's batch.
 
