@@ -28,12 +28,13 @@ class AttentionMonitor(Callback):
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
-    ``test/``, and are averages over all batches. Definitions: :func:`attention_modules.analysis.attention_statistics`,
-    of softmax(q kᵀ) with the q and k that the mechanism is given (k kᵀ where it uses no query): for a mechanism that
-    iterates, its first pass.
+    ``test/``, and are averages over all batches that have a row to average. Definitions:
+    :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
+    given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
 
-    Plain layers are observed by putting plain softmax attention into them, which changes no result, and stays there
-    until ``restore_attention``. Between firings nothing is hooked. A firing (an observed step, or any batch of an
+    Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
+    until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
+    weights the module reads). Between firings nothing is hooked. A firing (an observed step, or any batch of an
     observed evaluation) costs about one more pass of attention for the entropy and three for all statistics, and runs
     without ``torch.compile``. Training values under several processes are those of the first one's batch.
 
@@ -144,10 +145,18 @@ class AttentionMonitor(Callback):
     def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
         if self._hooks is None:
             return
-        samples = self._samples
-        for name, value in self._close().items():
+        samples = max(self._samples, 1)
+        values = self._close()
+        # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
+        undefined = torch.stack(list(values.values())).isnan().tolist() if values else []
+        for (name, value), nothing in zip(values.items(), undefined, strict=True):
             pl_module.log(
-                prefix + name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=max(samples, 1)
+                prefix + name,
+                torch.zeros_like(value) if nothing else value,
+                on_step=False,
+                on_epoch=True,
+                sync_dist=True,
+                batch_size=0 if nothing else samples,
             )
 
     def _open(self, pl_module: pl.LightningModule) -> None:
@@ -194,13 +203,13 @@ class AttentionMonitor(Callback):
         values: dict[str, Tensor] = {}
         for name in self.statistics:
             by_layer = {
-                f"attention/{name}/{layer_label(index)}": torch.stack([call[name] for call in calls]).mean()
+                f"attention/{name}/{layer_label(index)}": torch.stack([call[name] for call in calls]).nanmean()
                 for index, calls in enumerate(self._observed)
                 if calls
             }
             if by_layer:
                 values |= by_layer
-                values[f"attention/{name}/mean"] = torch.stack(list(by_layer.values())).mean()
+                values[f"attention/{name}/mean"] = torch.stack(list(by_layer.values())).nanmean()
         self._observed = []
         return values
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from attention_modules.analysis import STATISTICS, attention_statistics
 from attention_modules.mechanism import AttentionMechanism
@@ -186,3 +187,20 @@ def test_bad_arguments(options, message):
 def test_nothing_matched_is_an_error():
     with pytest.raises(ValueError, match="blocks"):
         fit(TinyLM(), [AttentionMonitor(where="blocks.*")])
+
+
+def test_batches_without_a_row_to_average_do_not_count():
+    # Rows of the only token see one key, so normalised entropy is not defined in the second batch.
+    tokens = next(iter(batches()))
+    validated = [tokens, [part[:, :1] for part in tokens]]
+    both, first = (
+        fit(
+            TinyLM(lr=0.0),
+            [AttentionMonitor(stages=["validation"])],
+            val_loader=DataLoader(validated[:count], batch_size=None),
+        ).callback_metrics
+        for count in (2, 1)
+    )
+    name = "val/attention/normalised_entropy/mean"
+    assert both[name].item() == pytest.approx(first[name].item(), rel=1e-6)
+    assert both["val/attention/entropy/mean"] < first["val/attention/entropy/mean"]
