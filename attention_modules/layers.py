@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, cast
@@ -72,6 +73,9 @@ class SelfAttention(nn.Module):
                 f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it, "
                 "or set attn_head_dim"
             )
+        for name, size in (("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, or None to follow dim, got {size!r}")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("qk_norm and scale_norm need norm_layer, for example torch.nn.LayerNorm")
         super().__init__()
@@ -136,18 +140,36 @@ class SelfAttention(nn.Module):
         return self.proj_drop(self.proj(y))
 
 
+class _ConfiguredType(type):
+    """Type of configured classes: they pickle by their arguments, since no module holds them by name.
+
+    timm's ``create_model`` keeps the class that it was given beside the layers made from it.
+    """
+
+    arguments: tuple[Any, ...]
+
+
+def _reduce_configured(cls: _ConfiguredType) -> tuple[Any, ...]:
+    return _configured, cls.arguments
+
+
+copyreg.pickle(cast(Any, _ConfiguredType), cast(Any, _reduce_configured))
+
+
 @cache
 def _configured(
     base: type[SelfAttention], mechanism: Any, num_tokens: int | None, options: tuple[tuple[str, Any], ...]
 ) -> type[SelfAttention]:
-    class Configured(base):  # type: ignore[valid-type, misc]
+    class Configured(base, metaclass=_ConfiguredType):  # type: ignore[valid-type, misc]
+        arguments = (base, mechanism, num_tokens, options)
+
         def __init__(self, dim: int, num_heads: int = 8, **kwargs: Any) -> None:
             kwargs = {"mechanism": mechanism, "mechanism_options": dict(options), "num_tokens": num_tokens, **kwargs}
             super().__init__(dim, num_heads, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, *state = super().__reduce_ex__(protocol)
-            return (_blank, (base, mechanism, num_tokens, options), *state)
+            return (_blank, self.arguments, *state)
 
     label = mechanism if isinstance(mechanism, str) else getattr(mechanism, "__name__", "custom")
     Configured.__name__ = Configured.__qualname__ = f"{base.__name__}[{label}]"

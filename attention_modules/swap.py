@@ -30,6 +30,7 @@ _WRAPPERS = {
 }
 
 
+@torch.inference_mode(False)
 def swap_attention(
     model: nn.Module,
     mechanism: Mechanism,
@@ -87,6 +88,7 @@ def swap_attention(
     return SwapReport(rows, skipped)
 
 
+@torch.inference_mode(False)
 def restore_attention(model: nn.Module) -> list[str]:
     """Return every swapped layer to its original class and projection, with its current weights.
 

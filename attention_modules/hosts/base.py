@@ -179,11 +179,18 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
         if wrapped_by_peft(owner):
             return (
                 f"its projection {path!r} is wrapped by peft ({type(owner).__name__}): call merge_and_unload() first, "
-                "or swap before get_peft_model()"
+                "or swap before get_peft_model(), with target_modules that leave out the query's projection"
             )
         if type(owner) is not wanted:
             found = f"{type(owner).__module__}.{type(owner).__qualname__}"
             return f"its projection {path!r} is a {found}, and only a plain {wanted.__name__} can be split"
+        made = [name for name in ("weight", "bias") if name not in owner._parameters]
+        if made:
+            return (
+                f"the {' and '.join(made)} of its projection {path!r} is computed at each call (pruning, weight_norm "
+                "or spectral_norm), and only Parameters can be split; make it permanent first, as prune.remove() and "
+                "remove_weight_norm() do"
+            )
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -179,7 +179,7 @@ def _left_out(layer: Found, excluded: bool) -> Skipped:
 
 
 def _indices(layers: int | Sequence[int], count: int) -> list[int]:
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    wanted = list(layers) if isinstance(layers, Iterable) else [layers]
     for index in wanted:
         if isinstance(index, bool) or not isinstance(index, int):
             raise AttentionSwapError(f"layers takes integers, got {index!r}")
@@ -197,6 +197,8 @@ def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> 
     """Each pattern must match an attention layer."""
     if selector is None or callable(selector):
         return
+    if not isinstance(selector, Iterable):
+        raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {selector!r}")
     for pattern in [selector] if isinstance(selector, str) else selector:
         if not isinstance(pattern, str):
             raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {pattern!r}")

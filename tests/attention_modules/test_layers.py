@@ -101,6 +101,22 @@ def test_configured_layers_copy_and_pickle():
         assert other.qkv.weight is not layer.qkv.weight
 
 
+def test_a_timm_model_that_keeps_the_configured_class_pickles():
+    timm = pytest.importorskip("timm")
+    layer = SelfAttention.configured("rpc", iterations=2)
+    assert pickle.loads(pickle.dumps(layer)) is layer
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=5, attn_layer=layer).eval()
+    x = torch.randn(1, 3, 32, 32)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["attn_head_dim", "dim_out"])
+def test_a_width_of_zero_is_no_default(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, or None .* got 0"):
+        SelfAttention(8, 2, **{name: 0})
+
+
 def test_the_parameter_counts_of_the_paper():
     """DeiT-tiny: 5,717,416 parameters, 5,272,744 with symmetric attention (Teo and Nguyen, 2024)."""
     timm = pytest.importorskip("timm")

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from attention_modules.hosts import attention_layers
+from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention
@@ -409,3 +411,37 @@ def test_kept_rows_move_to_the_gpu() -> None:
     assert model.attn.mechanism.noise.is_cuda
     restore_attention(model.cpu().cuda())
     assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("argument", [{"layers": 0.5}, {"where": 1}, {"exclude": 5}], ids=str)
+def test_selectors_of_the_wrong_type_are_named(argument: dict) -> None:
+    ((name, value),) = argument.items()
+    with pytest.raises(AttentionSwapError, match=f"{name} takes .*got {value}"):
+        swap_attention(nn.Sequential(SelfAttention(8, 2)), "rpc", **argument)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_pruned_projection_keeps_its_query(name: str) -> None:
+    model = nn.Sequential(SelfAttention(8, 2, qkv_bias=True))
+    prune.l1_unstructured(model[0].qkv, name, 0.5)
+    x = torch.randn(2, 5, 8)
+    plain = model(x)
+    with pytest.raises(AttentionSwapError, match=f"the {name} of its projection 'qkv' is computed at each call"):
+        swap_attention(model, "rpc")
+    torch.testing.assert_close(model(x), plain)
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(x), plain)
+    prune.remove(model[0].qkv, name)
+    swap_attention(model, "rpc")
+    assert model(x).shape == x.shape
+
+
+@pytest.mark.parametrize("mechanism", ["rpc", "scaled"])
+def test_a_model_swapped_in_inference_mode_trains(mechanism: str) -> None:
+    model = nn.Sequential(*(SelfAttention(8, 2, num_tokens=5) for _ in range(2)))
+    with torch.inference_mode():
+        swap_attention(model, mechanism)
+    model(torch.randn(2, 5, 8)).sum().backward()
+    with torch.inference_mode():
+        restore_attention(model)
+    model(torch.randn(2, 5, 8)).sum().backward()
