@@ -28,7 +28,9 @@ class AttentionMonitor(Callback):
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
-    ``test/``, and are averages over all batches that have a row to average. Definitions:
+    ``test/``, and are averages over all batches that have a row to average. Each map counts once: the mean over its rows
+    first, then over samples and heads (our choice; with padding on the left a short sample's rows weigh more than a
+    long one's). Definitions:
     :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
     given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
 
