@@ -28,11 +28,11 @@ class AttentionMonitor(Callback):
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
-    ``test/``, and are averages over all batches that have a row to average. Each map counts once: the mean over its rows
-    first, then over samples and heads (our choice; with padding on the left a short sample's rows weigh more than a
-    long one's). Definitions:
-    :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
-    given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
+    ``test/``, and are averages over all batches that have a row to average. Each map counts once: the mean over its
+    rows first, then over samples and heads (our choice; with padding on the left, rows of a short sample weigh more
+    than those of a long one). Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ)
+    with the q and k that the mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first
+    pass.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
