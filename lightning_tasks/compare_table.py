@@ -31,6 +31,18 @@ class SummaryRow:
     high: float = math.nan
     detectable: float = math.nan
 
+    @property
+    def verdict(self) -> str:
+        """What the paired interval says, in a word or three; empty where nothing is paired.
+
+        An interval that holds 0 says "budget too small": an effect of the size seen is always below `detectable` then.
+        """
+        if self.pairs == 0:
+            return ""
+        if self.low <= 0.0 <= self.high:
+            return "budget too small" if self.detectable else "equal"
+        return "lower" if self.difference < 0 else "higher"
+
 
 def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[int, float]]:
     """Value of `metric` at its last step, by configuration and seed."""
@@ -123,14 +135,14 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
         lines += [
             f"### {metric}",
             "",
-            "| configuration | seeds | mean ± std | difference to the first [95%] | detectable |",
+            "| configuration | seeds | mean ± std | difference to the first [95%] | detectable | verdict |",
         ]
-        lines += ["|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|"]
         for row in (row for row in summary if row.metric == metric):
             difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
             detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
             mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
-            lines.append(f"| {row.config} | {row.seeds} | {mean} | {difference} | {detectable} |")
+            lines.append(f"| {row.config} | {row.seeds} | {mean} | {difference} | {detectable} | {row.verdict} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -227,6 +227,27 @@ def test_paired_interval_of_a_known_sample():
     assert paired_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([-1.0, -1.1, -0.9], "lower"),
+        ([1.0, 1.1, 0.9], "higher"),
+        ([-1.0, 1.2, 0.1], "budget too small"),
+        ([0.0, 0.0, 0.0], "equal"),
+        ([1.0], ""),
+    ],
+)
+def test_the_verdict_follows_the_paired_interval(differences, verdict):
+    rows = [
+        {"config": config, "seed": seed, "step": 1, "metric": "m", "value": 5.0 + (difference if config == "b" else 0.0)}
+        for seed, difference in enumerate(differences)
+        for config in ("a", "b")
+    ]
+    _, row = summarise(rows, ["a", "b"], ["m"])
+    assert row.verdict == verdict
+    assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
+
+
 def test_minimum_detectable_effect_of_the_textbook():
     # A paired t-test of 34 pairs finds half a standard deviation with power 0.8 (Cohen's tables: n = 34).
     assert minimum_detectable_effect(2.0, 34) == pytest.approx(2.0 * 0.4949, rel=2e-3)
