@@ -32,6 +32,7 @@ class Variant:
     name: str
     config: str
     overrides: tuple[str, ...] = ()
+    test: bool = False
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -64,7 +65,8 @@ def read_variants(name: str) -> list[Variant]:
     """The configurations that one CONFIG of the command stands for.
 
     A recipe stands for itself. A file with the keys `base` and `variants` stands for one configuration a variant,
-    each the base with the overrides listed, spelled as on the command line without the two dashes.
+    each the base with the overrides listed, spelled as on the command line without the two dashes; `test: true` in it
+    tests each model after its fit.
 
     Raises:
         RecipeError: no such file, or a comparison file of another shape.
@@ -73,13 +75,15 @@ def read_variants(name: str) -> list[Variant]:
     content = read_settings(path)
     if "variants" not in content:
         return [Variant(recipe_name(path), str(path))]
-    variants = content["variants"]
-    if set(content) != {"base", "variants"} or not isinstance(variants, dict) or not variants:
+    variants, test = content["variants"], content.get("test", False)
+    keys = set(content) - {"test"}
+    if keys != {"base", "variants"} or not isinstance(variants, dict) or not variants or not isinstance(test, bool):
         raise RecipeError(
-            f"{path}: a comparison has exactly the keys `base` and `variants: {{name: {{setting: value}}}}`"
+            f"{path}: a comparison has the keys `base`, `variants: {{name: {{setting: value}}}}` and, where models are "
+            "to be tested after their fit, `test: true`"
         )
     base = str(find_recipe(str(content["base"])))
-    return [Variant(str(key), base, override_arguments(value or {})) for key, value in variants.items()]
+    return [Variant(str(key), base, override_arguments(value or {}), test) for key, value in variants.items()]
 
 
 def plan_cells(
@@ -94,7 +98,7 @@ def plan_cells(
     if len(set(names)) < len(names):
         raise RecipeError(f"configurations must have different names, got {', '.join(names)}")
     return [
-        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output))
+        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test)
         for seed in seeds
         for variant in variants
     ]

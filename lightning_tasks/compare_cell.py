@@ -25,13 +25,17 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Cell:
-    """A configuration (file and command-line overrides) with a seed; its files are under `output`/cells."""
+    """A configuration (file and command-line overrides) with a seed; its files are under `output`/cells.
+
+    With `test` the fitted model is tested too, and what the test logs belongs to the result.
+    """
 
     name: str
     config: str
     overrides: tuple[str, ...]
     seed: int
     output: str
+    test: bool = False
 
     @property
     def label(self) -> str:
@@ -58,7 +62,7 @@ class Cell:
         Of the configuration its content counts, wherever the file lies and whatever its comments say.
         """
         content = yaml.safe_load(Path(self.config).read_text(encoding="utf-8"))
-        asked = [content, self.arguments[3:]]
+        asked = [content, self.arguments[3:], *(["test"] if self.test else [])]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     def is_finished(self) -> bool:
@@ -96,6 +100,8 @@ def run_cell(cell: Cell) -> None:
     pairing = RecordPairing()
     with _output_to(cell.folder / "log.txt"):
         cli = run([*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"], callbacks=[pairing])
+        if cell.test:
+            cli.trainer.test(cli.model, datamodule=cli.datamodule)
     folder = cli.trainer.log_dir
     if folder is None:
         raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")

@@ -22,5 +22,8 @@ class DemoModule(BoringModel):
         self.log("val/loss", loss)
         self.log("val/perplexity", loss.exp())
 
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", super().test_step(batch, batch_idx)["y"])
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)

@@ -68,14 +68,24 @@ def test_a_recipe_stands_for_itself(demo):
     assert read_variants(str(demo)) == [Variant("demo", str(demo))]
 
 
-def test_a_comparison_stands_for_its_variants(comparison, demo):
+def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
     slow, fast, _ = read_variants(str(comparison))
     assert slow == Variant("slow", str(demo))
     assert fast.overrides == ("--model.rate=0.5",)
+    assert not fast.test
+    comparison.write_text(comparison.read_text() + "test: true\n")
+    assert all(cell.test for cell in plan_cells(read_variants(str(comparison)), [0], tmp_path))
 
 
 @pytest.mark.parametrize(
-    "content", ["variants: {a: {}}", "base: demo\nvariants: [a]", "base: demo\nvariants: {}", "[1]"]
+    "content",
+    [
+        "variants: {a: {}}",
+        "base: demo\nvariants: [a]",
+        "base: demo\nvariants: {}",
+        "base: demo\nvariants: {a: {}}\ntest: 1",
+        "[1]",
+    ],
 )
 def test_a_comparison_of_another_shape(tmp_path, content):
     path = tmp_path / "wrong.yaml"
@@ -113,6 +123,14 @@ def test_a_finished_cell_has_one_whole_result(cells):
     assert {row["metric"] for row in slow.result()["rows"]} >= {"val/loss", "val/perplexity"}
     assert not list(slow.folder.rglob("*.ckpt"))
     assert (slow.folder / "log.txt").is_file()
+
+
+def test_a_cell_can_test_what_it_fitted(cells):
+    fitted, tested = cells[0], replace(cells[0], test=True)
+    run_cell(fitted)
+    assert not tested.is_finished()
+    run_cell(tested)
+    assert "test/loss" in {row["metric"] for row in tested.result()["rows"]}
 
 
 def test_one_seed_means_one_start_and_one_order_of_the_data(cells):
@@ -239,7 +257,13 @@ def test_paired_interval_of_a_known_sample():
 )
 def test_the_verdict_follows_the_paired_interval(differences, verdict):
     rows = [
-        {"config": config, "seed": seed, "step": 1, "metric": "m", "value": 5.0 + (difference if config == "b" else 0.0)}
+        {
+            "config": config,
+            "seed": seed,
+            "step": 1,
+            "metric": "m",
+            "value": 5.0 + (difference if config == "b" else 0.0),
+        }
         for seed, difference in enumerate(differences)
         for config in ("a", "b")
     ]
