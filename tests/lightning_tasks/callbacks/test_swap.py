@@ -196,18 +196,32 @@ class LocalParent:
         pass
 
 
+def make_local_class():
+    class Local(SoftmaxAttention):
+        pass
+
+    return Local
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("softmx",), "Did you mean 'softmax'"),
-        (("no_such_package.Mechanism",), "cannot be imported"),
-        ((LocalParent.Nested,), "at the top of a module"),
-        (("softmax", {"spec": torch.zeros(1)}), r"options\['spec'\] must be plain data"),
+        (("no_such_package.Mechanism",), "no module 'no_such_package'"),
+        ((make_local_class(),), "at the top level of a module"),
+        ((PATH, {"temperature": torch.zeros(1)}), r"options\.temperature .* is no plain data"),
+        ((PATH, {"temperature": float}), r"options\.temperature .* is no plain data"),
+        ((PATH, ["temperature"]), r"options of TemperedSoftmax must be a dict .* got \['temperature'\]"),
+        ((PATH, {"temprature": 2.0}), "no option 'temprature'.*Did you mean 'temperature'"),
     ],
 )
 def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         SwapAttention(*arguments)
+
+
+def test_a_class_within_a_class_is_named_by_its_path():
+    assert SwapAttention(LocalParent.Nested).mechanism == f"{__name__}.LocalParent.Nested"
 
 
 def test_a_lambda_is_an_error_that_names_the_cure():
