@@ -26,8 +26,7 @@ _REFUSED_STRATEGIES = {
 
 
 def _number(what: str, value: object, minimum: float = -math.inf) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value or math.isinf(value):
         limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
         raise ValueError(f"{what} a finite number{limit}, got {value!r}")
     return float(value)

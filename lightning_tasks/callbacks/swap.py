@@ -14,6 +14,7 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
 from lightning_tasks.hparams import import_object, import_path, plain_data
+from lightning_tasks.resuming import refuse_other_layout
 
 Plan = dict[str, Any]
 
@@ -73,6 +74,11 @@ class SwapAttention(Callback):
             return
         if any(saved[key] != self._plan[key] for key in ("mechanism", "options", "layers")):
             rank_zero_warn(f"the checkpoint was trained with another swap: {saved}, now {self._plan}")
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        refuse_other_layout(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":

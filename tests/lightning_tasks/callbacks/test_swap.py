@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.softmax import SoftmaxAttention
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.loading import load_swapped
 from tests.lightning_tasks.callbacks.modules import (
     BuildsInConfigureModel,
@@ -162,6 +163,25 @@ def test_resume_continues_the_swapped_run(tmp_path):
     fit(straight, [SwapAttention("symmetric")], max_epochs=2)
     fit(TinyLM(), [SwapAttention("symmetric")], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
     assert torch.equal(weights_of(resumed(tmp_path / "one.ckpt", SwapAttention("symmetric"))), weights_of(straight))
+
+
+@pytest.mark.parametrize(("mechanism", "key"), [("rpc", "in_proj_weight"), (PATH, "log_temperature")])
+def test_resuming_a_plain_run_under_other_parameters_is_refused(tmp_path, mechanism, key):
+    fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match=rf"not as they were: .*{key}.*--init_from"):
+        resumed(tmp_path / "plain.ckpt", SwapAttention(mechanism))
+    # What the text advises works: testing needs no optimizer, and the weights alone load.
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(mechanism)])
+    tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    fit(TinyLM(), [SwapAttention(mechanism), InitFromCheckpoint(str(tmp_path / "plain.ckpt"))])
+
+
+def test_resuming_a_plain_run_under_the_same_parameters(tmp_path):
+    straight = TinyLM()
+    fit(straight, max_epochs=2)
+    fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
+    swapped = weights_of(resumed(tmp_path / "plain.ckpt", SwapAttention("softmax")))
+    torch.testing.assert_close(swapped, weights_of(straight), atol=1e-6, rtol=1e-5)
 
 
 def test_resume_with_another_mechanism_warns(tmp_path):
