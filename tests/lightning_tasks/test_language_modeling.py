@@ -11,7 +11,8 @@ from torchmetrics.text import Perplexity
 
 from attention_modules import RPCAttention
 from lightning_tasks import LanguageModelingTask
-from tests.lightning_tasks.language_data import SMALL, TOKENS, VOCAB, RandomText, trainer, windows
+from tests.lightning_tasks.demo import DemoText
+from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 
 GPT2 = {
     "model_type": "gpt2",
@@ -253,19 +254,13 @@ def test_a_vocabulary_below_that_of_the_data_is_refused(tmp_path):
         trainer(tmp_path).fit(task, RandomText())
 
 
-class Windows(RandomText):
-    """Says how long its windows are, as the text data modules do."""
-
-    num_tokens = TOKENS
-
-
 TOO_SHORT = {
     "gpt2": {**GPT2, "n_positions": 7},
     "own": {**SMALL, "init_args": {**SMALL["init_args"], "num_tokens": 7}},
 }
 
 
-@pytest.mark.parametrize("data", [Windows, RandomText], ids=["at the start", "at the first batch"])
+@pytest.mark.parametrize("data", [DemoText, RandomText], ids=["at the start", "at the first batch"])
 @pytest.mark.parametrize("model", TOO_SHORT)
 def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
     pytest.importorskip("transformers")
@@ -273,14 +268,14 @@ def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
     run, module = trainer(tmp_path), task(model=TOO_SHORT[model])
     with pytest.raises(ValueError, match=text):
         run.fit(module, data())
-    assert (module.model is None) == (data is Windows)
+    assert (module.model is None) == (data is DemoText)
     with pytest.raises(ValueError, match=text):
         run.predict(task(model=TOO_SHORT[model], vocab_size=VOCAB), data())
 
 
 def test_rope_takes_windows_of_any_length(tmp_path):
     pytest.importorskip("transformers")
-    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(task(model=LLAMA), Windows())
+    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(task(model=LLAMA), DemoText())
 
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -137,6 +137,18 @@ def test_load_swapped_rebuilds_from_the_checkpoint(kind, tmp_path):
     assert [id(found) for found in mechanisms(loaded)] == trained
 
 
+def test_load_swapped_refuses_a_network_that_setup_builds_and_says_what_works(tmp_path):
+    module = BuildsInSetup()
+    path = tmp_path / "swapped.ckpt"
+    fit(module, [SwapAttention("symmetric")], max_steps=2).save_checkpoint(path)
+    with pytest.raises(ValueError, match=r"BuildsInSetup .*'net\.encoder.* in setup\(\).*trainer\.test\(BuildsInSetup"):
+        load_swapped(BuildsInSetup, path)
+    loaded = BuildsInSetup()
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention("symmetric")])
+    tester.test(loaded, batches(1), ckpt_path=path, verbose=False)
+    assert torch.equal(weights_of(loaded), weights_of(module))
+
+
 def test_load_swapped_without_a_swap(tmp_path):
     fit(TinyLM(), max_steps=1).save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match=r"plain.ckpt holds no swap.*TinyLM.load_from_checkpoint"):
