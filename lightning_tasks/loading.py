@@ -43,9 +43,10 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
         missing = [name for plan in plans for name in plan["layers"] if name not in names]
         if missing and overrides(self, "setup"):
             raise ValueError(
-                f"{cls.__name__} has no {missing[0]!r} yet: it builds its network in setup(), which nothing calls when a "
-                "checkpoint is loaded. Build it in __init__ or configure_model, or keep SwapAttention among the trainer's "
-                f"callbacks and give the trainer the checkpoint: trainer.test({cls.__name__}(...), ckpt_path=...)"
+                f"{cls.__name__} has no {missing[0]!r} yet: it builds its network in setup(), which nothing calls when "
+                "a checkpoint is loaded. Build it in __init__ or configure_model, or keep SwapAttention among the "
+                f"trainer's callbacks and give the trainer the checkpoint: trainer.test({cls.__name__}(...), "
+                "ckpt_path=...)"
             )
         for plan in plans:
             carry_out(self, plan)
