@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism
+from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
 
 
 class SelfAttention(nn.Module):
@@ -78,6 +78,8 @@ class SelfAttention(nn.Module):
                 raise ValueError(f"{name} must be at least 1, or None to follow dim, got {size!r}")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("qk_norm and scale_norm need norm_layer, for example torch.nn.LayerNorm")
+        if mechanism_options is not None and isinstance(mechanism, (str, type)):
+            check_options(mechanism_class(mechanism), mechanism_options)
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = attn_head_dim or dim // num_heads
@@ -125,7 +127,15 @@ class SelfAttention(nn.Module):
 
         Returns:
             ``[B, N, dim_out]``.
+
+        Raises:
+            ValueError: if ``x`` has another shape, or no token.
         """
+        if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.qkv.in_features:
+            raise ValueError(
+                f"x must be [batch, tokens, {self.qkv.in_features}] with at least one token, got {tuple(x.shape)}; "
+                "one sequence alone is x[None]"
+            )
         batch, tokens, _ = x.shape
         is_causal = is_causal or self.is_causal
         parts = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)

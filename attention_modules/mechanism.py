@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import ClassVar, TypeVar
@@ -150,12 +151,40 @@ def mechanism_class(mechanism: str | type[AttentionMechanism]) -> type[Attention
             _load_entry_points()
         if mechanism in _REGISTRY:
             return _REGISTRY[mechanism]
-        near = difflib.get_close_matches(mechanism, _REGISTRY, n=3)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"unknown attention mechanism {mechanism!r}.{hint} Known: {', '.join(sorted(_REGISTRY))}")
+        raise ValueError(
+            f"unknown attention mechanism {mechanism!r}.{did_you_mean(mechanism, _REGISTRY)} "
+            f"Known: {', '.join(sorted(_REGISTRY))}"
+        )
     if isinstance(mechanism, type) and issubclass(mechanism, AttentionMechanism):
         return mechanism
     raise TypeError(f"expected a mechanism name or a subclass of AttentionMechanism, got {mechanism!r}")
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question that offers the nearest known names, with a space before it; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def check_options(cls: type[AttentionMechanism], options: object) -> None:
+    """Check that options are a mapping of names that the mechanism takes.
+
+    Raises:
+        TypeError: if they are not; the text names the unknown, the nearest and the known options.
+    """
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"the options of {cls.__name__} must be a dict of names and values, got {options!r}; "
+            "write them as {'name': value}"
+        )
+    parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the spec
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    for name in options:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise TypeError(f"{cls.__name__} has no option {name!r}; {takes}.{did_you_mean(str(name), known)}")
 
 
 def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object) -> AttentionMechanism:
@@ -168,10 +197,11 @@ def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object
     """
     if isinstance(mechanism, (str, type)):
         cls = mechanism_class(mechanism)
+        check_options(cls, options)
         try:
             return cls(spec, **options)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__} does not take these options {options}: {error}") from error
+            raise TypeError(f"{cls.__name__} could not be built with the options {options}: {error}") from error
     if not callable(mechanism):
         raise TypeError(f"expected a mechanism name, class or callable, got {mechanism!r}")
     if options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, get_args
 
 import torch
@@ -94,21 +95,24 @@ class ScaledAttention(AttentionMechanism):
     """:func:`scaled_attention` as a mechanism; at its initial s = 0 it is plain attention.
 
     Args:
-        spec: the layer that it serves; ``"matrix"`` needs ``num_tokens``. Sequences of fewer tokens use the
-            first rows and columns of S, as learned positions do.
+        spec: the layer that it serves.
         variant: ``"matrix"``, S a free ``[H, N, N]``; ``"scalar"``, S = s · softmax(k kᵀ · scale), one s a layer.
+        num_tokens: N of the matrix, that of ``spec`` where None. Sequences of fewer tokens use the first rows and
+            columns of S, as learned positions do.
 
     Raises:
         ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens.
     """
 
-    def __init__(self, spec: AttentionSpec, variant: Variant = "matrix") -> None:
+    def __init__(self, spec: AttentionSpec, variant: Variant = "matrix", num_tokens: int | None = None) -> None:
+        if num_tokens is not None:
+            spec = dataclasses.replace(spec, num_tokens=num_tokens)
         if variant not in get_args(Variant):
             raise ValueError(f"variant must be one of {', '.join(map(repr, get_args(Variant)))}, got {variant!r}")
         if variant == "matrix" and spec.num_tokens is None:
             raise ValueError(
-                "scaled attention with variant='matrix' learns an N x N matrix and needs the number of tokens; "
-                "set num_tokens in the AttentionSpec (or the layer), or use variant='scalar'"
+                "scaled attention with variant='matrix' learns an N x N matrix, and nothing here says how many tokens "
+                "there are at most; give it the option num_tokens=N, or use variant='scalar'"
             )
         super().__init__(spec)
         self.variant = variant
@@ -137,6 +141,9 @@ class ScaledAttention(AttentionMechanism):
         if self.variant == "matrix":
             tokens, limit = k.shape[-2], s.shape[-1]
             if tokens > limit:
-                raise ValueError(f"scaled attention was built for at most {limit} tokens (num_tokens), got {tokens}")
+                raise ValueError(
+                    f"scaled attention was built for at most {limit} tokens, got {tokens}; shorten the input, or give "
+                    f"the mechanism the option num_tokens={tokens}"
+                )
             s = s[:, :tokens, :tokens]
         return scaled_attention(q, k, v, s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

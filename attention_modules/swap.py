@@ -12,7 +12,7 @@ from torch import nn
 
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import AttentionLayer, Swapped
-from attention_modules.hosts.discovery import Found, Selector, Survey, select, survey
+from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.table import loaded_hosts
@@ -61,7 +61,8 @@ def swap_attention(
     Raises:
         AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, or the model is
             wrapped (DDP, FSDP, torch.compile). The model is then unchanged.
-        ValueError, TypeError: from the mechanism, for an unknown name or bad options. The model is then unchanged.
+        ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
+            model is then unchanged.
     """
     _refuse_wrapped(model)
     found = survey(model)
@@ -112,6 +113,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
+    check_module(model)
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dis
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ commands:
 options:
   -h, --help                    show this text; `attnswap fit --help` lists every argument of fit
   --version                     show the version
+
+Errors in what was asked for are one line; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
 """
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -35,11 +39,30 @@ def version() -> str:
     raise RuntimeError(f"{source} defines no __version__")
 
 
+def refusal_in(error: BaseException | None) -> BaseException | None:
+    """The error that a `raise` in one of our own packages made, whose text says all that the user needs, if it is one.
+
+    jsonargparse wraps what constructors raise.
+    """
+    last = None if error is None else error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if error is None or last is None:
+        return None
+    code = last.tb_frame.f_code
+    package = str(last.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    if package == "jsonargparse":
+        return refusal_in(error.__cause__)
+    meant = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return error if meant and package in ("attention_modules", "lightning_tasks", "datamodules") else None
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (by default that of the process).
 
     Raises:
-        SystemExit: with code 2 where the arguments are wrong; the message is on stderr.
+        SystemExit: with code 2 where what was asked for is refused, by the command line or on building and running it;
+            the message is on stderr. Errors of other code than ours pass as they are.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
@@ -63,8 +86,13 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare"))
             raise RecipeError(f"unknown command {command!r}; the commands are {known}")
-    except RecipeError as error:
-        print(f"attnswap: error: {error}", file=sys.stderr)
+    except Exception as error:
+        refusal = error if isinstance(error, RecipeError) else refusal_in(error)
+        if refusal is None or os.environ.get("ATTNSWAP_TRACEBACK"):
+            raise
+        wraps = refusal.__cause__ is not None and not isinstance(error, RecipeError)
+        more = " (ATTNSWAP_TRACEBACK=1 shows where)" if wraps else ""
+        print(f"attnswap: error: {refusal}{more}", file=sys.stderr)
         raise SystemExit(2) from error
 
 

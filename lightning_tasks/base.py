@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_tasks.hparams import build, plain_data
 from lightning_tasks.optimization import build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
+from lightning_tasks.resuming import refuse_other_layout
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
 Buildable = str | dict[str, Any] | Callable[..., Any]
@@ -73,7 +74,13 @@ class BaseTask(LightningModule):
         checkpoint["random_state"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short."""
+        """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short.
+
+        Raises:
+            ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit.
+        """
+        if self._trainer is not None:
+            refuse_other_layout(self._trainer, self, checkpoint)
         self._random_state = checkpoint.get("random_state")
         reopen_cut_epoch(checkpoint)
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.hparams import import_object, join_arguments
-from lightning_tasks.loggers import RUNS, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
@@ -57,7 +57,29 @@ def _expand(option: str, value: str) -> str:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Save the complete configuration in the run's own folder, and in the W&B run where there is one."""
+    """Save the complete configuration in the run's own folder, and in the W&B run where there is one.
+
+    It is saved once everything is built, so that a run that cannot begin leaves no folder.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet: the model is built after this."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save for a fit."""
+        super().setup(trainer, pl_module, "fit")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save for a validation (that of a fit finds it saved)."""
+        super().setup(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save for a test."""
+        super().setup(trainer, pl_module, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save for a prediction."""
+        super().setup(trainer, pl_module, "predict")
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the configuration, nested as it is, into every W&B run (rank zero only)."""
@@ -68,6 +90,16 @@ class SaveConfig(SaveConfigCallback):
 
 class AttnswapCLI(LightningCLI):
     """LightningCLI with `--init_from`, one folder a run, and checkpoint hyper-parameters that override nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Parse, build and run; a run that cannot begin leaves no folder."""
+        self._claimed: tuple[Path, Path] | None = None
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            if self._claimed is not None:
+                release_run_folder(*self._claimed)
+            raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--init_from`."""
@@ -109,7 +141,9 @@ class AttnswapCLI(LightningCLI):
             return
         files = [str(path) for path in section.get("config") or []]
         recipe = recipe_name(Path(files[0])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
-        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, Path(trainer.default_root_dir or RUNS))
+        root = Path(trainer.default_root_dir or RUNS)
+        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, root)
+        self._claimed = folder, root
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
         rank_zero_info(f"attnswap: this run's files are in {folder}")

@@ -62,8 +62,13 @@ def import_object(path: str, *modules: ModuleType) -> Any:
     raise ValueError(f"{path!r} was not found: there is no module {parts[0]!r}; check the spelling or install it")
 
 
-def plain_data(value: Any, what: str = "hyper-parameter") -> Any:
+def plain_data(value: Any, what: str = "hyper-parameter", specs: bool = True) -> Any:
     """A deep copy that holds only None, booleans, numbers, strings, lists and dicts; classes become their specs.
+
+    Args:
+        value: nested data.
+        what: how error messages call it.
+        specs: whether classes and functions may stand in it; what is read as it was written cannot have them.
 
     Raises:
         TypeError: if some part has no such form; ``what`` names it in the text.
@@ -73,12 +78,14 @@ def plain_data(value: Any, what: str = "hyper-parameter") -> Any:
     if isinstance(value, jsonargparse.Namespace):  # what the command line leaves inside lists
         value = value.as_dict()
     if isinstance(value, Mapping):
-        return {str(key): plain_data(entry, f"{what}.{key}") for key, entry in value.items()}
+        return {str(key): plain_data(entry, f"{what}.{key}", specs) for key, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [plain_data(entry, f"{what}[{index}]") for index, entry in enumerate(value)]
-    if isinstance(value, (type, functools.partial)) or callable(value):
+        return [plain_data(entry, f"{what}[{index}]", specs) for index, entry in enumerate(value)]
+    if specs and (isinstance(value, (type, functools.partial)) or callable(value)):
         return plain_spec(value, what=what)
-    raise TypeError(f"{what} cannot be stored in a checkpoint: {value!r} is no plain data; give numbers and strings")
+    raise TypeError(
+        f"{what} cannot be stored in a checkpoint: {value!r} is no plain data (numbers, strings, None, lists, dicts)"
+    )
 
 
 def join_arguments(value: Any) -> Any:

@@ -11,7 +11,14 @@ from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.losses import IGNORE_INDEX
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
-from lightning_tasks.models.causal_lm import build_causal_lm, has_plain_head, log_probabilities, loss_sum, model_spec
+from lightning_tasks.models.causal_lm import (
+    build_causal_lm,
+    check_window,
+    has_plain_head,
+    log_probabilities,
+    loss_sum,
+    model_spec,
+)
 
 Batch = tuple[Tensor, Tensor]
 
@@ -86,7 +93,8 @@ class LanguageModelingTask(BaseTask):
         """The language model; where the vocabulary was left open, it is the data module's.
 
         Raises:
-            ValueError: if neither the task nor a data module says how large the vocabulary is, or the data needs more.
+            ValueError: if neither the task nor a data module says how large the vocabulary is, or the data needs more,
+                or the data module's windows are longer than the model takes.
         """
         if self.hparams["vocab_size"] is None:
             self.hparams["vocab_size"] = self._vocab_size_of_data()
@@ -100,6 +108,9 @@ class LanguageModelingTask(BaseTask):
         attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
         layers = self.hparams["attention_layers"]
         model = build_causal_lm(self.hparams["model"], self.hparams["vocab_size"], attention, options, layers)
+        window = getattr(getattr(self._trainer, "datamodule", None), "num_tokens", None)
+        if window is not None:
+            check_window(model, window)
         self._chunk_size = self.hparams["chunk_size"] if has_plain_head(model) else None
         return model
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 
+from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import SwapAttention, carry_out
 
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -16,7 +17,8 @@ Module = TypeVar("Module", bound=pl.LightningModule)
 def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
     """A module from a checkpoint that a trainer with :class:`SwapAttention` wrote, swapped as it was there.
 
-    The network must be built by ``__init__`` or ``configure_model``, as ``cls.load_from_checkpoint`` asks too.
+    The network must be built by ``__init__`` or ``configure_model``, as ``cls.load_from_checkpoint`` asks too: only a
+    trainer calls ``setup``, which may need its data.
 
     Args:
         cls: the module's own class, of either Lightning package.
@@ -24,7 +26,7 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
         **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only`` and hyper-parameters.
 
     Raises:
-        ValueError: if the checkpoint holds no swap.
+        ValueError: if the checkpoint holds no swap, or the network is not there before ``setup``.
     """
     weights_only = kwargs.get("weights_only") is not False
     saved = torch.load(path, map_location="cpu", weights_only=weights_only).get("callbacks", {})
@@ -37,6 +39,15 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
 
     def configure_model(self: pl.LightningModule) -> None:
         cls.configure_model(self)  # type: ignore[arg-type]
+        names = {name for name, _ in self.named_modules()}
+        missing = [name for plan in plans for name in plan["layers"] if name not in names]
+        if missing and overrides(self, "setup"):
+            raise ValueError(
+                f"{cls.__name__} has no {missing[0]!r} yet: it builds its network in setup(), which nothing calls when "
+                "a checkpoint is loaded. Build it in __init__ or configure_model, or keep SwapAttention among the "
+                f"trainer's callbacks and give the trainer the checkpoint: trainer.test({cls.__name__}(...), "
+                "ckpt_path=...)"
+            )
         for plan in plans:
             carry_out(self, plan)
 

@@ -33,6 +33,19 @@ def claim_run_folder(recipe: str, root: Path) -> Path:
             return parent / f"version_{number}"
 
 
+def release_run_folder(folder: Path, root: Path) -> None:
+    """Remove the folder of a run that could not begin, and those above it up to `root`, as far as they are empty."""
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        return
+    for path in (folder, *folder.parents):
+        if root not in (path, *path.parents):
+            return
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
 def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], Path]:
     """The `trainer.logger` value(s) of a configuration with a CSV logger first, and the folder of the run.
 

@@ -8,13 +8,20 @@ from attention_modules.analysis.spectrum import (
     trace,
     trace_squared,
 )
-from attention_modules.analysis.statistics import STATISTICS, Statistic, attention_entropy, attention_statistics
+from attention_modules.analysis.statistics import (
+    STATISTICS,
+    Statistic,
+    attention_entropy,
+    attention_row_sums,
+    attention_statistics,
+)
 
 __all__ = [
     "STATISTICS",
     "QKSpectrum",
     "Statistic",
     "attention_entropy",
+    "attention_row_sums",
     "attention_statistics",
     "frobenius_squared",
     "qk_spectrum",

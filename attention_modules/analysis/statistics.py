@@ -137,10 +137,10 @@ def _row_statistics_in_chunks(attention: _Attention, names: Sequence[str]) -> di
     return {name: torch.cat(values, -1) for name, values in rows.items()}
 
 
-def _mean_over(rows: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid rows, ``[B, H]``; NaN where there is none."""
+def _sum_over(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over the valid rows, and their number, ``[B, H]`` each."""
     valid = valid.expand_as(rows)
-    return rows.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)
+    return rows.masked_fill(~valid, 0.0).sum(-1), valid.sum(-1)
 
 
 def attention_statistics(
@@ -177,6 +177,25 @@ def attention_statistics(
     Raises:
         ValueError: if a name is unknown or shapes do not fit.
     """
+    sums = attention_row_sums(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=statistics)
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+def attention_row_sums(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    statistics: Sequence[Statistic] = STATISTICS,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The sums that :func:`attention_statistics` averages, and of how many rows, for means over several maps.
+
+    Returns:
+        By name, the sum over rows, fp32 ``[B, H]``, and their number, int64 ``[B, H]``; arguments and errors are the
+        same.
+    """
     _check(q, k, attn_mask, statistics)
     names = set(statistics) | ({"entropy"} if "normalised_entropy" in statistics else set())
     with torch.autocast(q.device.type, enabled=False):
@@ -194,14 +213,14 @@ def attention_statistics(
         if rows is None:
             rows = _row_statistics_in_chunks(attention, wanted)
         counts = attention.visible_counts()
-        means: dict[str, Tensor] = {}
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
         for name in statistics:
             if name == "normalised_entropy":
-                means[name] = _mean_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
+                sums[name] = _sum_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
             else:
                 values = rows[name].clamp(min=0) if name == "entropy" else rows[name]
-                means[name] = _mean_over(values, counts >= 1)
-    return means
+                sums[name] = _sum_over(values, counts >= 1)
+    return sums
 
 
 def attention_entropy(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.table import known_hosts, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
-from attention_modules.mechanism import AttentionMechanism
+from attention_modules.mechanism import AttentionMechanism, did_you_mean
 
 Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -58,8 +57,26 @@ def host_of(module: nn.Module) -> Host | None:
     return next((host for host in loaded_hosts() if host.understands(module)), None)
 
 
+def check_module(model: object) -> None:
+    """Check that a model is a module, not the name of one or a class.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module that is built, got {model!r} ({type(model).__name__}); build it first, "
+            "for example with timm.create_model() or from_pretrained()"
+        )
+
+
 def survey(model: nn.Module) -> Survey:
-    """Every attention layer of the model, in module order, each once under all its names."""
+    """Every attention layer of the model, in module order, each once under all its names.
+
+    Raises:
+        TypeError: if it is no module.
+    """
+    check_module(model)
     found = Survey(modules=dict(model.named_modules(remove_duplicate=False)))
     by_id: dict[int, int] = {}
     inside: list[str] = []  # prefixes of layers already understood: what they are made of is theirs
@@ -222,8 +239,7 @@ def _why_no_match(found: Survey, pattern: str) -> str:
         return (
             f"names {hit!r} ({kind}), which is no attention layer of a known host ({', '.join(known_hosts())}); {here}"
         )
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = did_you_mean(pattern, names, cutoff=0.5)
     return f"matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; {here}"
 
 

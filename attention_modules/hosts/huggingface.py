@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
-from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.query import QueryPart, WithoutQuery, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
@@ -90,6 +90,7 @@ def mechanism_attention_forward(
     if causal and key.shape[2] > query.shape[2]:  # a static cache that is still empty beyond the prompt
         key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
     if not mechanism.uses_query:
+        _check_no_adapted_query(module)
         if key.shape[2] != query.shape[2]:
             raise NotImplementedError(
                 f"{type(mechanism).__name__} has no query, so it cannot continue from a key-value cache "
@@ -99,6 +100,18 @@ def mechanism_attention_forward(
     # A mechanism with a query that cannot take more keys than queries says so itself.
     out = mechanism(query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling)
     return out.transpose(1, 2).contiguous(), out.new_empty(*out.shape[:-1], 0)
+
+
+def _check_no_adapted_query(module: Any) -> None:
+    """Refuse what somebody wrapped around a query projection that has no weights: it would train nothing."""
+    for part in module.dropped_query:
+        owner = module.get_submodule(part.owner)
+        sharded = type(owner).__module__.startswith("torch.distributed.")
+        if not isinstance(owner, WithoutQuery) and not sharded:
+            raise RuntimeError(
+                f"the query projection {part.owner!r} was replaced by a {type(owner).__name__} after the swap, but "
+                f"{WithoutQuery.CURE}"
+            )
 
 
 AttentionInterface.register(INTERFACE, mechanism_attention_forward)
@@ -114,11 +127,13 @@ class SwappedHuggingFace(Swapped):
     num_groups: int
 
 
-class KeyValueConv1D(Conv1D):
+class KeyValueConv1D(WithoutQuery):
     """GPT-2's joint projection without query rows; its forward is split in three, so keys stand in for queries."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        keys_values = super().forward(x)
+    nf: int
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        keys_values = Conv1D.forward(self, x)
         return torch.cat([keys_values[..., : self.nf // 2], keys_values], dim=-1)
 
 
@@ -168,9 +183,16 @@ class HuggingFaceHost(Host):
         return AttentionSpec(dim, heads, head_dim, is_causal=causal, layer_index=layer_index)
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
-        """A ViT has one length, its patches and the class token."""
+        """A ViT has one length, its patches and the class token; learned positions bound that of a text.
+
+        Rope bounds nothing (and its ``max_position_embeddings`` can be 131,072).
+        """
         size, patch = (getattr(layer.config, name, None) for name in ("image_size", "patch_size"))
-        return (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else None
+        if isinstance(size, int) and isinstance(patch, int):
+            return (size // patch) ** 2 + 1
+        if "position_embeddings" in _forward_arguments(layer):
+            return None
+        return getattr(layer.config, "max_position_embeddings", None)
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         if self._fused(layer):

@@ -44,11 +44,35 @@ class QueryPart:
         return prefix + (f"{self.owner}." if self.owner else "") + self.tensor
 
 
-class QuerylessLinear(nn.Linear):
+class WithoutQuery(nn.Module):
+    """A projection whose query rows were taken out.
+
+    It is no nn.Linear or Conv1D, so that peft leaves it out of "all-linear", and refuses it by this name and text where
+    ``target_modules`` names it: an adapter would change a query that nothing reads.
+    """
+
+    CURE = (
+        "its mechanism uses no query: leave it out of target_modules, adapt other projections, or call "
+        "restore_attention() first"
+    )
+
+    def extra_repr(self) -> str:
+        return self.CURE
+
+
+class QuerylessLinear(WithoutQuery):
     """A query projection without weights: gives zeros of the right shape that cost no memory."""
+
+    in_features: int
+    out_features: int
 
     def forward(self, input: Tensor) -> Tensor:
         return input.new_zeros(()).expand(*input.shape[:-1], self.out_features)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(f"this query projection has no weight, as {self.CURE}")
+        return super().__getattr__(name)
 
 
 def query_parts(layer: nn.Module, owner: str, size: int, dims: dict[str, int]) -> tuple[QueryPart, ...]:
@@ -89,7 +113,7 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             owner._parameters[part.tensor] = _parameter(rest.clone(), old.requires_grad, old)
             _set_size(owner, part.full - part.size)
         else:
-            owner._parameters[part.tensor] = None
+            del owner._parameters[part.tensor]
             owner.__class__ = QuerylessLinear
 
 
@@ -101,7 +125,7 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         if rows is None:
             raise RuntimeError(f"{part.owner}.{part.buffer} was emptied: the query rows are lost")
         delattr(owner, part.buffer)
-        rest = owner._parameters[part.tensor]
+        rest = owner._parameters.get(part.tensor)
         if rest is None:
             owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
             owner.__class__ = nn.Linear

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_modules import AttentionMechanism
-from attention_modules.analysis import STATISTICS, Statistic, attention_statistics
+from attention_modules.analysis import STATISTICS, Statistic, attention_row_sums
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
@@ -28,11 +28,10 @@ class AttentionMonitor(Callback):
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
-    ``test/``, and are averages over all batches that have a row to average. Each map counts once: the mean over its
-    rows first, then over samples and heads (our choice; with padding on the left, rows of a short sample weigh more
-    than those of a long one). Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ)
-    with the q and k that the mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first
-    pass.
+    ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
+    heads and batches, whatever the padding; ``mean`` is that of the layers. Definitions:
+    :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
+    given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
@@ -69,8 +68,7 @@ class AttentionMonitor(Callback):
         self._last_step = -1
         self._hooks: ExitStack | None = None
         self._in_backward = False
-        self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call
-        self._samples = 0
+        self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call: the sum over rows, and their number
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
@@ -102,7 +100,7 @@ class AttentionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            log_now(pl_module, self._close())
+            log_now(pl_module, {name: mean for name, (mean, _) in self._close().items()})
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there
@@ -147,25 +145,23 @@ class AttentionMonitor(Callback):
     def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
         if self._hooks is None:
             return
-        samples = max(self._samples, 1)
         values = self._close()
         # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
-        undefined = torch.stack(list(values.values())).isnan().tolist() if values else []
-        for (name, value), nothing in zip(values.items(), undefined, strict=True):
+        weights = torch.stack([rows for _, rows in values.values()]).tolist() if values else []
+        for (name, (mean, _)), weight in zip(values.items(), weights, strict=True):
             pl_module.log(
                 prefix + name,
-                torch.zeros_like(value) if nothing else value,
+                mean if weight else torch.zeros_like(mean),
                 on_step=False,
                 on_epoch=True,
                 sync_dist=True,
-                batch_size=0 if nothing else samples,
+                batch_size=int(weight),
             )
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()  # of a batch that was skipped before its end
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         self._observed = [[] for _ in layers]
-        self._samples = 0
         self._hooks = ExitStack()
         for index, layer in enumerate(layers):
             if layer.mechanism is None:
@@ -185,8 +181,7 @@ class AttentionMonitor(Callback):
         if self._in_backward:
             return
         query, key = args[:2]
-        self._samples = max(self._samples, query.shape[0])
-        statistics = attention_statistics(
+        sums = attention_row_sums(
             query if mechanism.uses_query else key,
             key,
             attn_mask=kwargs.get("attn_mask"),
@@ -194,24 +189,27 @@ class AttentionMonitor(Callback):
             scale=kwargs.get("scale"),
             statistics=self.statistics,
         )
-        self._observed[index].append({name: value.nanmean() for name, value in statistics.items()})
+        self._observed[index].append(
+            {name: torch.stack([total.sum(), count.sum()]) for name, (total, count) in sums.items()}
+        )
 
-    def _close(self) -> dict[str, Tensor]:
-        """Unhook; what was seen since :meth:`_open`, by logged name."""
+    def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
         if self._hooks is None:
             return {}
         self._hooks.close()
         self._hooks, self._in_backward = None, False
-        values: dict[str, Tensor] = {}
+        values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.statistics:
-            by_layer = {
-                f"attention/{name}/{layer_label(index)}": torch.stack([call[name] for call in calls]).nanmean()
-                for index, calls in enumerate(self._observed)
-                if calls
-            }
+            by_layer = {}
+            for index, calls in enumerate(self._observed):
+                if calls:
+                    total, rows = torch.stack([call[name] for call in calls]).sum(0)
+                    by_layer[f"attention/{name}/{layer_label(index)}"] = (total / rows, rows)
             if by_layer:
                 values |= by_layer
-                values[f"attention/{name}/mean"] = torch.stack(list(by_layer.values())).nanmean()
+                means, counts = (torch.stack(part) for part in zip(*by_layer.values(), strict=True))
+                values[f"attention/{name}/mean"] = (means.nanmean(), counts.sum())
         self._observed = []
         return values
 

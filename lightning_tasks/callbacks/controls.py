@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.locater import LocAteR
 
 
 def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -98,7 +99,26 @@ class FreezeQK(_QKControl):
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: when a fit starts, if :class:`LocAteR` trains one of the same layers.
     """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        frozen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if not isinstance(other, LocAteR) or not other.trains:
+                continue
+            both = [
+                layer.name
+                for layer in attention_layers(pl_module, other.where, other.layers, other.exclude)
+                if layer.name in frozen
+            ]
+            if both:
+                raise ValueError(
+                    f"FreezeQK would throw away the whole penalty that LocAteR puts on {', '.join(both)}; drop one of "
+                    "the two, keep their layers apart (where=, layers=, exclude=), or set LocAteR's observe_only=True"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

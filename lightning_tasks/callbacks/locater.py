@@ -25,10 +25,10 @@ _REFUSED_STRATEGIES = {
 }
 
 
-def _number(name: str, value: object, minimum: float = -math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < math.inf:
+def _number(what: str, value: object, minimum: float = -math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value or math.isinf(value):
         limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
-        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
+        raise ValueError(f"{what} a finite number{limit}, got {value!r}")
     return float(value)
 
 
@@ -75,17 +75,23 @@ class LocAteR(Callback):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if scale not in _SCALES:
+        if not isinstance(scale, str) or scale not in _SCALES:
             raise ValueError(f"scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-        self.weight = _number("weight", weight, minimum=0.0)
+        self.weight = _number("weight must be", weight, minimum=0.0)
         self.scale = scale
-        self.gamma = _number("gamma", gamma, minimum=0.0)
-        self.mean_target = mean_target if mean_target == "initial" else _number("mean_target", mean_target)
+        self.gamma = _number("gamma must be", gamma, minimum=0.0)
+        initial = isinstance(mean_target, str) and mean_target == "initial"
+        self.mean_target = mean_target if initial else _number("mean_target must be 'initial' or", mean_target)
         self.observe_only = observe_only
         self.where, self.layers, self.exclude = where, layers, exclude
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}
         self._backward_passes = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether it changes any weight."""
+        return self.weight > 0 and not self.observe_only
 
     @property
     def state_key(self) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from attention_modules.hosts import attention_layers
-from attention_modules.mechanism import AttentionMechanism, mechanism_class
+from attention_modules.mechanism import AttentionMechanism, check_options, mechanism_class
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
+from lightning_tasks.hparams import import_object, import_path, plain_data
+from lightning_tasks.resuming import refuse_other_layout
 
 Plan = dict[str, Any]
 
@@ -36,9 +37,11 @@ class SwapAttention(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if the mechanism is unknown or cannot be imported by name, or options are not plain data; when a
-            trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention`` chose the
-            same layer, or a weight-averaging callback copied the module before.
+        ValueError: if the mechanism is unknown; when a trainer starts, if nothing matches, a layer cannot take the
+            mechanism, another ``SwapAttention`` chose the same layer, or a weight-averaging callback copied the module
+            before.
+        TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
+            data.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class SwapAttention(Callback):
     ) -> None:
         super().__init__()
         self._class = _resolve(mechanism)
-        self.mechanism = mechanism if isinstance(mechanism, str) else _import_path(mechanism)
-        self.options = _plain("options", dict(options or {}))
+        self.mechanism = mechanism if isinstance(mechanism, str) else import_path(mechanism)
+        check_options(self._class, options or {})
+        self.options = plain_data(options or {}, "options", specs=False)
         self.where, self.layers, self.exclude = where, layers, list(exclude)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
@@ -70,6 +74,11 @@ class SwapAttention(Callback):
             return
         if any(saved[key] != self._plan[key] for key in ("mechanism", "options", "layers")):
             rank_zero_warn(f"the checkpoint was trained with another swap: {saved}, now {self._plan}")
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        refuse_other_layout(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -148,41 +157,10 @@ def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
 def _resolve(mechanism: object) -> type[AttentionMechanism]:
     """The class of a short name, a class or an import path."""
     if isinstance(mechanism, str) and "." in mechanism:
-        module, _, name = mechanism.rpartition(".")
-        try:
-            mechanism = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"mechanism {mechanism!r} cannot be imported: {error}; give a short name, or package.module.Class"
-            ) from error
+        mechanism = import_object(mechanism)
     if not isinstance(mechanism, (str, type)):
         raise TypeError(
             f"mechanism must be a short name, a class or its import path, got {mechanism!r}, which a checkpoint cannot "
             "hold; write a subclass of AttentionMechanism, and give its arguments as options="
         )
     return mechanism_class(mechanism)
-
-
-def _import_path(cls: type[AttentionMechanism]) -> str:
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    if getattr(import_module(cls.__module__), cls.__qualname__, None) is not cls:
-        raise ValueError(f"{path} cannot be imported, so a checkpoint cannot name it; define it at the top of a module")
-    return path
-
-
-def _plain(what: str, value: Any) -> Any:
-    """A copy of nested plain data.
-
-    Raises:
-        ValueError: if a part is anything but numbers, strings, None, lists and dictionaries.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(f"{what}[{key!r}]", part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(f"{what}[{index}]", part) for index, part in enumerate(value)]
-    raise ValueError(
-        f"{what} must be plain data (numbers, strings, None, lists, dictionaries), which a checkpoint can hold, "
-        f"got {value!r}"
-    )

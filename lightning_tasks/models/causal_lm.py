@@ -86,6 +86,27 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
     return model
 
 
+def check_window(model: Any, num_tokens: int) -> None:
+    """Check that a model has a position for each token of a window; rope and ALiBi bound nothing.
+
+    Raises:
+        ValueError: if it has fewer positions.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "rope_parameters", None) is not None:
+        return
+    own = getattr(model, "num_tokens", None)
+    limit = getattr(config, "max_position_embeddings", None) if own is None else own
+    if isinstance(limit, int) and 0 < limit < num_tokens:
+        cure = (
+            "a larger num_tokens" if own is not None else "more positions (max_position_embeddings; GPT-2: n_positions)"
+        )
+        raise ValueError(
+            f"the windows have {num_tokens} tokens and {type(model).__name__} has {limit} positions; shorten "
+            f"the windows (num_tokens of the data), or build the model with {cure}"
+        )
+
+
 def _head(model: Any) -> nn.Linear | None:
     """The linear map from hidden states to logits, where there is one."""
     if hasattr(model, "hidden"):
@@ -150,6 +171,7 @@ def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int 
         targets: next tokens ``[B, N]``, -100 where none counts.
         chunk_size: tokens whose logits exist together, for a model that :func:`has_plain_head`; else None.
     """
+    check_window(model, inputs.size(1))
     head = _head(model)
     if chunk_size is None or head is None:
         logits = _logits(model, inputs).flatten(0, 1).float()
@@ -161,6 +183,7 @@ def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int 
 @torch.no_grad()
 def log_probabilities(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
     """ln p of each target ``[B, N]`` in nats, 0 where it is ignored; arguments as for :func:`loss_sum`."""
+    check_window(model, inputs.size(1))
     head = _head(model)
     if chunk_size is None or head is None:
         logits = _logits(model, inputs).flatten(0, 1).float()

@@ -135,3 +135,16 @@ def test_a_causal_layer_hides_the_future_and_tells_its_mechanism():
     changed[:, -1] += 1
     torch.testing.assert_close(layer(x)[:, :-1], layer(changed)[:, :-1])
     torch.testing.assert_close(layer(x), layer(x, is_causal=True))
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 1, 5, 8), (2, 0, 8), (2, 5, 7)])
+def test_an_input_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=rf"\[batch, tokens, 8\].*got \({', '.join(map(str, shape))}\).*x\[None\]"):
+        SelfAttention(8, 2)(torch.zeros(shape))
+
+
+def test_options_that_no_mechanism_takes_are_refused():
+    with pytest.raises(TypeError, match=r"RPCAttention has no option 'iteration'.*Did you mean 'iterations'"):
+        SelfAttention(8, 2, "rpc", {"iteration": 4})
+    with pytest.raises(TypeError, match=r"options of RPCAttention must be a dict .* got \[4\]"):
+        SelfAttention(8, 2, "rpc", [4])

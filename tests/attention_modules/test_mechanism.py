@@ -75,6 +75,22 @@ def test_an_option_that_does_not_fit_names_class_and_options():
         build_mechanism("softmax", SPEC, iterations=2)
 
 
+def test_a_mistyped_option_names_itself_the_nearest_and_the_known():
+    with pytest.raises(TypeError, match=r"RPCAttention has no option 'iteration'; it takes iterations, .*'iterations'"):
+        build_mechanism("rpc", SPEC, iteration=4)
+    with pytest.raises(TypeError, match="SoftmaxAttention has no option 'iterations'; it takes none"):
+        build_mechanism("softmax", SPEC, iterations=4)
+
+
+def test_a_mechanism_that_takes_anything_is_asked_itself():
+    class Open(SoftmaxAttention):
+        def __init__(self, spec, **options):
+            super().__init__(spec)
+            self.options = options
+
+    assert build_mechanism(Open, SPEC, anything=1).options == {"anything": 1}
+
+
 def test_a_callable_carries_its_own_options_and_returns_a_mechanism():
     assert isinstance(build_mechanism(lambda spec: SoftmaxAttention(spec), SPEC), SoftmaxAttention)
     with pytest.raises(TypeError, match="iterations"):

@@ -58,6 +58,13 @@ def test_the_matrix_needs_the_number_of_tokens():
     assert ScaledAttention(AttentionSpec(24, 3, 8), "scalar").s.numel() == 1
 
 
+def test_the_number_of_tokens_can_be_an_option():
+    assert ScaledAttention(AttentionSpec(24, 3, 8), num_tokens=5).s.shape == (3, 5, 5)
+    assert ScaledAttention(SPEC, num_tokens=5).spec.num_tokens == 5
+    with pytest.raises(ValueError, match="num_tokens must be an integer of at least 1, got 0"):
+        ScaledAttention(SPEC, num_tokens=0)
+
+
 def test_an_unknown_variant_is_an_error():
     with pytest.raises(ValueError, match="'matrix', 'scalar', got 'vector'"):
         ScaledAttention(SPEC, "vector")

@@ -162,8 +162,8 @@ def test_errors_name_the_value_and_change_nothing(arguments: dict, text: str) ->
 def test_bad_options_change_nothing() -> None:
     model = Pyramid()
     before = state_of(model)
-    with pytest.raises(TypeError, match="does not take these options"):
-        swap_attention(model, "softmax", iterations=3)
+    with pytest.raises(TypeError, match=r"RPCAttention has no option 'iteration'.*Did you mean 'iterations'"):
+        swap_attention(model, "rpc", iteration=3)
     assert state_of(model) == before
 
 
@@ -445,3 +445,10 @@ def test_a_model_swapped_in_inference_mode_trains(mechanism: str) -> None:
     with torch.inference_mode():
         restore_attention(model)
     model(torch.randn(2, 5, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("call", [lambda model: swap_attention(model, "rpc"), restore_attention, attention_layers])
+@pytest.mark.parametrize("model", ["resnet", Pyramid], ids=["name", "class"])
+def test_something_else_than_a_module_is_refused(call, model) -> None:
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module that is built, got .*; build it first"):
+        call(model)

@@ -3,11 +3,15 @@
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from tests.lightning_tasks.language_data import TOKENS, RandomText
+
 
 class DemoModule(BoringModel):
     def __init__(self, width: int = 32, rate: float = 0.1, note: str = "none", init_bias: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
+        if note == "fail":
+            raise ValueError("the module's own")
         self.layer = torch.nn.Linear(width, 2)
         if init_bias:
             torch.nn.init.ones_(self.layer.bias)
@@ -27,3 +31,9 @@ class DemoModule(BoringModel):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+
+class DemoText(RandomText):
+    """Random text that says how long its windows are, as the text data modules do."""
+
+    num_tokens = TOKENS

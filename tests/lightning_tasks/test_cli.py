@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 
-from lightning_tasks.__main__ import HELP, main
+from lightning_tasks.__main__ import HELP, main, refusal_in
 from lightning_tasks.cli import expand_recipe_names, fill
 from lightning_tasks.loggers import wandb_offline_without_key
+from lightning_tasks.models import TransformerLM
 from lightning_tasks.recipes import CONFIGS, RecipeError
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
@@ -220,11 +221,15 @@ def test_init_from_takes_the_weights_and_nothing_else(demo):
     assert saved_config()["model"]["init_args"]["note"] == "none"
 
 
-def test_init_from_refuses_weights_that_do_not_fit(demo):
+def test_init_from_refuses_weights_that_do_not_fit(demo, capsys):
     path = Path("other.ckpt")
     torch.save({"state_dict": {"layer.weight": torch.zeros(3, 32)}}, path)
-    with pytest.raises(ValueError, match=r"other\.ckpt.*do not fit DemoModule"):
+    with pytest.raises(SystemExit):
         main(["fit", "--config", demo, "--init_from", str(path)])
+    error = capsys.readouterr().err
+    assert "other.ckpt: its weights do not fit DemoModule" in error
+    assert "Traceback" not in error
+    assert not Path("runs").exists()
 
 
 def test_init_from_runs_no_code_of_the_file(demo, tmp_path):
@@ -240,13 +245,56 @@ def test_init_from_runs_no_code_of_the_file(demo, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [(["--init_from", "no.ckpt"], FileNotFoundError), (["--init_from", "a", "--ckpt_path", "b"], SystemExit)],
-)
-def test_init_from_with_nothing_to_take(demo, arguments, error):
-    with pytest.raises(error):
+@pytest.mark.parametrize("arguments", [["--init_from", "no.ckpt"], ["--init_from", "a", "--ckpt_path", "b"]])
+def test_init_from_with_nothing_to_take(demo, arguments):
+    with pytest.raises(SystemExit):
         main(["fit", "--config", demo, *arguments])
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+TASK = ["fit", "--model", "lightning_tasks.LanguageModelingTask", "--data", "tests.lightning_tasks.demo.DemoText"]
+TASK += ["--trainer.accelerator=cpu", "--trainer.max_steps=1", "--trainer.enable_progress_bar=false"]
+OWN_MODEL = '--model.model={"class_path": "lightning_tasks.models.TransformerLM", "init_args": %s}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([OWN_MODEL % '{"dim": 10, "num_heads": 3}'], "dim=10 is not a multiple of num_heads=3"),
+        ([OWN_MODEL % '{"num_token": 8}'], "TransformerLM could not be built with"),
+        ([OWN_MODEL % '{"num_tokens": 7}'], "windows have 8 tokens and TransformerLM has 7 positions"),
+        (["--model.attention=rpc", '--model.attention_options={"iteration": 2}'], "no option 'iteration'"),
+        (["--model.chunk_size=0"], "chunk_size must be at least 1, got 0"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*TASK, *arguments])
+    assert stop.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert text in line
+    assert not Path("runs").exists()
+
+
+def test_the_environment_asks_for_the_traceback(monkeypatch):
+    monkeypatch.setenv("ATTNSWAP_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        main([*TASK, "--model.chunk_size=0"])
+
+
+def test_an_error_of_other_code_keeps_its_traceback(demo):
+    with pytest.raises(ValueError, match="the module's own"):
+        main(["fit", "--config", demo, "--model.note=fail"])
+
+
+def test_a_fault_of_ours_is_no_refusal():
+    with pytest.raises(ValueError, match="layers") as refusal:
+        TransformerLM(9, num_layers=0)
+    assert refusal_in(refusal.value) is refusal.value
+    with pytest.raises(TypeError) as fault:
+        TransformerLM(None)
+    assert refusal_in(fault.value) is None
 
 
 # -- loggers -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torchmetrics.text import Perplexity
 
 from attention_modules import RPCAttention
 from lightning_tasks import LanguageModelingTask
+from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 
 GPT2 = {
@@ -22,6 +23,8 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "pad_token_id": 0}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 7}
 
 
 class Bigrams(nn.Module):
@@ -249,3 +252,39 @@ def test_a_vocabulary_below_that_of_the_data_is_refused(tmp_path):
     task = LanguageModelingTask(model={"class_path": "TransformerLM", "init_args": SMALL}, vocab_size=VOCAB - 1)
     with pytest.raises(ValueError, match=f"vocab_size={VOCAB - 1} is below the {VOCAB} ids"):
         trainer(tmp_path).fit(task, RandomText())
+
+
+TOO_SHORT = {
+    "gpt2": {**GPT2, "n_positions": 7},
+    "own": {**SMALL, "init_args": {**SMALL["init_args"], "num_tokens": 7}},
+}
+
+
+@pytest.mark.parametrize("data", [DemoText, RandomText], ids=["at the start", "at the first batch"])
+@pytest.mark.parametrize("model", TOO_SHORT)
+def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
+    pytest.importorskip("transformers")
+    text = r"windows have 8 tokens and \w+ has 7 positions.*(n_positions|larger num_tokens)"
+    run, module = trainer(tmp_path), task(model=TOO_SHORT[model])
+    with pytest.raises(ValueError, match=text):
+        run.fit(module, data())
+    assert (module.model is None) == (data is DemoText)
+    with pytest.raises(ValueError, match=text):
+        run.predict(task(model=TOO_SHORT[model], vocab_size=VOCAB), data())
+
+
+def test_rope_takes_windows_of_any_length(tmp_path):
+    pytest.importorskip("transformers")
+    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(task(model=LLAMA), DemoText())
+
+
+@pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_resuming_a_plain_run_with_attention_without_a_query_is_refused(spec, tmp_path):
+    pytest.importorskip("transformers")
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(task(model=spec), RandomText())
+    run.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match=r"now has RPCAttention.*(c_attn|q_proj).*--init_from"):
+        trainer(tmp_path, max_steps=2).fit(
+            task(model=spec, attention="rpc"), RandomText(), ckpt_path=tmp_path / "plain.ckpt"
+        )

@@ -38,8 +38,10 @@ What else to know:
   differ, or where its name has "cross" in it.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
-  swapped layout: build the model from its config, swap it, then load the file.
+  swapped layout: build the model from its config, swap it, then load the file. Learned positions tell `scaled` how many
+  tokens there are at most; models with rope need its option `num_tokens=N`.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()` first.
+  After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is refused.
 """
 
 

@@ -325,3 +325,33 @@ def test_gradient_checkpointing_and_a_copy() -> None:
         run_tokens(each, None).square().sum().backward()
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("host", ["gpt2", "bert", "roberta"])
+def test_learned_positions_tell_how_many_tokens_there_are(host: str) -> None:
+    model = built(host)
+    assert attention_layers(model)[0].spec.num_tokens == model.config.max_position_embeddings > TOKENS
+    plain = run_tokens(model, None)
+    swap_attention(model, "scaled")
+    torch.testing.assert_close(run_tokens(model, None), plain, atol=1e-5, rtol=1e-4)  # S = 0, of fewer tokens
+
+
+def test_rope_needs_the_number_of_tokens_as_an_option() -> None:
+    model = causal_model("llama")
+    with pytest.raises(ValueError, match="option num_tokens=N"):
+        swap_attention(model, "scaled")
+    swap_attention(model, "scaled", num_tokens=TOKENS + 3)
+    assert attention_layers(model)[0].mechanism.s.shape == (HEADS, TOKENS + 3, TOKENS + 3)
+
+
+@pytest.mark.parametrize("options", [{"num_tokens": TOKENS}, {"num_tokens": TOKENS + 5}], ids=["full", "shorter"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_scaled_by_a_matrix_hides_the_future_from_shorter_inputs(family: str, options: dict[str, int]) -> None:
+    model = causal_model(family)
+    swap_attention(model, "scaled", **options)
+    for layer in attention_layers(model):
+        nn.init.normal_(layer.mechanism.s, std=0.3)
+    tokens = token_ids()
+    before, after = states(model, tokens), states(model, with_another_future(tokens))
+    torch.testing.assert_close(after[:, :-2], before[:, :-2], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(after[:, -2:], before[:, -2:])

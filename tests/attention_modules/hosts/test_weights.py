@@ -10,7 +10,7 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, features
+from tests.attention_modules.hosts.cases import DIM, HOSTS, MECHANISMS, built, features
 
 # Layers that read their input directly, so that the test can multiply by hand (rope and norms turn q and k).
 PLAIN = [name for name in HOSTS if not any(part in name for part in ("norm", "rope", "llama", "mistral", "qwen"))]
@@ -187,3 +187,63 @@ def test_lora_put_around_a_shrunk_projection_must_go_before_restoring() -> None:
     restored = model.merge_and_unload()
     restore_attention(restored)
     assert restored["model"](features()).shape == features().shape
+
+
+@pytest.mark.parametrize(
+    ("host", "target"), [("gpt2", "c_attn"), ("llama", "q_proj"), ("bert", "query"), ("timm-rope-unfused", "q_proj")]
+)
+def test_lora_on_a_query_that_was_dropped_is_refused_with_the_cure(host: str, target: str) -> None:
+    peft = pytest.importorskip("peft")
+    holder = nn.ModuleDict({"model": built(host)})
+    swap_attention(holder, "symmetric")
+    with pytest.raises(ValueError, match=r"leave it out of target_modules.*restore_attention\(\) first"):
+        peft.get_peft_model(holder, peft.LoraConfig(r=2, target_modules=[target]))
+
+
+@pytest.mark.parametrize("host", ["gpt2", "llama"])
+def test_lora_on_all_linear_leaves_out_a_query_that_was_dropped(host: str) -> None:
+    peft = pytest.importorskip("peft")
+    holder = nn.ModuleDict({"model": built(host)})
+    swap_attention(holder, "symmetric")
+    model = peft.get_peft_model(holder, peft.LoraConfig(r=2, target_modules="all-linear"))
+    output = HOSTS[host].run(model.base_model.model["model"], None)
+    output.square().sum().backward()
+    adapters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert adapters
+    assert [name for name, parameter in adapters.items() if parameter.grad is None] == []
+
+
+class HandMadeLora(nn.Module):
+    """An adapter as people write it, that reads nothing but the sizes of its base."""
+
+    def __init__(self, base: nn.Module, width: int, out: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize(("host", "path", "out"), [("gpt2", "c_attn", 3), ("llama", "q_proj", 1), ("bert", "query", 1)])
+def test_a_hand_made_adapter_on_a_query_that_was_dropped_is_refused(host: str, path: str, out: int) -> None:
+    model = built(host)
+    swap_attention(model, "symmetric")
+    layer = attention_layers(model)[0].module
+    plain = getattr(layer, path)
+    setattr(layer, path, HandMadeLora(plain, DIM, out * DIM))
+    with pytest.raises(RuntimeError, match=rf"'{path}' was replaced by a HandMadeLora .*restore_attention\(\) first"):
+        HOSTS[host].run(model, None)
+    setattr(layer, path, plain)
+    HOSTS[host].run(model, None)
+
+
+def test_reading_the_weight_of_a_dropped_query_names_the_cure() -> None:
+    model = built("llama")
+    swap_attention(model, "symmetric")
+    projection = attention_layers(model)[0].module.q_proj
+    with pytest.raises(AttributeError, match=r"no weight.*restore_attention\(\) first"):
+        projection.weight  # noqa: B018
+    assert not hasattr(projection, "weight")
+    restore_attention(model)
+    assert projection.weight.shape == (DIM, DIM)

@@ -6,7 +6,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from attention_modules.analysis import STATISTICS, attention_statistics
+from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics
 from attention_modules.mechanism import AttentionMechanism
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from tests.lightning_tasks.callbacks import modules
@@ -119,11 +119,11 @@ def test_hooks_are_gone_after_an_error():
 
 def count_observations(monkeypatch):
     calls = []
-    target = "lightning_tasks.callbacks.attention_monitor.attention_statistics"
+    target = "lightning_tasks.callbacks.attention_monitor.attention_row_sums"
 
     def counting(*args, **kwargs):
         calls.append(args)
-        return attention_statistics(*args, **kwargs)
+        return attention_row_sums(*args, **kwargs)
 
     monkeypatch.setattr(target, counting)
     return calls
@@ -204,3 +204,32 @@ def test_batches_without_a_row_to_average_do_not_count():
     name = "val/attention/normalised_entropy/mean"
     assert both[name].item() == pytest.approx(first[name].item(), rel=1e-6)
     assert both["val/attention/entropy/mean"] < first["val/attention/entropy/mean"]
+
+
+class LeftPadded(TinyLM):
+    """A batch's second part says how many tokens at the left of each sample are padding."""
+
+    def training_step(self, batch, batch_idx):
+        tokens, padding = batch
+        hidden = torch.arange(tokens.shape[1]) < padding[:, None]
+        past = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        x = self.net["encoder"](self.net["embed"](tokens), mask=past, src_key_padding_mask=hidden)
+        return x[~hidden].square().mean()
+
+
+def test_every_row_counts_once_whatever_the_padding():
+    tokens = batches(1, batch_size=4).dataset.tensors[0]
+    padding = torch.tensor([0, 5, 4, 3])
+    loader = DataLoader([(tokens[:2], padding[:2]), (tokens[2:], padding[2:])], batch_size=None)
+    alone = [first_layer_statistics(TinyLM(), one[None, pad:]) for one, pad in zip(tokens, padding, strict=True)]
+    rows = (modules.TOKENS - padding).tolist()
+    metrics = fit(LeftPadded(lr=0.0), [AttentionMonitor(every_n_steps=9)], loader, loader).callback_metrics
+
+    def mean(name, samples):
+        counts = [rows[index] - (name == "normalised_entropy") for index in samples]  # there, of the rows that see two
+        known = [alone[index][name] * count for index, count in zip(samples, counts, strict=True) if count]
+        return pytest.approx(sum(known) / sum(counts), rel=1e-4)
+
+    for name in STATISTICS:
+        assert metrics[f"attention/{name}/layer_00"].item() == mean(name, [0, 1])
+        assert metrics[f"val/attention/{name}/layer_00"].item() == mean(name, [0, 1, 2, 3])

@@ -3,6 +3,7 @@ import torch
 
 from attention_modules.hosts import attention_layers
 from lightning_tasks import LanguageModelingTask
+from lightning_tasks.callbacks import LocAteR
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay, qk_entries
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
 
@@ -117,3 +118,16 @@ def test_frozen_already_is_an_error():
 def test_bad_weight_decay(value):
     with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
         QKWeightDecay(value)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["freeze first", "locater first"])
+def test_freezing_what_locater_trains_is_refused(tmp_path, order):
+    with pytest.raises(ValueError, match=r"penalty that LocAteR puts on model\.layers\.0\.attn.*observe_only=True"):
+        fit(tmp_path, *[FreezeQK(), LocAteR(0.1)][::order])
+
+
+@pytest.mark.parametrize("other", [{"observe_only": True}, {"layers": [1]}])
+def test_freezing_beside_a_locater_that_trains_something_else(tmp_path, other):
+    model = {**SMALL, "init_args": {**SMALL["init_args"], "num_layers": 2}}
+    frozen = fit(tmp_path, FreezeQK(layers=[0]), LocAteR(0.1, **other), model=model)
+    assert torch.equal(qkv(frozen)[: 2 * DIM], qkv(before(model=model))[: 2 * DIM])

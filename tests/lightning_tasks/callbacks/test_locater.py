@@ -213,7 +213,10 @@ def test_trace_scale():
         ({"weight": True}, "weight .* got True"),
         ({"weight": 1.0, "scale": "nuclear"}, "'frobenius', 'trace', got 'nuclear'"),
         ({"weight": 1.0, "gamma": -2.0}, "gamma .* got -2.0"),
-        ({"weight": 1.0, "mean_target": "first"}, "mean_target .* got 'first'"),
+        ({"weight": 1.0, "mean_target": "first"}, "mean_target must be 'initial' or a finite number, got 'first'"),
+        ({"weight": 1.0, "mean_target": -math.inf}, "mean_target .* got -inf"),
+        ({"weight": 1.0, "mean_target": ["initial"]}, r"mean_target .* got \['initial'\]"),
+        ({"weight": 1.0, "scale": ["trace"]}, r"scale must be one of 'frobenius', 'trace', got \['trace'\]"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.softmax import SoftmaxAttention
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.loading import load_swapped
 from tests.lightning_tasks.callbacks.modules import (
     BuildsInConfigureModel,
@@ -136,6 +137,18 @@ def test_load_swapped_rebuilds_from_the_checkpoint(kind, tmp_path):
     assert [id(found) for found in mechanisms(loaded)] == trained
 
 
+def test_load_swapped_refuses_a_network_that_setup_builds_and_says_what_works(tmp_path):
+    module = BuildsInSetup()
+    path = tmp_path / "swapped.ckpt"
+    fit(module, [SwapAttention("symmetric")], max_steps=2).save_checkpoint(path)
+    with pytest.raises(ValueError, match=r"BuildsInSetup .*'net\.encoder.* in setup\(\).*trainer\.test\(BuildsInSetup"):
+        load_swapped(BuildsInSetup, path)
+    loaded = BuildsInSetup()
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention("symmetric")])
+    tester.test(loaded, batches(1), ckpt_path=path, verbose=False)
+    assert torch.equal(weights_of(loaded), weights_of(module))
+
+
 def test_load_swapped_without_a_swap(tmp_path):
     fit(TinyLM(), max_steps=1).save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match=r"plain.ckpt holds no swap.*TinyLM.load_from_checkpoint"):
@@ -162,6 +175,25 @@ def test_resume_continues_the_swapped_run(tmp_path):
     fit(straight, [SwapAttention("symmetric")], max_epochs=2)
     fit(TinyLM(), [SwapAttention("symmetric")], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
     assert torch.equal(weights_of(resumed(tmp_path / "one.ckpt", SwapAttention("symmetric"))), weights_of(straight))
+
+
+@pytest.mark.parametrize(("mechanism", "key"), [("rpc", "in_proj_weight"), (PATH, "log_temperature")])
+def test_resuming_a_plain_run_under_other_parameters_is_refused(tmp_path, mechanism, key):
+    fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match=rf"not as they were: .*{key}.*--init_from"):
+        resumed(tmp_path / "plain.ckpt", SwapAttention(mechanism))
+    # What the text advises works: testing needs no optimizer, and the weights alone load.
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(mechanism)])
+    tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    fit(TinyLM(), [SwapAttention(mechanism), InitFromCheckpoint(str(tmp_path / "plain.ckpt"))])
+
+
+def test_resuming_a_plain_run_under_the_same_parameters(tmp_path):
+    straight = TinyLM()
+    fit(straight, max_epochs=2)
+    fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
+    swapped = weights_of(resumed(tmp_path / "plain.ckpt", SwapAttention("softmax")))
+    torch.testing.assert_close(swapped, weights_of(straight), atol=1e-6, rtol=1e-5)
 
 
 def test_resume_with_another_mechanism_warns(tmp_path):
@@ -196,18 +228,32 @@ class LocalParent:
         pass
 
 
+def make_local_class():
+    class Local(SoftmaxAttention):
+        pass
+
+    return Local
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("softmx",), "Did you mean 'softmax'"),
-        (("no_such_package.Mechanism",), "cannot be imported"),
-        ((LocalParent.Nested,), "at the top of a module"),
-        (("softmax", {"spec": torch.zeros(1)}), r"options\['spec'\] must be plain data"),
+        (("no_such_package.Mechanism",), "no module 'no_such_package'"),
+        ((make_local_class(),), "at the top level of a module"),
+        ((PATH, {"temperature": torch.zeros(1)}), r"options\.temperature .* is no plain data"),
+        ((PATH, {"temperature": float}), r"options\.temperature .* is no plain data"),
+        ((PATH, ["temperature"]), r"options of TemperedSoftmax must be a dict .* got \['temperature'\]"),
+        ((PATH, {"temprature": 2.0}), "no option 'temprature'.*Did you mean 'temperature'"),
     ],
 )
 def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         SwapAttention(*arguments)
+
+
+def test_a_class_within_a_class_is_named_by_its_path():
+    assert SwapAttention(LocalParent.Nested).mechanism == f"{__name__}.LocalParent.Nested"
 
 
 def test_a_lambda_is_an_error_that_names_the_cure():

@@ -1,0 +1,38 @@
+"""What a checkpoint must share with the module that resumes from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from attention_modules.hosts.base import Swapped
+
+
+def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Refuse to resume a fit in which swapped layers have other Parameters than in the checkpoint.
+
+    Weights load in either layout; the optimizer's state belongs to the Parameters as they were.
+
+    Raises:
+        ValueError: if a swapped layer's Parameters differ and the checkpoint holds the state of an optimizer.
+    """
+    if trainer.state.fn != "fit" or not checkpoint.get("optimizer_states"):
+        return
+    saved = {key: tuple(tensor.shape) for key, tensor in checkpoint.get("state_dict", {}).items()}
+    for name, layer in pl_module.named_modules():
+        if not isinstance(layer, Swapped):
+            continue
+        prefix = f"{name}." if name else ""
+        before = {key.removeprefix(prefix): shape for key, shape in saved.items() if key.startswith(prefix)}
+        here = {key: tuple(parameter.shape) for key, parameter in layer.named_parameters()}
+        gone = set(before) - set(layer.state_dict())
+        other = [key for key, shape in here.items() if before.get(key) != shape]
+        if before and (gone or other):
+            changed = ", ".join(sorted({*gone, *other}))
+            raise ValueError(
+                f"the checkpoint cannot be resumed: {name!r} now has {type(layer.mechanism).__name__}, and the "
+                f"optimizer's state is one of other Parameters (not as they were: {changed}). "
+                "Resume with the attention that it was trained with, or take its weights only: --init_from in place of "
+                "--ckpt_path (from Python: the callback lightning_tasks.callbacks.init_from.InitFromCheckpoint)"
+            )
