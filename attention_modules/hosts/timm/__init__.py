@@ -1,0 +1,8 @@
+"""timm's attention layers: one file a kind of attention, one small class a layer."""
+
+from __future__ import annotations
+
+from attention_modules.hosts.base import Host
+from attention_modules.hosts.timm import biased, plain, rope, windowed
+
+HOSTS: tuple[Host, ...] = (*plain.HOSTS, *rope.HOSTS, *biased.HOSTS, *windowed.HOSTS)
