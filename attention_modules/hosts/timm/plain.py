@@ -124,10 +124,14 @@ class NextvitHost(_ReducedHost):
 
 
 class SwappedBlocks(SwappedTokens):
-    """``[B, T, N, C]``: attention inside each of T blocks."""
+    """NesT's ``[B, T, N, C]``: attention inside each of T blocks."""
 
     def forward(self: Any, x: Tensor, *size: object) -> Tensor:
         return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def _leave(self: Any, out: Tensor) -> Tensor:
+        heads_last = out.unflatten(-1, (self.num_heads, -1)).transpose(-1, -2)  # as timm hands them to the projection
+        return super()._leave(heads_last.flatten(-2))
 
 
 class NestHost(TimmHost):
