@@ -180,8 +180,8 @@ class RPCAttention(AttentionMechanism):
         check_rpc_options(iterations, lam, threshold)
         if spec.value_dim not in (None, spec.head_dim):
             raise ValueError(
-                f"RPC attention subtracts values from keys: they need one width, and this layer's heads have keys of "
-                f"{spec.head_dim} and values of {spec.value_dim}; use a mechanism that keeps them apart"
+                f"RPC attention subtracts values from keys, and this layer's heads have them of different widths "
+                f"({spec.head_dim} and {spec.value_dim}); use a mechanism that keeps them apart"
             )
         super().__init__(spec)
         self.iterations = iterations

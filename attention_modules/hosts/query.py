@@ -120,8 +120,8 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         rest = owner._parameters[part.tensor]
         if rest is None:
             owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
-            if type(owner) is QuerylessLinear:
-                owner.__class__ = nn.Linear
+            if isinstance(owner, QuerylessLinear):
+                owner.__class__ = nn.Linear  # type: ignore[assignment]
         else:
             full = part.join(rows.to(rest), rest.detach())
             owner._parameters[part.tensor] = _parameter(full, rest.requires_grad, rest)

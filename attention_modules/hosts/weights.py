@@ -34,7 +34,7 @@ class Rows:
     blocks: int = 1
 
     def weight(self) -> Tensor:
-        """``[blocks * (stop - start), in]``, a differentiable view of the current values (LoRA: the effective weight)."""
+        """``[blocks * (stop - start), in]``, differentiable in the current values (LoRA: the effective weight)."""
         owner: Any = self.owner
         if wrapped_by_peft(owner):
             full = owner.base_layer.weight

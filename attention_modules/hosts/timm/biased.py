@@ -6,11 +6,11 @@ Without a query the logits are k kᵀ · scale plus the bias: as symmetric as th
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from attention_modules.hosts.base import Host
+from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import SwappedImage
 from attention_modules.hosts.timm.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
@@ -83,18 +83,19 @@ class SwappedSam(SwappedTimm):
     def forward(self: Any, x: Tensor) -> Tensor:
         from timm.models import vision_transformer_sam as sam  # in memory: the layer is its
 
-        size = x.shape[1:3]
+        height, width = x.shape[1:3]
         q, k, v = self._split(x.flatten(1, 2))
         q = None if q is None else self.q_norm(q)
         k, bias = self.k_norm(k), None
-        if self.use_rel_pos:
+        if self.use_rel_pos and q is not None:
+            size = (height, width)
             bias = sam.get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
             bias = bias.unflatten(0, q.shape[:2])
         elif self.rope is not None:
             rope = self.rope.get_embed()
             q = None if q is None else sam.apply_rot_embed_cat(q, rope).type_as(v)
             k = sam.apply_rot_embed_cat(k, rope).type_as(v)
-        return self._leave(self._mix(q, k, v, bias)).unflatten(1, size)
+        return self._leave(self._mix(q, k, v, bias)).unflatten(1, (height, width))
 
 
 class SamHost(BiasedHost):
@@ -128,7 +129,7 @@ class MaxxImageHost(BiasedHost):
     """MaxxViT's ``Attention2d``."""
 
     name = "timm maxxvit Attention2d"
-    mixin: Any = SwappedMaxxImage
+    mixin: ClassVar[type[Swapped]] = SwappedMaxxImage
     library = "timm.models.maxxvit"
     kind = "Attention2d"
 

@@ -56,7 +56,7 @@ class Projections:
     inner: str = ""
 
     def split(self, layer: Any, x: Tensor, widths: Widths) -> tuple[Tensor | None, Tensor, Tensor]:
-        """q (None where it was dropped), k, v ``[B, H, N, d]``, of ``[B, N, C]``, or ``[B, C, h, w]`` for convolutions."""
+        """q (None where it was dropped), k, v ``[B, H, N, d]`` of ``[B, N, C]``, or of ``[B, C, h, w]``."""
         found: dict[str, Tensor] = {}
         for path, letters in self.parts:
             letters = self._present(layer, letters)

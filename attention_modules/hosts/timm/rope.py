@@ -1,4 +1,4 @@
-"""Attention with rotary positions; without a query the rotated keys stand on both sides, so the logits are symmetric."""
+"""Attention with rotary positions: without a query the rotated keys stand on both sides, in symmetric logits."""
 
 from __future__ import annotations
 

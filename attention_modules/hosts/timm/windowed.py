@@ -7,12 +7,12 @@ the tokens that are no neighbours; timm writes it as -100, and a mechanism is gi
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_modules.hosts.base import Host
+from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.timm.base import SwappedTimm
 from attention_modules.hosts.timm.biased import BiasedHost
 from attention_modules.hosts.timm.projections import JOINT_OWN_BIASES, Widths
@@ -47,7 +47,7 @@ class SwinHost(WindowHost):
     """Swin's ``WindowAttention``."""
 
     name = "timm swin WindowAttention"
-    mixin: Any = SwappedSwin
+    mixin = SwappedSwin
     library = "timm.models.swin_transformer"
     kind = "WindowAttention"
 
@@ -78,7 +78,7 @@ class SwinV2Host(WindowHost):
     """Swin v2's ``WindowAttention``."""
 
     name = "timm swin_v2 WindowAttention"
-    mixin = SwappedSwinV2
+    mixin: ClassVar[type[Swapped]] = SwappedSwinV2
     library = "timm.models.swin_transformer_v2"
     kind = "WindowAttention"
     parts = JOINT_OWN_BIASES

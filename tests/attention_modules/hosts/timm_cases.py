@@ -16,7 +16,7 @@ BATCH, DIM, HEADS, SIDE = 2, 16, 4, 4
 TOKENS = SIDE * SIDE
 QUERY_NORM = dict.fromkeys(("symmetric", "rpc"), "q_norm")
 QUERY_BIAS = dict.fromkeys(("symmetric", "rpc"), "product with the query")
-WIDE_VALUES = {"rpc": "keys of 4 and values of 8"}
+WIDE_VALUES = {"rpc": r"different widths \(4 and 8\)"}
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -96,7 +96,7 @@ _HEADS: dict[str, Any] = {"num_heads": HEADS, "qkv_bias": True}
 _MAXX: dict[str, Any] = {"dim_head": DIM // HEADS}
 _LEVIT = {"key_dim": 4, "num_heads": HEADS, "attn_ratio": 2, "resolution": (SIDE, SIDE)}
 _EVA = {**_HEADS, "norm_layer": nn.LayerNorm}
-_NORMED = {"symmetric": "batch norm", "rpc": "keys of 4 and values of 8"}
+_NORMED = {"symmetric": "batch norm", "rpc": r"different widths \(4 and 8\)"}
 
 LAYERS: dict[str, LayerCase] = {
     "eva": LayerCase(_models("eva"), "EvaAttention", (DIM,), _EVA, lambda: tokens(_rope()), linear=False),
