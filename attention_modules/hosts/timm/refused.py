@@ -13,7 +13,7 @@ _CONVOLVED = f"its tokens are made by a strided convolution with a batch norm, a
 _BY_MODULE: dict[str, dict[str, str]] = {
     "timm.layers.diff_attention": {"DiffAttention": "the difference of two softmax maps, not one"},
     "timm.layers.bottleneck_attn": {
-        "BottleneckAttn": f"its position bias is a product with the query, inside a convolutional network, {_NO_ADAPTER}"
+        "BottleneckAttn": f"its position bias is a product with the query, {_NO_ADAPTER}"
     },
     "timm.layers.halo_attn": {"HaloAttn": f"each block of queries sees a larger one of keys: {_FEWER}"},
     "timm.models._efficientnet_blocks": {
