@@ -26,6 +26,7 @@ class AttentionSpec:
         num_tokens: sequence length N where the layer fixes it, else None.
         is_causal: whether the layer hides the future.
         layer_index: position of the layer among the model's self-attention layers, else None.
+        value_dim: width of one head's value where it is not ``head_dim``, else None.
 
     Raises:
         ValueError: if a size is not a positive integer.
@@ -37,11 +38,12 @@ class AttentionSpec:
     num_tokens: int | None = None
     is_causal: bool = False
     layer_index: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("dim", "num_heads", "head_dim", "num_tokens"):
+        for field in ("dim", "num_heads", "head_dim", "num_tokens", "value_dim"):
             value = getattr(self, field)
-            if value is None and field == "num_tokens":
+            if value is None and field in ("num_tokens", "value_dim"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AttentionSpec.{field} must be an integer of at least 1, got {value!r}")
@@ -76,7 +78,7 @@ class AttentionMechanism(nn.Module):
         Args:
             q: queries ``[B, H, N, d]``.
             k: keys ``[B, H, M, d]``.
-            v: values ``[B, H, M, d]``.
+            v: values ``[B, H, M, d]`` (``spec.value_dim`` wide where that is set).
             attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
             is_causal: row i sees keys 0 to i only.
             dropout_p: attention dropout; callers pass 0 outside training.

@@ -165,7 +165,7 @@ class RPCAttention(AttentionMechanism):
         threshold: ``"released"`` (t = lam·mu) or ``"ratio"`` (t = lam/mu, our reading).
 
     Raises:
-        ValueError: if an option is out of its limits.
+        ValueError: if an option is out of its limits, or the layer's values are not as wide as its keys.
     """
 
     uses_query = False
@@ -178,6 +178,11 @@ class RPCAttention(AttentionMechanism):
         threshold: Threshold = "released",
     ) -> None:
         check_rpc_options(iterations, lam, threshold)
+        if spec.value_dim not in (None, spec.head_dim):
+            raise ValueError(
+                f"RPC attention subtracts values from keys, and this layer's heads have them of different widths "
+                f"({spec.head_dim} and {spec.value_dim}); use a mechanism that keeps them apart"
+            )
         super().__init__(spec)
         self.iterations = iterations
         self.lam = lam

@@ -110,6 +110,10 @@ class Host(ABC):
         """Why the spectrum of W_qᵀ W_k is not that of the logits, if so."""
         return None
 
+    def weights_refusal(self, layer: Any) -> str | None:
+        """Why W_q and W_k cannot be given, if so."""
+        return None
+
     def refusal(self, layer: Any) -> str | None:
         """Why no mechanism can be put into this layer, if so."""
         return None
@@ -227,6 +231,9 @@ class AttentionLayer:
         return self.host.caveat(self.module)
 
     def _rows(self) -> tuple[Rows, Rows]:
+        reason = self.host.weights_refusal(self.module)
+        if reason is not None:
+            raise ValueError(f"{self.name or 'the model'!r} has no query and key weights to read: {reason}")
         return self.host.qk_rows(self.module)
 
     def _shares_rows(self) -> bool:
@@ -237,6 +244,9 @@ class AttentionLayer:
         """W_q and W_k ``[H, d, dim]``: differentiable views of the current Parameters.
 
         Without a query W_q is W_k; grouped keys are repeated, one for each query head.
+
+        Raises:
+            ValueError: if queries and keys are no linear function of the input.
         """
         query, key = self._rows()
         w_k = key.weight().unflatten(0, (-1, self.spec.head_dim)).repeat_interleave(self._groups, 0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.errors import AttentionSwapError
-from attention_modules.hosts.table import known_hosts, loaded_hosts
+from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, did_you_mean
 
@@ -121,6 +121,7 @@ def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be swapped; None where it is no attention."""
     kind = type(module).__name__
     near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
+    near = near or known_refusal(type(module))
     if near:
         return near
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):

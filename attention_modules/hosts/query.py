@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class QueryPart:
-    """A tensor whose first ``size`` entries along ``dim`` belong to the query.
+    """A tensor of which ``size`` entries along ``dim`` belong to the query: the first ones of each block.
 
     Args:
         owner: path of the module that holds the tensor, below the attention layer ("" = the layer itself).
@@ -25,6 +25,7 @@ class QueryPart:
         size: query features, H * d.
         full: output features in all, keys and values included.
         trains: ``requires_grad`` of the Parameter when the rows were taken.
+        blocks: equal blocks that the features lie in (the heads, where each has its query, key and value together).
     """
 
     owner: str
@@ -33,6 +34,7 @@ class QueryPart:
     size: int
     full: int
     trains: bool = True
+    blocks: int = 1
 
     @property
     def buffer(self) -> str:
@@ -42,6 +44,17 @@ class QueryPart:
     def key(self, prefix: str) -> str:
         """The tensor's key in a state dict."""
         return prefix + (f"{self.owner}." if self.owner else "") + self.tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """The query's rows and the others of a whole tensor."""
+        sizes = [self.size // self.blocks, (self.full - self.size) // self.blocks]
+        rows, rest = tensor.unflatten(self.dim, (self.blocks, -1)).split(sizes, self.dim + 1)
+        return rows.flatten(self.dim, self.dim + 1), rest.flatten(self.dim, self.dim + 1)
+
+    def join(self, rows: Tensor, rest: Tensor) -> Tensor:
+        """The whole tensor from its query's rows and the others."""
+        parts = [part.unflatten(self.dim, (self.blocks, -1)) for part in (rows, rest)]
+        return torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
 class WithoutQuery(nn.Module):
@@ -75,12 +88,14 @@ class QuerylessLinear(WithoutQuery):
         return super().__getattr__(name)
 
 
-def query_parts(layer: nn.Module, owner: str, size: int, dims: dict[str, int]) -> tuple[QueryPart, ...]:
+def query_parts(
+    layer: nn.Module, owner: str, size: int, dims: dict[str, int], blocks: int = 1
+) -> tuple[QueryPart, ...]:
     """The query's share in each of the owner's tensors ``dims`` (name -> axis) that exist."""
     holder = layer.get_submodule(owner)
     tensors = {name: holder._parameters.get(name) for name in dims}
     return tuple(
-        QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad)
+        QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad, blocks)
         for name, tensor in tensors.items()
         if tensor is not None
     )
@@ -94,8 +109,8 @@ def _parameter(data: Tensor, trains: bool, old: Tensor | None) -> nn.Parameter:
 
 
 def _set_size(owner: Any, size: int) -> None:
-    """Keep the printed size of nn.Linear and Conv1D true."""
-    for attribute in ("out_features", "nf"):
+    """Keep the printed size of nn.Linear, nn.Conv2d and Conv1D true."""
+    for attribute in ("out_features", "out_channels", "nf"):
         if hasattr(owner, attribute):
             setattr(owner, attribute, size)
 
@@ -107,14 +122,16 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         old = owner._parameters[part.tensor]
         if old is None:
             raise RuntimeError(f"{part.owner}.{part.tensor} has no values to take the query rows from")
-        rows, rest = old.detach().split([part.size, part.full - part.size], part.dim)
+        rows, rest = part.split(old.detach())
         owner.register_buffer(part.buffer, rows.clone(), persistent=False)
         if part.full > part.size:
             owner._parameters[part.tensor] = _parameter(rest.clone(), old.requires_grad, old)
             _set_size(owner, part.full - part.size)
         else:
-            del owner._parameters[part.tensor]
-            owner.__class__ = QuerylessLinear
+            owner._parameters[part.tensor] = None
+            if type(owner) in (nn.Linear, QuerylessLinear):
+                del owner._parameters[part.tensor]
+                owner.__class__ = QuerylessLinear
 
 
 def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
@@ -128,9 +145,10 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         rest = owner._parameters.get(part.tensor)
         if rest is None:
             owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
-            owner.__class__ = nn.Linear
+            if isinstance(owner, QuerylessLinear):
+                owner.__class__ = nn.Linear  # type: ignore[assignment]
         else:
-            full = torch.cat([rows.to(rest), rest.detach()], part.dim)
+            full = part.join(rows.to(rest), rest.detach())
             owner._parameters[part.tensor] = _parameter(full, rest.requires_grad, rest)
             _set_size(owner, part.full)
 
@@ -147,7 +165,7 @@ def accept_plain_layout(
         plain_shape = (*kept.shape[: part.dim], part.full, *kept.shape[part.dim + 1 :])
         if tuple(given.shape) != plain_shape:
             continue
-        rows, rest = given.detach().split([part.size, part.full - part.size], part.dim)
+        rows, rest = part.split(given.detach())
         if assign:
             owner._buffers[part.buffer], rest = rows.clone(), rest.clone()  # not views that keep the whole alive
         else:

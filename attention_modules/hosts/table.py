@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from types import ModuleType
 
 from attention_modules.hosts.base import Host
 
@@ -11,7 +12,7 @@ from attention_modules.hosts.base import Host
 TABLE: dict[str, tuple[str, str]] = {
     "attention_modules.layers": ("attention_modules.hosts.attnswap", "attnswap SelfAttention"),
     "torch": ("attention_modules.hosts.torch", "torch MultiheadAttention"),
-    "timm.layers.attention": ("attention_modules.hosts.timm", "timm Attention and AttentionRope"),
+    "timm.layers.attention": ("attention_modules.hosts.timm", "timm attention layers (docs/hosts.md lists the models)"),
     "transformers.modeling_utils": (
         "attention_modules.hosts.huggingface",
         "Hugging Face models of the attention interface",
@@ -19,10 +20,19 @@ TABLE: dict[str, tuple[str, str]] = {
 }
 
 
+def _loaded() -> list[ModuleType]:
+    return [import_module(module) for library, (module, _) in TABLE.items() if library in sys.modules]
+
+
 def loaded_hosts() -> list[Host]:
     """Hosts whose library is in memory (no model of another library can exist)."""
-    modules = [module for library, (module, _) in TABLE.items() if library in sys.modules]
-    return [host for module in modules for host in import_module(module).HOSTS]
+    return [host for module in _loaded() for host in module.HOSTS]
+
+
+def known_refusal(kind: type) -> str | None:
+    """Why a library's class is one that no mechanism can be put into, where its host says so."""
+    reasons = (getattr(module, "REFUSED", {}).get((kind.__module__, kind.__name__)) for module in _loaded())
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def known_hosts() -> list[str]:

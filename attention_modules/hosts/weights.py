@@ -15,7 +15,7 @@ def wrapped_by_peft(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Output features ``start`` to ``stop`` of a projection's weight.
+    """Output features ``start`` to ``stop`` of a projection's weight, in each of its blocks.
 
     Args:
         owner: the module that holds the weight.
@@ -23,6 +23,7 @@ class Rows:
         stop: one past the last output feature.
         tensor: name of the weight in its owner.
         transposed: whether the weight is ``[in, out]``, as in Conv1D.
+        blocks: equal blocks that the features lie in.
     """
 
     owner: nn.Module
@@ -30,9 +31,10 @@ class Rows:
     stop: int
     tensor: str = "weight"
     transposed: bool = False
+    blocks: int = 1
 
     def weight(self) -> Tensor:
-        """``[stop - start, in]``, a differentiable view of the current values (LoRA: the effective weight)."""
+        """``[blocks * (stop - start), in]``, differentiable in the current values (LoRA: the effective weight)."""
         owner: Any = self.owner
         if wrapped_by_peft(owner):
             full = owner.base_layer.weight
@@ -40,7 +42,8 @@ class Rows:
                 full = full + owner.get_delta_weight(adapter)
         else:
             full = getattr(owner, self.tensor)
-        return (full.t() if self.transposed else full)[self.start : self.stop]
+        full = full.t() if self.transposed else full.flatten(1)  # a 1 x 1 convolution's is [out, in, 1, 1]
+        return full.unflatten(0, (self.blocks, -1))[:, self.start : self.stop].flatten(0, 1)
 
     def parameters(self) -> list[nn.Parameter]:
         """The Parameters that :meth:`weight` reads."""

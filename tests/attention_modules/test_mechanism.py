@@ -22,7 +22,7 @@ def registry(monkeypatch):
     monkeypatch.setattr(mechanism, "_REGISTRY", dict(mechanism._REGISTRY))
 
 
-@pytest.mark.parametrize("field", ["dim", "num_heads", "head_dim", "num_tokens"])
+@pytest.mark.parametrize("field", ["dim", "num_heads", "head_dim", "num_tokens", "value_dim"])
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, "8"])
 def test_a_spec_refuses_sizes_that_are_none(field, value):
     with pytest.raises(ValueError, match=rf"AttentionSpec\.{field} .*at least 1, got {value!r}"):

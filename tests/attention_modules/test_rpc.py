@@ -243,6 +243,12 @@ def test_any_broadcastable_mask_equals_the_naive_form(lead, one_row, additive, i
     assert_same(actual, values_and_gradients(lambda k, v: naive_rpc(k, v, **kwargs), inputs), TOLERANCE)
 
 
+def test_a_layer_whose_values_are_not_as_wide_as_its_keys_is_refused():
+    with pytest.raises(ValueError, match=r"different widths \(8 and 16\)"):
+        RPCAttention(AttentionSpec(24, 3, 8, value_dim=16))
+    RPCAttention(AttentionSpec(24, 3, 8, value_dim=8))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.attention_modules.hosts import timm_models
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS
 
 ROOT = Path(__file__).parents[3]
@@ -26,12 +27,20 @@ What else to know:
   the query rows beside it, outside `parameters()` and `state_dict()`, for `restore_attention`.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
   query rows: those of the model stay.
-- Layers of one head group, windows, relative position biases and pooling have classes of their own (Swin, BEiT, EVA,
-  XCiT, T5, ...). They are listed in the report with the reason, never swapped; so are subclasses with a forward of
-  their own.
+- What no host knows (T5, XCiT, attention pooling, talking heads, ...) is listed in the report with the reason, never
+  swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
   `"*.multihead_attn"`, and never for a mechanism without a query.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
+- Relative position bias (BEiT, Swin, MaxViT, LeViT, ...): it is an additive mask for every mechanism, its gradient
+  included. Without a query the logits are k kᵀ plus the bias, as symmetric as the bias is; RPC adds it in each pass.
+  SAM's bias is a product with the query, and is refused without one. Tokens that a shifted window hides are hidden.
+- Cosine attention (Swin v2): queries and keys of length one, each times the root of the learned scale. Without a query
+  the logits are the scale times the cosine of two keys, and RPC's keys are those of length root of the scale.
+- q/k norm: a mechanism with a query sees what is normalised; without one it is refused, since the query's norm would
+  train nothing.
+- LeViT has a batch norm behind its joint projection: no query can be split from it, and no W_q and W_k be given. Its
+  values, and EfficientFormer's, are wider than its keys, which RPC refuses.
 - `nn.MultiheadAttention` returns None in place of attention weights, whatever `need_weights` says, and Hugging Face
   layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
   path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
@@ -42,6 +51,18 @@ What else to know:
   tokens there are at most; models with rope need its option `num_tokens=N`.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()` first.
   After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is refused.
+"""
+
+
+TIMM = """\
+## timm, model by model
+
+Of timm {version}'s models, {number} are of families in which a model has attention among tokens. Softmax goes into
+{softmax} of them, symmetric attention into {symmetric}, RPC into {rpc}. A number in brackets is that of the family's
+models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a line a model, made by
+`python -m tests.attention_modules.hosts.timm_models`, which builds each on the meta device and swaps all its layers.
+`pytest -m slow tests/attention_modules/hosts` counts anew, and runs every kind of layer of every model at its true
+size, and a small model of each family whole, forward and backward, on real tensors.
 """
 
 
@@ -57,7 +78,17 @@ def table() -> str:
 def markdown() -> str:
     """The page."""
     head = "# Hosts and mechanisms, as tested\n\n<!-- Made by `python -m tests.attention_modules.hosts.table` from the "
-    return f"{head}cases of the table test. -->\n\n{table()}\n{NOTES}"
+    return f"{head}cases of the table test. -->\n\n{table()}\n{NOTES}\n{timm_section()}"
+
+
+def timm_section() -> str:
+    """The models of timm, by family."""
+    rows = timm_models.read()
+    return (
+        TIMM.format(version=timm_models.VERSION, number=len(rows), **timm_models.totals(rows))
+        + "\n"
+        + (timm_models.table(rows))
+    )
 
 
 def readme() -> str:

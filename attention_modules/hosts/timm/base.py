@@ -1,0 +1,163 @@
+"""What timm's attention layers have in common: how they are recognised, read and run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.query import QueryPart
+from attention_modules.hosts.timm.projections import JOINT, Projections, Widths
+from attention_modules.hosts.weights import Rows
+from attention_modules.mechanism import AttentionSpec
+
+
+class SwappedTimm(Swapped):
+    """The steps that timm's forwards share; each kind of attention puts its own between them."""
+
+    host: ClassVar[TimmHost]  # type: ignore[misc]
+
+    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """q (None where it was dropped), k, v ``[B, H, N, d]``."""
+        return self.host.projections(self).split(self, x, self.host.widths(self))
+
+    def _mix(
+        self: Any,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``."""
+        out = self.mechanism(
+            k if q is None else q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            dropout_p=self._dropout(),
+            scale=self.host.scale(self) if scale is None else scale,
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def _dropout(self: Any) -> float:
+        return self.attn_drop.p if self.training and "attn_drop" in self._modules else 0.0
+
+    def _leave(self: Any, out: Tensor) -> Tensor:
+        """The output projection of ``[B, N, H * d]``."""
+        out = self.proj(out)
+        return self.proj_drop(out) if "proj_drop" in self._modules else out
+
+
+class TimmHost(Host):
+    """One attention class of timm's, and subclasses of it that change nothing in the forward.
+
+    Recognised by the names of module and class, so that no file of timm's is imported for it.
+    """
+
+    library: ClassVar[str]
+    kind: ClassVar[str] = "Attention"
+    parts: ClassVar[Projections] = JOINT
+
+    def understands(self, module: nn.Module) -> bool:
+        kind = type(module)
+        if "forward" in module.__dict__ or self._named(kind) is None:
+            return False
+        return self._is(_definer(kind)) and self.unsuitable(module) is None
+
+    def near_miss(self, module: nn.Module) -> str | None:
+        kind = type(module)
+        if self._named(kind) is None:
+            return None
+        if "forward" in module.__dict__ or not self._is(_definer(kind)):
+            return f"unsupported subclass: {kind.__name__} is a {self.name} with a forward of its own"
+        return self.unsuitable(module)
+
+    def _named(self, kind: type) -> type | None:
+        return next((base for base in kind.__mro__ if self._is(base)), None)
+
+    def _is(self, kind: type) -> bool:
+        return kind.__name__ == self.kind and kind.__module__ == self.library
+
+    def unsuitable(self, layer: Any) -> str | None:
+        """Why a layer of this class is not one that a mechanism can be put into, if so."""
+        return None
+
+    def projections(self, layer: Any) -> Projections:
+        """Where the layer holds its queries, keys and values."""
+        return self.parts
+
+    def widths(self, layer: Any) -> Widths:
+        """Sizes of the layer's heads; here all of one width, which the output projection knows."""
+        width = self.value_width(layer) // layer.num_heads
+        return Widths(layer.num_heads, width, width, layer.num_heads)
+
+    def value_width(self, layer: Any) -> int:
+        """Features of all heads' values together."""
+        return layer.proj.in_features
+
+    def scale(self, layer: Any) -> float | None:
+        """Factor on the logits; None for 1/sqrt(d)."""
+        return layer.scale
+
+    def length(self, layer: Any) -> int | None:
+        """The number of tokens where the layer itself fixes it, as windows do."""
+        return None
+
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        widths = self.widths(layer)
+        return AttentionSpec(
+            self.projections(layer).input_width(layer),
+            widths.heads,
+            widths.head_dim,
+            self.length(layer),
+            layer_index=layer_index,
+            value_dim=None if widths.value_dim == widths.head_dim else widths.value_dim,
+        )
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """Learned absolute positions fix the length, class and register tokens included."""
+        module = sys.modules.get("timm.models.vision_transformer")
+        if module is None:
+            return None
+        model: Any = next((outer for outer in reversed(ancestors) if isinstance(outer, module.VisionTransformer)), None)
+        if model is None or model.pos_embed is None or model.dynamic_img_size:
+            return None
+        return model.pos_embed.shape[1] + (model.num_prefix_tokens if model.no_embed_class else 0)
+
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        return self.projections(layer).query_parts(layer, self.widths(layer))
+
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        return self.projections(layer).qk_rows(layer, self.widths(layer))
+
+    def groups(self, layer: Any) -> int:
+        widths = self.widths(layer)
+        return widths.heads // widths.key_heads
+
+    def caveat(self, layer: Any) -> str | None:
+        if _query_norm(layer):
+            return "q/k norm: the logits do not have the spectrum of W"
+        return None
+
+    def query_refusal(self, layer: Any) -> str | None:
+        if _query_norm(layer):
+            return (
+                "it normalises queries (q_norm), whose weights would train nothing without a query; "
+                "use a mechanism with a query, or build the model with qk_norm=False"
+            )
+        return super().query_refusal(layer) or self.projections(layer).query_refusal(layer)
+
+
+def _definer(kind: type) -> type:
+    """The class that a layer's forward comes from."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+def _query_norm(layer: nn.Module) -> bool:
+    return not isinstance(layer._modules.get("q_norm", nn.Identity()), nn.Identity)

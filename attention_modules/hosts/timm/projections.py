@@ -1,0 +1,132 @@
+"""Where a layer of timm's holds its queries, keys and values, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.hosts.base import plain_linear_refusal
+from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.weights import Rows
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of a layer's heads.
+
+    Args:
+        heads: number of query heads, H.
+        head_dim: width of a query and a key.
+        value_dim: width of a value.
+        key_heads: number of key and value heads.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int
+    key_heads: int
+
+    def of(self, letter: str) -> int:
+        """Width of one head of q, k or v."""
+        return self.value_dim if letter == "v" else self.head_dim
+
+    def features(self, letter: str) -> int:
+        """Features of q, k or v in all."""
+        return self.of(letter) * (self.heads if letter == "q" else self.key_heads)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The layer's projections, each with the letters of what it holds in order.
+
+    Args:
+        parts: path of a projection (linear, or a 1 x 1 convolution) and its letters.
+        by_head: whether each head has its query, key and value together, ``(H, 3, d)`` instead of ``(3, H, d)``.
+        own_biases: whether ``q_bias``, ``k_bias`` and ``v_bias`` of the layer stand for the projection's bias.
+        inner: path below a projection of the linear layer that holds its weight ("" = the projection itself).
+    """
+
+    parts: tuple[tuple[str, str], ...] = (("qkv", "qkv"),)
+    by_head: bool = False
+    own_biases: bool = False
+    inner: str = ""
+
+    def split(self, layer: Any, x: Tensor, widths: Widths) -> tuple[Tensor | None, Tensor, Tensor]:
+        """q (None where it was dropped), k, v ``[B, H, N, d]`` of ``[B, N, C]``, or of ``[B, C, h, w]``."""
+        found: dict[str, Tensor] = {}
+        for path, letters in self.parts:
+            letters = self._present(layer, letters)
+            if letters:
+                found |= zip(letters, self._heads(self._project(layer, path, x), letters, widths), strict=True)
+        return found.get("q"), found["k"], found["v"]
+
+    def _heads(self, y: Tensor, letters: str, widths: Widths) -> list[Tensor]:
+        if self.by_head:
+            return list(y.unflatten(-1, (widths.heads, -1)).transpose(1, 2).split([*map(widths.of, letters)], -1))
+        parts = y.split([*map(widths.features, letters)], -1)
+        return [
+            part.unflatten(-1, (-1, widths.of(letter))).transpose(1, 2)
+            for part, letter in zip(parts, letters, strict=True)
+        ]
+
+    def _project(self, layer: Any, path: str, x: Tensor) -> Tensor:
+        """``[B, N, features]``."""
+        projection = getattr(layer, path)
+        if self.own_biases and layer.v_bias is not None:
+            bias = torch.cat([getattr(layer, f"{letter}_bias") for letter in self._present(layer, "qkv")])
+            if layer.qkv_bias_separate:
+                return projection(x) + bias
+            return F.linear(x, projection.weight, bias)
+        y = projection(x)
+        return y.flatten(2).transpose(1, 2) if y.dim() == 4 else y
+
+    @staticmethod
+    def _present(layer: Any, letters: str) -> str:
+        return letters.removeprefix("q") if getattr(layer, "dropped_query", ()) else letters
+
+    def query_parts(self, layer: Any, widths: Widths) -> tuple[QueryPart, ...]:
+        """Where the plain layer holds its query rows."""
+        path = self._holder("q")
+        size, blocks = widths.features("q"), widths.heads if self.by_head else 1
+        parts = query_parts(layer, path, size, {"weight": 0, "bias": 0}, blocks)
+        return parts + (query_parts(layer, "", size, {"q_bias": 0}) if self.own_biases else ())
+
+    def qk_rows(self, layer: Any, widths: Widths) -> tuple[Rows, Rows]:
+        """The query's and the key's rows, as the layer is now."""
+        query, key = (self._rows(layer, letter, widths) for letter in "qk")
+        return query, key
+
+    def _rows(self, layer: Any, letter: str, widths: Widths) -> Rows:
+        letters = self._present(layer, self._owner(letter)[1])
+        width = widths.of if self.by_head else widths.features
+        start = sum(width(other) for other in letters[: max(letters.find(letter), 0)])
+        blocks = widths.heads if self.by_head else 1
+        return Rows(layer.get_submodule(self._holder(letter)), start, start + width(letter), blocks=blocks)
+
+    def input_width(self, layer: Any) -> int:
+        """C."""
+        projection: Any = layer.get_submodule(self._holder("k"))
+        return projection.in_channels if hasattr(projection, "in_channels") else projection.in_features
+
+    def query_refusal(self, layer: nn.Module) -> str | None:
+        """Why the query rows cannot be split off, if so."""
+        path = self._holder("q")
+        convolution = hasattr(layer.get_submodule(path), "in_channels")
+        return plain_linear_refusal(layer, {path: nn.Conv2d if convolution else nn.Linear})
+
+    def _owner(self, letter: str) -> tuple[str, str]:
+        return next(part for part in self.parts if letter in part[1])
+
+    def _holder(self, letter: str) -> str:
+        """Path of the module that holds the letter's weight."""
+        return self._owner(letter)[0] + (f".{self.inner}" if self.inner else "")
+
+
+JOINT = Projections()
+JOINT_BY_HEAD = Projections(by_head=True)
+JOINT_OWN_BIASES = Projections(own_biases=True)
+SEPARATE = Projections((("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")))

@@ -1,0 +1,62 @@
+"""Attention-like modules of timm's that no mechanism can be put into, and why: module -> class -> reason."""
+
+from __future__ import annotations
+
+_CLASS_TOKEN = "class attention: only the class token asks, so its queries are no tokens of the sequence"
+_CHANNELS = "attention among channels, not among tokens"
+_HEADS_MIXED = "talking heads: it mixes the maps of its heads, and a mechanism has no map to give"
+_LINEAR = "linear attention: no softmax(q kᵀ) v"
+_NO_ADAPTER = "no adapter yet"
+_FEWER = "fewer queries than keys, so it is no attention among the same tokens"
+_CONVOLVED = f"its tokens are made by a strided convolution with a batch norm, and unmade by another, {_NO_ADAPTER}"
+
+_BY_MODULE: dict[str, dict[str, str]] = {
+    "timm.layers.diff_attention": {"DiffAttention": "the difference of two softmax maps, not one"},
+    "timm.layers.bottleneck_attn": {
+        "BottleneckAttn": f"its position bias is a product with the query, {_NO_ADAPTER}"
+    },
+    "timm.layers.halo_attn": {"HaloAttn": f"each block of queries sees a larger one of keys: {_FEWER}"},
+    "timm.models._efficientnet_blocks": {
+        "MobileAttention": f"multi-query attention: its query heads share one convolved key head, {_NO_ADAPTER}",
+    },
+    "timm.models.byobnet": {"SelfAttnBlock": f"a convolutional block around attention, {_NO_ADAPTER}"},
+    "timm.models.cait": {
+        "ClassAttn": _CLASS_TOKEN,
+        "LayerScaleBlockClassAttn": _CLASS_TOKEN,
+        "TalkingHeadAttn": _HEADS_MIXED,
+    },
+    "timm.models.coat": {"FactorAttnConvRelPosEnc": f"factorised attention, {_LINEAR}"},
+    "timm.models.convit": {"GPSA": "gated: it mixes the softmax map with one of positions"},
+    "timm.models.cpubone": {"ConvAttention": _CONVOLVED},
+    "timm.models.crossvit": {"CrossAttentionBlock": _CLASS_TOKEN, "CrossAttention": _CLASS_TOKEN},
+    "timm.models.csatv2": {"SpatialAttention": "a gate of one channel, not attention among the block's tokens"},
+    "timm.models.davit": {"ChannelAttention": _CHANNELS, "ChannelAttentionV2": _CHANNELS},
+    "timm.models.edgenext": {"CrossCovarianceAttn": _CHANNELS},
+    "timm.models.efficientformer_v2": {"Attention2d": _HEADS_MIXED, "Attention2dDownsample": f"downsampling: {_FEWER}"},
+    "timm.models.efficientvit_msra": {
+        "LocalWindowAttention": f"cascaded heads: each reads the output of the one before, {_NO_ADAPTER}",
+        "CascadedGroupAttention": f"cascaded heads: each reads the output of the one before, {_NO_ADAPTER}",
+    },
+    "timm.models.levit": {"AttentionDownsample": f"downsampling: {_FEWER}"},
+    "timm.models.lowformer": {"ConvAttention": _CONVOLVED},
+    "timm.models.mobilevit": {"LinearSelfAttention": _LINEAR},
+    "timm.models.mvitv2": {
+        "MultiScaleAttention": f"pooling convolutions make queries and keys, and the query the bias, {_NO_ADAPTER}",
+        "MultiScaleAttentionPoolFirst": f"queries and keys are pooled before they are projected, {_NO_ADAPTER}",
+    },
+    "timm.models.nextvit": {"ConvAttention": "a grouped convolution by another name"},
+    "timm.models.swiftformer": {"EfficientAdditiveAttention": "additive attention: no softmax(q kᵀ) v"},
+    "timm.models.vision_transformer": {
+        "ParallelScalingBlock": f"attention and MLP share one projection, so neither is a layer, {_NO_ADAPTER}",
+        "DiffParallelScalingBlock": "the difference of two softmax maps, not one",
+    },
+    "timm.models.volo": {
+        "ClassAttention": _CLASS_TOKEN,
+        "OutlookAttention": "its map is projected from each token alone, not made of q and k",
+    },
+    "timm.models.xcit": {"ClassAttentionBlock": _CLASS_TOKEN, "XCA": _CHANNELS},
+}
+
+REFUSED: dict[tuple[str, str], str] = {
+    (module, kind): reason for module, kinds in _BY_MODULE.items() for kind, reason in kinds.items()
+}

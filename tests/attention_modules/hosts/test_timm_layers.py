@@ -1,0 +1,276 @@
+"""Every attention class of timm's that can be swapped: nothing changes under softmax, and the others train."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.masks import visible
+from attention_modules.softmax import SoftmaxAttention
+from attention_modules.swap import restore_attention, swap_attention
+from tests.attention_modules.hosts.cases import MECHANISMS
+from tests.attention_modules.hosts.timm_cases import LAYERS, layer
+
+
+class Recorder(SoftmaxAttention):
+    """Keeps what it was last called with."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: object) -> Tensor:
+        self.seen = {"q": q.detach(), "k": k.detach(), "v": v.detach(), **kwargs}
+        return super().forward(q, k, v, **kwargs)
+
+
+class KeyRecorder(Recorder):
+    """The same without a query."""
+
+    uses_query = False
+
+
+def run(name: str, module: nn.Module) -> Tensor:
+    return module(*LAYERS[name].inputs())
+
+
+def swapped(name: str, mechanism: str, seed: int = 0) -> nn.Module:
+    if mechanism in LAYERS[name].refuses:
+        pytest.skip("refused, as another test shows")
+    kind, options = MECHANISMS[mechanism]
+    module = layer(name, seed)
+    swap_attention(module, kind, **options)
+    return module
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_softmax_for_softmax_changes_nothing(name: str, fused: bool) -> None:
+    module = layer(name)
+    module.fused_attn = fused
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            plain = run(name, module)
+            (row,) = swap_attention(module, "softmax")
+            assert row.before == row.after
+            torch.testing.assert_close(run(name, module), plain, atol=1e-5, rtol=0)
+            assert list(module.state_dict()) == list(state)
+            restore_attention(module)
+            assert torch.equal(run(name, module), plain)
+    assert plain.std() > 0.01
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_trains_or_is_refused(name: str, mechanism: str) -> None:
+    case, module = LAYERS[name], layer(name)
+    kind, options = MECHANISMS[mechanism]
+    if mechanism in case.refuses:
+        before = [(key, id(value)) for key, value in module.named_parameters()]
+        with pytest.raises(ValueError, match=case.refuses[mechanism]):
+            swap_attention(module, kind, **options)
+        assert [(key, id(value)) for key, value in module.named_parameters()] == before
+        return
+    plain = run(name, module)
+    (row,) = swap_attention(module, kind, **options)
+    module.train()
+    out = run(name, module)
+    assert out.shape == plain.shape
+    assert torch.isfinite(out).all()
+    out.square().sum().backward()
+    unused = [key for key, value in module.named_parameters() if value.grad is None or not value.grad.isfinite().all()]
+    assert not unused
+    assert (row.after < row.before) == (mechanism in ("symmetric", "rpc"))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "symmetric"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_restore_and_copies_are_bit_identical(name: str, mechanism: str) -> None:
+    module, twin = swapped(name, mechanism), layer(name)
+    with torch.no_grad():  # LeViT keeps its biases between calls, with their graph, which no layer can be copied with
+        check_copies(name, module, twin)
+
+
+def check_copies(name: str, module: nn.Module, twin: nn.Module) -> None:
+    expected = run(name, module)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(run(name, copied), expected)
+        restore_attention(copied)
+        assert torch.equal(run(name, copied), run(name, twin))
+    restore_attention(module)
+    assert [type(part) for part in module.modules()] == [type(part) for part in twin.modules()]
+    assert torch.equal(run(name, module), run(name, twin))
+    pairs = zip(module.state_dict().items(), twin.state_dict().items(), strict=True)
+    assert all(key == other and torch.equal(value, kept) for (key, value), (other, kept) in pairs)
+    assert repr(module) == repr(twin)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "symmetric"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_plain_and_swapped_checkpoints_load_strictly(name: str, mechanism: str) -> None:
+    module, source = swapped(name, mechanism), layer(name, seed=1)
+    module.load_state_dict(source.state_dict())
+    assert torch.equal(run(name, module), run(name, swapped(name, mechanism, seed=1)))
+    again = swapped(name, mechanism, seed=2)
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(run(name, again), run(name, module))
+    restore_attention(module)
+    assert torch.equal(run(name, module), run(name, source))
+
+
+@pytest.mark.parametrize("mechanism", [Recorder, KeyRecorder], ids=["query", "no-query"])
+@pytest.mark.parametrize("name", [name for name, case in LAYERS.items() if case.linear])
+def test_weights_give_the_logits(name: str, mechanism: type[Recorder]) -> None:
+    case, module = LAYERS[name], layer(name)
+    if mechanism is KeyRecorder and "symmetric" in case.refuses:
+        pytest.skip("refused, as another test shows")
+    for key, parameter in module.named_parameters():
+        if key.endswith("bias"):
+            nn.init.zeros_(parameter)
+    swap_attention(module, mechanism)
+    run(name, module)
+    (found,) = attention_layers(module)
+    w_q, w_k = found.qk_weights()
+    q, k = module.mechanism.seen["q"], module.mechanism.seen["k"]
+    assert (w_q is w_k) == (mechanism is KeyRecorder)
+    assert w_q.shape == (q.shape[1], q.shape[3], found.spec.dim)
+    x = case.inputs()[0]
+    x = (x if x.shape[-1] == found.spec.dim else x.movedim(1, -1)).flatten(0, -2)  # all tokens, in whichever order
+    every = torch.einsum("nc,hdc,hde,me->hnm", x, w_q, w_k, x)
+    some = torch.einsum("bhnd,bhmd->hbnm", q, k)
+    for got in (some.amax(), some.amin(), *some.diagonal(dim1=2, dim2=3).flatten(1)[:, :3].flatten()):
+        assert (every - got).abs().min() < 1e-4
+    parameters = found.qk_parameters()
+    assert {id(p) for p in parameters} <= {id(p) for p in module.parameters()}
+    assert all(g.abs().sum() > 0 for g in torch.autograd.grad((w_q * w_k).sum(), parameters))
+
+
+@pytest.mark.parametrize("name", ["levit", "levit-conv"])
+def test_weights_behind_a_batch_norm_are_refused_by_name(name: str) -> None:
+    (found,) = attention_layers(layer(name))
+    for read in (found.qk_weights, found.qk_parameters):
+        with pytest.raises(ValueError, match=r"no query and key weights to read: a batch norm"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("eva", "rope"),
+        ("eva-norm", "q/k norm"),
+        ("gemma", "q/k norm"),
+        ("beit", "position bias"),
+        ("swin", "position bias"),
+        ("swin-v2", "cosine"),
+        ("swin-v2-cr", "cosine"),
+        ("sam-no-bias", None),
+        ("metaformer", None),
+    ],
+)
+def test_spectrum_caveat(name: str, text: str | None) -> None:
+    caveat = _found(name).spectrum_caveat
+    assert caveat is None if text is None else text in str(caveat)
+
+
+def _found(name: str) -> AttentionLayer:
+    (found,) = attention_layers(layer(name))
+    return found
+
+
+@pytest.mark.parametrize(("name", "length"), [("swin", 16), ("swin-v2", 16), ("swin-v2-cr", 16), ("beit", 13)])
+def test_windows_fix_the_number_of_tokens(name: str, length: int) -> None:
+    assert _found(name).spec.num_tokens == length
+    module = layer(name)
+    plain = run(name, module)
+    swap_attention(module, "scaled")  # the matrix form needs the number of tokens
+    torch.testing.assert_close(run(name, module), plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["swin", "swin-v2", "swin-v2-cr"])
+def test_the_mask_of_shifted_windows_hides(name: str) -> None:
+    module = layer(name)
+    swap_attention(module, Recorder)
+    run(name, module)
+    seen = visible(module.mechanism.seen["attn_mask"])
+    shifted = seen[1::2]  # the second window of each image
+    assert seen[::2].all()
+    assert not shifted[:, :, :8, 8:].any()
+    assert shifted[:, :, :8, :8].all()
+
+
+@pytest.mark.parametrize("name", ["swin-v2", "swin-v2-cr"])
+def test_cosine_logits_without_a_query_are_those_of_the_keys(name: str) -> None:
+    module = layer(name)
+    swap_attention(module, KeyRecorder)
+    run(name, module)
+    k, scale = module.mechanism.seen["k"], module.mechanism.seen["scale"]
+    diagonal = (k @ k.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1) * scale  # each key with itself: the learned scale
+    torch.testing.assert_close(diagonal, module.logit_scale.exp().view(1, -1, 1).expand_as(diagonal))
+
+
+@pytest.mark.parametrize("name", ["beit", "swin", "relpos", "levit"])
+def test_the_bias_is_learned(name: str) -> None:
+    module = layer(name)
+    swap_attention(module, "softmax")
+    module.train()
+    run(name, module).square().sum().backward()
+    grads = [parameter.grad for key, parameter in module.named_parameters() if "position" in key or "biases" in key]
+    assert all(grad.abs().sum() > 0 for grad in grads)
+    assert len(grads) == 1
+
+
+@pytest.mark.parametrize("name", ["eva", "swin-v2", "maxxvit-cl", "levit-conv", "twins-local"])
+def test_compiles(name: str) -> None:
+    module = layer(name)
+    expected = run(name, module)
+    swap_attention(module, "softmax")
+    module.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(name, module), expected, atol=1e-5, rtol=1e-4)
+
+
+REDUCED = {
+    "hiera": (("timm.models.hiera", "MaskUnitAttention", (16, 32, 4), {"q_stride": 4}), "pools its queries"),
+    "pvt": (("timm.models.pvt_v2", "Attention", (16,), {"sr_ratio": 2}), "reduced image"),
+    "gcvit": (("timm.models.gcvit", "WindowAttentionGlobal", (16, 4, (2, 2)), {}), "whole image's"),
+    "levit": (("timm.models.levit", "AttentionDownsample", (16, 32, 4), {}), "fewer queries than keys"),
+    "cait": (("timm.models.cait", "TalkingHeadAttn", (16,), {}), "talking heads"),
+    "xcit": (("timm.models.xcit", "XCA", (16,), {}), "among channels"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_what_is_left_says_why(name: str) -> None:
+    (library, kind, args, options), text = REDUCED[name]
+    other = getattr(pytest.importorskip(library), kind)(*args, **options)
+    report = swap_attention(nn.ModuleDict({"left": other, "taken": layer("metaformer")}), "softmax")
+    assert [row.name for row in report] == ["taken"]
+    assert [(skipped.name, skipped.kind) for skipped in report.skipped] == [("left", kind)]
+    assert text in report.skipped[0].reason
+
+
+def test_a_subclass_with_its_own_forward_is_no_host() -> None:
+    plain = type(layer("beit"))
+
+    class Loud(plain):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor, **kwargs: object) -> Tensor:
+            return 2 * super().forward(x, **kwargs)
+
+    report = swap_attention(nn.ModuleDict({"a": Loud(16), "b": plain(16)}), "softmax")
+    assert [row.name for row in report] == ["b"]
+    assert "forward of its own" in report.skipped[0].reason
+
+
+def test_no_file_of_timms_models_is_imported_for_a_host() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, torch\n"
+        "from attention_modules.hosts import attention_layers\n"
+        "attention_layers(torch.nn.MultiheadAttention(8, 2))\n"
+        "print([name for name in sys.modules if name.startswith('timm')])"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

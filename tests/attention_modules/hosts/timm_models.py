@@ -1,0 +1,174 @@
+"""All attention models of timm, one by one; ``python -m tests.attention_modules.hosts.timm_models`` counts anew.
+
+The count takes minutes (every model is built, on the meta device), so that its result is kept in ``docs``, and
+``python -m tests.attention_modules.hosts.table`` makes the page of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import restore_attention, swap_attention
+
+FILE = Path(__file__).parents[3] / "docs" / "timm_models.csv"
+VERSION = "1.0.31"  # of timm, whose models were counted
+MECHANISMS = ("softmax", "symmetric", "rpc")
+# Convolutional networks: gates of channels and pooling that call themselves attention, in some of their models.
+_CONVOLUTIONAL = ("byobnet", "mobilenetv3", "resnest", "sknet")
+_NAMED_OTHERWISE = ("GPSA", "MHSA", "XCA", "ParallelScalingBlock")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one model.
+
+    Args:
+        family: file of timm's that registers it.
+        model: its name.
+        swapped: the classes of the layers that softmax goes into.
+        softmax: number of these layers, or why there is none.
+        symmetric: likewise; the whole model is swapped, or what is left is listed under ``left``.
+        rpc: likewise.
+        left: attention modules that are not swapped, and why.
+    """
+
+    family: str
+    model: str
+    swapped: str
+    softmax: str
+    symmetric: str
+    rpc: str
+    left: str
+
+    def takes(self, mechanism: str) -> bool:
+        """Whether the mechanism goes into the model."""
+        return getattr(self, mechanism).isdigit()
+
+
+def family_of(model: str) -> str:
+    """The file of timm's that registers the model."""
+    from timm.models import model_entrypoint
+
+    return model_entrypoint(model).__module__.rpartition(".")[2]
+
+
+def on_meta(model: str) -> nn.Module:
+    """The model without values."""
+    import timm
+
+    with torch.device("meta"):
+        return timm.create_model(model)
+
+
+def count(name: str, model: nn.Module) -> Row:
+    """Swap each mechanism in, and out again."""
+    cells, kinds, left = {}, "", ""
+    for mechanism in MECHANISMS:
+        try:
+            report = swap_attention(model, mechanism)
+        except ValueError as error:
+            cells[mechanism] = _short(str(error))
+            continue
+        cells[mechanism] = str(len(report))
+        kinds = ", ".join(sorted({row.host.removeprefix("timm ") for row in report}))
+        left = "; ".join(sorted({f"{skipped.kind}: {skipped.reason}" for skipped in report.skipped}))
+        restore_attention(model)
+    return Row(family_of(name), name, kinds, left=left, **cells)
+
+
+def _short(error: str) -> str:
+    """The reasons without the layers' names and sizes, each once, and without the cure."""
+    if "has no attention layer" in error:
+        return "it has no attention layer"
+    unknown = "no host knows the model's attention layers: "
+    if error.startswith(unknown):
+        error = error.removeprefix(unknown).partition(". Known hosts")[0]
+        return "; ".join(dict.fromkeys(re.sub(r"^\S+ \((\w+)\)", r"\1", reason) for reason in error.split("; ")))
+    return re.sub(r"^cannot swap '[^']*': | \(\d+ and \d+\)", "", error).partition("; ")[0]
+
+
+def calls_itself_attention(model: nn.Module) -> bool:
+    """Whether a module's class has attention in its name, or is one of those known by another."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    return any("Attention" in kind or "Attn" in kind or kind in _NAMED_OTHERWISE for kind in kinds)
+
+
+def survey() -> Iterator[Row]:
+    """Every model of every family in which one has attention."""
+    import timm
+
+    for family, names in itertools.groupby(sorted(timm.list_models(), key=family_of), family_of):
+        if family in _CONVOLUTIONAL:
+            continue
+        rows, attentive = [], False
+        for name in names:
+            model = on_meta(name)
+            attentive |= calls_itself_attention(model)
+            rows.append(count(name, model))
+        if attentive:
+            yield from rows
+
+
+def layer_classes(model: nn.Module) -> Counter[str]:
+    """How many attention layers of each host."""
+    return Counter(layer.host.name for layer in attention_layers(model))
+
+
+def read() -> list[Row]:
+    """The count as it was last made."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return [Row(**row) for row in csv.DictReader(file)]
+
+
+def write(rows: list[Row]) -> None:
+    """Keep a count."""
+    with FILE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def totals(rows: list[Row]) -> dict[str, int]:
+    """Into how many models each mechanism goes."""
+    return {mechanism: sum(row.takes(mechanism) for row in rows) for mechanism in MECHANISMS}
+
+
+def table(rows: list[Row]) -> str:
+    """A row a family, those with most models first."""
+    head = ["Family", "Models", *MECHANISMS, "Classes swapped", "What is left or refused, and why"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    families = {family: [row for row in rows if row.family == family] for family in {row.family for row in rows}}
+    for family, members in sorted(families.items(), key=lambda item: (-len(item[1]), item[0])):
+        kinds = sorted({kind for row in members for kind in row.swapped.split(", ") if kind})
+        cells = [family, len(members), *totals(members).values(), ", ".join(f"`{kind}`" for kind in kinds)]
+        lines.append(f"| {' | '.join(map(str, cells))} | {_reasons(members)} |")
+    return "\n".join([*lines, f"| all | {len(rows)} | {' | '.join(map(str, totals(rows).values()))} | | |"]) + "\n"
+
+
+def _reasons(members: list[Row]) -> str:
+    """Each reason once, with the number of models that have it where it is not all."""
+    found: Counter[str] = Counter()
+    for row in members:
+        said = {reason for reason in row.left.split("; ") if reason}
+        said |= {reason for reason in row.softmax.split("; ") if not row.takes("softmax")}
+        without = [mechanism for mechanism in MECHANISMS[1:] if row.takes("softmax") and not row.takes(mechanism)]
+        said |= {f"{mechanism}: {getattr(row, mechanism)}" for mechanism in without}
+        found.update(said)
+    return "; ".join(reason if n == len(members) else f"{reason} ({n})" for reason, n in found.most_common())
+
+
+if __name__ == "__main__":
+    found = list(survey())
+    write(found)
+    sys.stdout.write(f"{totals(found)} of {len(found)} models\n")
