@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from attention_modules.hosts.plain import plain_parameters
+
 
 class RecordPairing(Callback):
     """Digest the parameters before the first step, and every training batch in order.
 
-    Parameters are digested by shape and content in the order of `parameters()`; a mechanism that drops the query
-    projection therefore has another digest, rightly: it does not start from the same weights.
+    Parameters are digested by name, shape and content as they were before attention was swapped: what a mechanism adds
+    has no counterpart in the other run, and the query that one drops is kept beside it.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,8 @@ class RecordPairing(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Digest the weights, after build, swap and restore."""
         digest = hashlib.sha256()
-        for parameter in pl_module.parameters():
+        for name, parameter in sorted(plain_parameters(pl_module).items()):
+            digest.update(name.encode())
             _update(digest, parameter)
         self.initial_weights = digest.hexdigest()
 

@@ -1,0 +1,22 @@
+"""What a swapped model's Parameters are without the swap."""
+
+import pytest
+import torch
+
+from attention_modules import swap_attention
+from attention_modules.hosts.plain import plain_parameters
+from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_swap_changes_no_plain_parameter(host: str, mechanism: str) -> None:
+    if mechanism in HOSTS[host].refuses:
+        pytest.skip("refused, as the table test shows")
+    model = built(host)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    name, options = MECHANISMS[mechanism]
+    swap_attention(model, name, **options)
+    after = plain_parameters(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
