@@ -12,9 +12,7 @@ _CONVOLVED = f"its tokens are made by a strided convolution with a batch norm, a
 
 _BY_MODULE: dict[str, dict[str, str]] = {
     "timm.layers.diff_attention": {"DiffAttention": "the difference of two softmax maps, not one"},
-    "timm.layers.bottleneck_attn": {
-        "BottleneckAttn": f"its position bias is a product with the query, {_NO_ADAPTER}"
-    },
+    "timm.layers.bottleneck_attn": {"BottleneckAttn": f"its position bias is a product with the query, {_NO_ADAPTER}"},
     "timm.layers.halo_attn": {"HaloAttn": f"each block of queries sees a larger one of keys: {_FEWER}"},
     "timm.models._efficientnet_blocks": {
         "MobileAttention": f"multi-query attention: its query heads share one convolved key head, {_NO_ADAPTER}",

@@ -90,9 +90,12 @@ def timm_section() -> str:
 
 
 def readme() -> str:
-    """README with the table between its marks."""
+    """README with the table and the count of timm's models between its marks."""
+    rows = timm_models.read()
+    counted = "\nOf timm's {number} attention models softmax goes into {softmax}, symmetric into {symmetric}, RPC into {rpc}.\n"
+    counted = counted.format(number=len(rows), **timm_models.totals(rows))
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
-    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+    return before + MARKS[0] + table() + counted + MARKS[1] + rest.split(MARKS[1])[1]
 
 
 if __name__ == "__main__":
