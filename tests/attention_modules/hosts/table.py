@@ -65,7 +65,7 @@ size, and a small model of each family whole, forward and backward, on real tens
 
 
 COUNTED = """
-Of {number} attention models of timm's, softmax goes into {softmax}, symmetric attention into {symmetric}, RPC into {rpc}.
+Of {number} attention models of timm's, softmax goes into {softmax}, symmetric into {symmetric}, RPC into {rpc}.
 """
 
 
