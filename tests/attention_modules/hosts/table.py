@@ -66,6 +66,11 @@ size, and a small model of each family whole, forward and backward, on real tens
 """
 
 
+COUNTED = """
+Of {number} attention models of timm's, softmax goes into {softmax}, symmetric into {symmetric}, RPC into {rpc}.
+"""
+
+
 def table() -> str:
     """A row a host, a column a mechanism, made of the cases that the table test runs."""
     lines = [f"| Host | {' | '.join(MECHANISMS)} |", "|---" * (len(MECHANISMS) + 1) + "|"]
@@ -92,9 +97,11 @@ def timm_section() -> str:
 
 
 def readme() -> str:
-    """README with the table between its marks."""
+    """README with the table and the count of timm's models between its marks."""
+    rows = timm_models.read()
+    counted = COUNTED.format(number=len(rows), **timm_models.totals(rows))
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
-    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+    return before + MARKS[0] + table() + counted + MARKS[1] + rest.split(MARKS[1])[1]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import restore_attention, swap_attention
 
-FEW_TOKENS = 200
+FEW_TOKENS, SIDE = 200, 14
 OPTIONS: dict[str, dict[str, Any]] = {"symmetric": {}, "rpc": {"iterations": 2}}
 
 
@@ -83,7 +83,6 @@ def real(layer: nn.Module) -> nn.Module:
 
 def inputs(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real tensors of the call's shapes, cut to few tokens where nothing fixes their number."""
-    kept = FEW_TOKENS if _free_length(call) else None
     generator = torch.Generator().manual_seed(0)
 
     def fill(name: Any, value: Any) -> Any:
@@ -98,13 +97,21 @@ def inputs(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     args = tuple(fill(index, value) for index, value in enumerate(call.args))
     kwargs = {name: fill(name, value) for name, value in call.kwargs.items()}
-    if kept is not None:
-        args, kwargs = (args[0][:, :kept], *args[1:]), kwargs
+    if _free_grid(call):
+        args = (args[0][:, :SIDE, :SIDE], *args[1:])
+    elif _free_length(call):
+        args = (args[0][:, :FEW_TOKENS], *args[1:])
         rope = kwargs.get("rope")
         if rope is not None:
             prefix = getattr(call.layer, "num_prefix_tokens", 0)
             kwargs["rope"] = rope[..., : args[0].shape[1] - prefix, :]
     return args, kwargs
+
+
+def _free_grid(call: Call) -> bool:
+    """Whether the layer takes ``[B, h, w, C]`` of any size."""
+    modules = ("vision_transformer_sam", "hieradet_sam2", "volo")
+    return type(call.layer).__module__.rpartition(".")[2] in modules and getattr(call.layer, "rope", None) is None
 
 
 def _free_length(call: Call) -> bool:

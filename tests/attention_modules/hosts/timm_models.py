@@ -161,11 +161,15 @@ def _reasons(members: list[Row]) -> str:
     found: Counter[str] = Counter()
     for row in members:
         said = {reason for reason in row.left.split("; ") if reason}
-        said |= {reason for reason in row.softmax.split("; ") if not row.takes("softmax")}
-        without = [mechanism for mechanism in MECHANISMS[1:] if row.takes("softmax") and not row.takes(mechanism)]
-        said |= {f"{mechanism}: {getattr(row, mechanism)}" for mechanism in without}
+        if not row.takes("softmax"):
+            said |= set(row.softmax.split("; "))
+        else:
+            refused = {name: getattr(row, name) for name in MECHANISMS if not row.takes(name)}
+            for reason in set(refused.values()):
+                said.add(f"{', '.join(name for name in refused if refused[name] == reason)}: {reason}")
         found.update(said)
-    return "; ".join(reason if n == len(members) else f"{reason} ({n})" for reason, n in found.most_common())
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return "; ".join(reason if n == len(members) else f"{reason} ({n})" for reason, n in ordered)
 
 
 if __name__ == "__main__":
