@@ -131,12 +131,21 @@ class ImageDataset(Dataset):
         images: what is read.
         transform: PIL picture to uint8 `[C, H, W]`.
         in_chans: C, 1 or 3; pictures of other modes are converted.
+        is_random: whether the transform draws random numbers.
         multiple_of: items are filled up with None to a multiple of this (so that each of several processes gets
             equally many, none twice).
     """
 
-    def __init__(self, images: Images, transform: Callable[[Any], Tensor], in_chans: int, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        images: Images,
+        transform: Callable[[Any], Tensor],
+        in_chans: int,
+        is_random: bool,
+        multiple_of: int = 1,
+    ) -> None:
         self.images, self.transform, self.mode = images, transform, MODES[in_chans]
+        self.is_random = is_random
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._length = -(-len(images) // multiple_of) * multiple_of
         # Shared with the workers, which live on from one epoch to the next.
@@ -172,6 +181,17 @@ class ImageDataset(Dataset):
         warnings.warn(f"{count:,} of {size:,} pictures cannot be read and are left out: {names}", stacklevel=2)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int] | None]:
+        """Items of a batch; the global random states are put back once, after the last."""
+        if not self.is_random:
+            return [self._item(index) for index in indices]
+        epoch = int(self._epoch)
+        with isolate_rng(include_cuda=False):
+            return [self._item(index, epoch) for index in indices]
+
+    def _item(self, index: int, epoch: int | None = None) -> tuple[Tensor, int] | None:
         if index >= len(self.images):
             return None
         try:
@@ -179,13 +199,12 @@ class ImageDataset(Dataset):
         except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
             self._damaged[index] = True
             return None
-        with isolate_rng(include_cuda=False):
-            seed = np.random.SeedSequence([self.seed, int(self._epoch), index]).generate_state(1).item()
+        if epoch is not None:
+            seed = hash((self.seed, epoch, index)) % 2**32  # of integers: the same in every process
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002 - timm's transforms draw from the global state
             torch.default_generator.manual_seed(seed)
-            pixels = self.transform(image)
-        return pixels, int(self.images.labels[index])
+        return self.transform(image), int(self.images.labels[index])
 
 
 def collate_images(items: Sequence[tuple[Tensor, int] | None], *, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What image data modules share: timm's transforms, checked labels, loaders that can be resumed, a picture of a batch."""
+"""What image data modules share: timm's transforms, checked labels, loaders that can be resumed, a picture."""
 
 import os
 from abc import abstractmethod
@@ -130,7 +130,7 @@ class VisionDataModule(DataModule):
         training = split == "train"
         transform = self._transforms["train" if training else "validation"]
         fill = 1 if training else self.world_size
-        dataset = ImageDataset(self.images(split), transform, self.in_chans, multiple_of=fill)
+        dataset = ImageDataset(self.images(split), transform, self.in_chans, is_random=training, multiple_of=fill)
         self._datasets[split] = dataset
         return ImageLoader(
             dataset,
