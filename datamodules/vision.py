@@ -185,12 +185,18 @@ class ImageLoader(ResumableLoader):
 
 
 def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two sorted lists of indices, the second with `fraction` of every class, drawn with `seed`."""
+    """Two sorted lists of indices, the second with `fraction` of every class, drawn with `seed`.
+
+    Raises:
+        ValueError: there are too few pictures for one of each class in both.
+    """
     from sklearn.model_selection import train_test_split
 
-    rest, held_out = train_test_split(
-        np.arange(len(labels)), test_size=fraction, random_state=seed, shuffle=True, stratify=labels
-    )
+    everything = np.arange(len(labels))
+    try:
+        rest, held_out = train_test_split(everything, test_size=fraction, random_state=seed, stratify=labels)
+    except ValueError as error:
+        raise ValueError(f"{fraction} of {len(labels)} pictures cannot be held out for validation: {error}") from error
     return np.sort(rest), np.sort(held_out)
 
 
