@@ -22,7 +22,7 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     rows = math.ceil(len(images) / columns)
     figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.axis("off")
     for axes, image, title in zip(panels, images, titles, strict=False):

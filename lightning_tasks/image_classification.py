@@ -177,7 +177,8 @@ class ImageClassificationTask(BaseTask):
         }
         if num_classes > TOP_K:
             measures["top5"] = MulticlassAccuracy(num_classes, average="micro", top_k=TOP_K)
-        collection = MetricCollection(measures)
+        # No compute groups: torchmetrics would take top1 and top5 for one where they agree on the first batch.
+        collection = MetricCollection(measures, compute_groups=False)
         self.train_top1 = MulticlassAccuracy(num_classes, average="micro")
         self.val_metrics, self.test_metrics = collection.clone(prefix="val/"), collection.clone(prefix="test/")
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
