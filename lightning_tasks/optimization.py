@@ -45,9 +45,7 @@ def parameter_groups(
     return [{"params": rest}, *groups] if rest else groups
 
 
-def model_groups(
-    model: nn.Module, optimizer: Spec, layer_decay: float | None = None
-) -> list[dict[str, Any]]:
+def model_groups(model: nn.Module, optimizer: Spec, layer_decay: float | None = None) -> list[dict[str, Any]]:
     """timm's optimizer groups: no weight decay on norms, biases and what the model names, and a rate a layer.
 
     A group's learning rate is the optimizer's times layer_decay^(layers above it); schedules keep these ratios.
@@ -73,7 +71,7 @@ def model_groups(
         raise ValueError(f"layer_decay needs a learning rate to scale; give {optimizer['class_path']} the argument lr")
     groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
     # Schedules of torch know nothing of timm's `lr_scale`.
-    return [{**group, "lr": rate * group.pop("lr_scale")} for group in groups]
+    return [{"lr": rate * group.pop("lr_scale"), **group} for group in groups]
 
 
 def _argument(spec: Spec, name: str, default: Any) -> Any:
@@ -92,10 +90,13 @@ def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
     """
     if spec["class_path"].rsplit(".", 1)[-1] != _TIMM_SCHEDULE:
         return {}
-    updates = trainer.estimated_stepping_batches
-    if updates == float("inf"):
+    if trainer.max_epochs == -1 and trainer.max_steps == -1:
         raise ValueError(f"{_TIMM_SCHEDULE} needs the end of the run: give trainer.max_epochs or trainer.max_steps")
-    an_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    trainer.fit_loop.setup_data()
+    updates, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    # Lightning would keep the loaders that it made for this, and not tell them where a resumed run was.
+    trainer.fit_loop._combined_loader = None
+    an_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
     return {"num_epochs": updates / an_epoch, "updates_per_epoch": an_epoch, "step_on_epochs": interval == "epoch"}
 
 
