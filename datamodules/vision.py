@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ class ImageLoader(ResumableLoader):
 
     dataset: ImageDataset
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self.dataset.set_epoch(self._epoch)
         for batch in super().__iter__():
             self.dataset.warn_of_skipped(growth=2.0)  # soon, and few times

@@ -70,6 +70,9 @@ class ImageClassificationTask(BaseTask):
             of its limits; on building, if the number of classes, the channels or the size do not fit the data.
     """
 
+    image_mean: Tensor
+    image_std: Tensor
+
     def __init__(
         self,
         model: str = "vit_tiny_patch16_224",
@@ -136,7 +139,7 @@ class ImageClassificationTask(BaseTask):
         Raises:
             ValueError: if the number of classes is unknown, or the data has more, or other images.
         """
-        datamodule = getattr(self._trainer, "datamodule", None)
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
         self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
         options = self.hparams["model_options"] or {}
         self.in_chans = int(options.get("in_chans", 3))
@@ -157,7 +160,8 @@ class ImageClassificationTask(BaseTask):
         return normalisation(model, self.in_chans, self.hparams["mean"], self.hparams["std"])
 
     def _num_classes(self, datamodule: Any) -> int:
-        given, found = self.hparams["num_classes"], getattr(datamodule, "num_classes", None)
+        given = self.hparams["num_classes"]
+        found = getattr(datamodule, "num_classes", None)
         if given is None and found is None:
             raise ValueError(
                 "the number of classes is unknown: give ImageClassificationTask(num_classes=...), or fit with a data "
@@ -167,7 +171,7 @@ class ImageClassificationTask(BaseTask):
             raise ValueError(
                 f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
             )
-        return int(found if given is None else given)
+        return given or int(found)  # type: ignore[arg-type]
 
     def _make_metrics(self, num_classes: int) -> None:
         measures: dict[str, Metric | MetricCollection] = {

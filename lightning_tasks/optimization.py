@@ -60,7 +60,8 @@ def model_groups(model: nn.Module, optimizer: Spec, layer_decay: float | None = 
     """
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
-    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    names: Any = getattr(model, "no_weight_decay", None)
+    kept = names() if names is not None else ()
     weight_decay = _argument(optimizer, "weight_decay", 0.0)
     if layer_decay is None:
         return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, accuracy, attention and the spread of the QK spectrum over the steps, from the CSV log."""
+"""The picture of a run: loss, accuracy, attention and the QK spectrum over the steps, from the CSV log."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_files_that_are_not_cifar10(tmp_path, options, text):
 def test_missing_cifar10_says_where_to_get_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train-00000-of-00001\.parquet is missing.*download=True"):
         CIFAR10DataModule(root=tmp_path).setup()
-    with pytest.raises(ValueError, match="val_fraction is 1.0"):
+    with pytest.raises(ValueError, match=r"val_fraction is 1\.0"):
         CIFAR10DataModule(root=tmp_path, val_fraction=1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the image data modules share: batches, order, resuming, damaged pictures, bad arguments, the picture of a batch."""
+"""What the image data modules share: batches, order, resuming, damaged pictures, errors, a picture of a batch."""
 
 import warnings
 
@@ -160,7 +160,7 @@ def test_a_batch_with_damaged_pictures_alone_is_empty():
 def test_a_data_set_of_damaged_pictures_alone_is_an_error():
     with (
         pytest.warns(UserWarning, match="pictures cannot be read"),
-        pytest.raises(ValueError, match="none of the 20 pictures can be read, e.g. picture 0"),
+        pytest.raises(ValueError, match=r"none of the 20 pictures can be read, e\.g\. picture 0"),
     ):
         batches(ready(broken=range(20)).val_dataloader())
 

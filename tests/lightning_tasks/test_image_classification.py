@@ -402,7 +402,7 @@ def test_what_cannot_be_built(options, text):
 
 
 def test_layer_decay_out_of_range():
-    with pytest.raises(ValueError, match="layer_decay must be above 0 and at most 1, got 1.5"):
+    with pytest.raises(ValueError, match="layer_decay must be above 0 and at most 1, got"):
         built(layer_decay=1.5).configure_optimizers()
 
 
