@@ -110,15 +110,13 @@ class ParquetImages(Images):
         self._column = image
 
     def read(self, index: int) -> Image.Image:
-        with Image.open(BytesIO(self._cell(index)["bytes"])) as image:
+        with Image.open(BytesIO(self._rows[int(index)][self._column]["bytes"])) as image:
             image.load()
             return image
 
     def name(self, index: int) -> str:
-        return str(self._cell(index)["path"] or f"row {index}")
-
-    def _cell(self, index: int) -> dict[str, Any]:
-        return self._rows[int(index)][self._column]
+        cell = self._rows.data.column(self._column)[int(index)]  # straight from the map, without the pixels
+        return str(cell["path"].as_py() or f"row {index}")
 
 
 class ImageDataset(Dataset):

@@ -174,20 +174,21 @@ class ImageClassificationTask(BaseTask):
         return given or int(found)  # type: ignore[arg-type]
 
     def _make_metrics(self, num_classes: int) -> None:
+        unchecked: dict[str, Any] = {"validate_args": False}  # check_batch did, without waiting for the device
         measures: dict[str, Metric | MetricCollection] = {
-            "top1": MulticlassAccuracy(num_classes, average="micro"),
-            "class_accuracy": MulticlassAccuracy(num_classes, average="macro"),
-            "calibration_error": MulticlassCalibrationError(num_classes, n_bins=15),
+            "top1": MulticlassAccuracy(num_classes, average="micro", **unchecked),
+            "class_accuracy": MulticlassAccuracy(num_classes, average="macro", **unchecked),
+            "calibration_error": MulticlassCalibrationError(num_classes, n_bins=15, **unchecked),
         }
         if num_classes > TOP_K:
-            measures["top5"] = MulticlassAccuracy(num_classes, average="micro", top_k=TOP_K)
+            measures["top5"] = MulticlassAccuracy(num_classes, average="micro", top_k=TOP_K, **unchecked)
         # No compute groups: torchmetrics would take top1 and top5 for one where they agree on the first batch.
         collection = MetricCollection(measures, compute_groups=False)
-        self.train_top1 = MulticlassAccuracy(num_classes, average="micro")
+        self.train_top1 = MulticlassAccuracy(num_classes, average="micro", **unchecked)
         self.val_metrics, self.test_metrics = collection.clone(prefix="val/"), collection.clone(prefix="test/")
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
-        self.test_classes = MulticlassAccuracy(num_classes, average=None)
-        self.test_confusion = MulticlassConfusionMatrix(num_classes)
+        self.test_classes = MulticlassAccuracy(num_classes, average=None, **unchecked)
+        self.test_confusion = MulticlassConfusionMatrix(num_classes, **unchecked)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Images as the network wants them, from images ``[B, C, H, W]`` in [0, 1].
