@@ -1,6 +1,7 @@
 """Fetching data sets from the Hugging Face hub into files of its own layout."""
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,3 +31,23 @@ def download_parquet(repository: str, name: str, folder: Path, splits: Sequence[
             loaded[split].to_parquet(Path(scratch) / split)
         for split in splits:
             os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")
+
+
+def find_shards(folder: Path, split: str) -> list[Path]:
+    """The files `SPLIT-XXXXX-of-YYYYY.parquet` of a split in order; empty where there is none.
+
+    Raises:
+        FileNotFoundError: a file of the set is missing.
+    """
+    pattern = re.compile(rf"{re.escape(split)}-\d{{5}}-of-(\d{{5}})\.parquet")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    totals = {int(match[1]) for match in map(pattern.fullmatch, names) if match}
+    if not totals:
+        return []
+    files = [folder / f"{split}-{index:05d}-of-{max(totals):05d}.parquet" for index in range(max(totals))]
+    missing = [path for path in files if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{missing[0]} is missing ({len(missing)} of {len(files)} files of the split are): fetch it again"
+        )
+    return files

@@ -1,5 +1,7 @@
 """A data loader that a resumed run goes on with where the killed one was."""
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -8,22 +10,27 @@ from torch.utils.data import DataLoader
 class ResumableLoader(DataLoader):
     """A `DataLoader` whose state is its epoch and the number of batches given in it; Lightning checkpoints both.
 
-    The order must follow from the sampler's epoch alone, as that of `EpochShuffle` does. Give it a generator of its
-    own, so that starting an epoch does not move the global random state.
+    What was given before is left out, not loaded again. The order must follow from the sampler's epoch alone, as that
+    of `EpochShuffle` does. Give it a generator of its own, so that starting an epoch does not move the global random
+    state.
     """
 
     _given = 0
+    _skip = 0
     _resume: dict[str, int] | None = None
 
     def __iter__(self) -> Any:
         # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
         # asks for the iterator before that.
         resume, self._resume = self._resume, None
-        skip = resume["batches"] if resume is not None and resume["epoch"] == self._epoch else 0
-        for place, batch in enumerate(super().__iter__(), start=1):
-            if place > skip:
-                self._given = place
-                yield batch
+        self._skip = resume["batches"] if resume is not None and resume["epoch"] == self._epoch else 0
+        for place, batch in enumerate(super().__iter__(), start=self._skip + 1):
+            self._given = place
+            yield batch
+
+    @property
+    def _index_sampler(self) -> Any:
+        return _Rest(super()._index_sampler, self)
 
     @property
     def _epoch(self) -> int:
@@ -37,3 +44,16 @@ class ResumableLoader(DataLoader):
         """Leave out what was given before, when that epoch is iterated over."""
         self._resume = dict(state)
         self._given = state["batches"]
+
+
+class _Rest:
+    """The batches of indices that the loader is not to skip; nothing that it skips is loaded."""
+
+    def __init__(self, batches: Any, loader: ResumableLoader) -> None:
+        self.batches, self.loader = batches, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.batches), self.loader._skip, None)
+
+    def __len__(self) -> int:
+        return len(self.batches)

@@ -1,6 +1,6 @@
-"""Reading one column of a parquet file in bounded memory."""
+"""Reading columns of a parquet file in bounded memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ def read_column(path: Path, column: str, rows: int) -> Iterator[list[Any]]:
     import pyarrow
 
     with _opened(path) as file:
-        if column not in file.schema_arrow.names:
-            raise ValueError(f"{path} has the columns {file.schema_arrow.names}: {column!r} is needed")
+        _check_columns(path, file, [column])
         kind = file.schema_arrow.field(column).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise ValueError(f"{path} has {kind} in the column {column!r}: strings are needed")
@@ -30,6 +29,24 @@ def read_column(path: Path, column: str, rows: int) -> Iterator[list[Any]]:
             if values.null_count:
                 raise ValueError(f"{path} has {values.null_count} empty (null) values in {column!r}: none is allowed")
             yield values.to_pylist()
+
+
+def read_rows(path: Path, columns: Sequence[str], rows: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of `columns` as dicts, in lists of at most `rows`.
+
+    Raises:
+        ValueError: the file is no whole parquet file, or lacks a column.
+    """
+    with _opened(path) as file:
+        _check_columns(path, file, columns)
+        for batch in file.iter_batches(rows, columns=list(columns)):
+            yield batch.to_pylist()
+
+
+def _check_columns(path: Path, file: Any, columns: Sequence[str]) -> None:
+    for column in columns:
+        if column not in file.schema_arrow.names:
+            raise ValueError(f"{path} has the columns {file.schema_arrow.names}: {column!r} is needed")
 
 
 def _opened(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """A stream of tokens as windows of equal length, and the order in which they come."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -70,11 +70,11 @@ class EpochShuffle(RandomSampler):
     of a `RandomSampler` for several processes: together these see the same windows in each step.
 
     Args:
-        windows: what is put in order.
+        samples: what is put in order.
     """
 
-    def __init__(self, windows: TokenWindows) -> None:
-        super().__init__(windows)
+    def __init__(self, samples: Sized) -> None:
+        super().__init__(samples)  # type: ignore[arg-type]
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.epoch = 0
 

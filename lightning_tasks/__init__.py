@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_tasks.base import BaseTask
+    from lightning_tasks.image_classification import ImageClassificationTask
     from lightning_tasks.language_modeling import LanguageModelingTask
     from lightning_tasks.loading import load_swapped
 
 _HOMES = {
     "BaseTask": "lightning_tasks.base",
+    "ImageClassificationTask": "lightning_tasks.image_classification",
     "LanguageModelingTask": "lightning_tasks.language_modeling",
     "load_swapped": "lightning_tasks.loading",
 }
 
-__all__ = ["BaseTask", "LanguageModelingTask", "load_swapped"]
+__all__ = ["BaseTask", "ImageClassificationTask", "LanguageModelingTask", "load_swapped"]
 
 
 def __getattr__(name: str) -> Any:

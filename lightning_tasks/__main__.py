@@ -20,6 +20,7 @@ commands:
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
   recipes                       list the shipped recipes: name, summary, paper, what each needs
   compare                       run configurations x seeds, paired, resumable, into one table
+  show-batch                    draw a batch as the model gets it: attnswap show-batch --config RECIPE --output PNG
 
 options:
   -h, --help                    show this text; `attnswap fit --help` lists every argument of fit
@@ -79,12 +80,16 @@ def main(args: Sequence[str] | None = None) -> None:
             from lightning_tasks.compare import main as compare
 
             compare(arguments[1:])
+        elif command == "show-batch":
+            from lightning_tasks.show_batch import main as show_batch
+
+            show_batch(arguments[1:])
         elif command in TRAINER_COMMANDS:
             from lightning_tasks.cli import run
 
             run(arguments)
         else:
-            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare"))
+            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "show-batch"))
             raise RecipeError(f"unknown command {command!r}; the commands are {known}")
     except Exception as error:
         refusal = error if isinstance(error, RecipeError) else refusal_in(error)

@@ -10,7 +10,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_tasks.hparams import build, plain_data
-from lightning_tasks.optimization import build_scheduler, optimizer_spec, parameter_groups, scheduler_spec
+from lightning_tasks.optimization import (
+    build_scheduler,
+    optimizer_spec,
+    parameter_groups,
+    schedule_length,
+    scheduler_spec,
+    step_timm,
+)
 from lightning_tasks.resuming import refuse_other_layout
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
@@ -24,7 +31,8 @@ class BaseTask(LightningModule):
 
     Args:
         optimizer: name, class, ``functools.partial`` or ``{class_path, init_args}``.
-        scheduler: likewise, or None for a constant learning rate; it is called with ``optimizer=``.
+        scheduler: likewise, or None for a constant learning rate; it is called with ``optimizer=``. Schedules of timm
+            work too; ``timm.scheduler.create_scheduler_v2`` gets the length of the run where it is not given.
         scheduler_interval: "step" or "epoch".
         scheduler_monitor: metric that ``ReduceLROnPlateau`` watches.
         param_groups: rules ``{"match": GLOB, option: value}``, as ``optimization.parameter_groups`` reads them.
@@ -96,18 +104,31 @@ class BaseTask(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""
-        groups = parameter_groups(self.named_parameters(), self.hparams["param_groups"] or ())
-        optimizer = build(self.hparams["optimizer"], groups)
-        if self.hparams["scheduler"] is None:
+        optimizer = build(self.hparams["optimizer"], self.optimizer_groups())
+        spec, interval = self.hparams["scheduler"], self.hparams["scheduler_interval"]
+        if spec is None:
             return {"optimizer": optimizer}
+        length = schedule_length(spec, interval, self._trainer)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {
-                "scheduler": build_scheduler(self.hparams["scheduler"], optimizer),
-                "interval": self.hparams["scheduler_interval"],
+                "scheduler": build_scheduler(spec, optimizer, **length),
+                "interval": interval,
                 "monitor": self.hparams["scheduler_monitor"],
             },
         }
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """All parameters of the task, in the groups that ``param_groups`` asks for."""
+        return parameter_groups(self.named_parameters(), self.hparams["param_groups"] or ())
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a schedule of torch as Lightning does, one of timm by the number of steps or epochs so far."""
+        if hasattr(scheduler, "step_update"):
+            run, interval = self.trainer, self.hparams["scheduler_interval"]
+            step_timm(scheduler, interval, run.global_step, run.current_epoch + 1, metric)
+        else:
+            super().lr_scheduler_step(scheduler, metric)
 
 
 def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:

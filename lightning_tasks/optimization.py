@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from lightning_tasks.hparams import Spec, build, plain_spec
+from lightning_tasks.hparams import Spec, build, import_object, plain_spec
+
+_TIMM_SCHEDULE = "create_scheduler_v2"
 
 
 def parameter_groups(
@@ -41,13 +45,88 @@ def parameter_groups(
     return [{"params": rest}, *groups] if rest else groups
 
 
-def build_scheduler(spec: Spec, optimizer: Optimizer) -> Any:
-    """A schedule on ``optimizer``; entries under "schedulers" (SequentialLR, ChainedScheduler) are built first."""
+def model_groups(model: nn.Module, optimizer: Spec, layer_decay: float | None = None) -> list[dict[str, Any]]:
+    """timm's optimizer groups: no weight decay on norms, biases and what the model names, and a rate a layer.
+
+    A group's learning rate is the optimizer's times layer_decay^(layers above it); schedules keep these ratios.
+
+    Args:
+        model: a timm model, also a swapped one; its frozen parameters are left out.
+        optimizer: plain data of the optimizer, for its rate and weight decay.
+        layer_decay: factor from one layer to the one below, or None for one rate.
+
+    Raises:
+        ValueError: if ``layer_decay`` is not in (0, 1].
+    """
+    from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+
+    names: Any = getattr(model, "no_weight_decay", None)
+    kept = names() if names is not None else ()
+    weight_decay = _argument(optimizer, "weight_decay", 0.0)
+    if layer_decay is None:
+        return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+    if not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay!r}")
+    rate = _argument(optimizer, "lr", None)
+    if rate is None:
+        raise ValueError(f"layer_decay needs a learning rate to scale; give {optimizer['class_path']} the argument lr")
+    groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
+    # Schedules of torch know nothing of timm's `lr_scale`.
+    return [{"lr": rate * group.pop("lr_scale"), **group} for group in groups]
+
+
+def _argument(spec: Spec, name: str, default: Any) -> Any:
+    """What an argument will be when ``spec`` is built."""
+    if name in spec["init_args"]:
+        return spec["init_args"][name]
+    parameter = inspect.signature(import_object(spec["class_path"])).parameters.get(name)
+    return default if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
+    """Arguments of timm's ``create_scheduler_v2`` that follow from the run; none for any other schedule.
+
+    Raises:
+        ValueError: if the run has no end.
+    """
+    if spec["class_path"].rsplit(".", 1)[-1] != _TIMM_SCHEDULE:
+        return {}
+    if trainer.max_epochs == -1 and trainer.max_steps == -1:
+        raise ValueError(f"{_TIMM_SCHEDULE} needs the end of the run: give trainer.max_epochs or trainer.max_steps")
+    trainer.fit_loop.setup_data()
+    updates, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    # Lightning would keep the loaders that it made for this, and not tell them where a resumed run was.
+    trainer.fit_loop._combined_loader = None
+    an_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    return {"num_epochs": updates / an_epoch, "updates_per_epoch": an_epoch, "step_on_epochs": interval == "epoch"}
+
+
+def step_timm(scheduler: Any, interval: str, updates: int, epochs: int, metric: Any = None) -> None:
+    """Bring a schedule of timm to where the run is, after ``updates`` steps and ``epochs`` epochs.
+
+    Raises:
+        ValueError: if it counts in the other unit, and would never move.
+    """
+    if scheduler.t_in_epochs != (interval == "epoch"):
+        unit = "epoch" if scheduler.t_in_epochs else "step"
+        raise ValueError(f"the schedule counts in {unit}s: give scheduler_interval={unit!r}, or t_in_epochs=... to it")
+    if scheduler.t_in_epochs:
+        scheduler.step(epochs, metric)
+    else:
+        scheduler.step_update(updates, metric)
+
+
+def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
+    """A schedule on ``optimizer``; entries under "schedulers" (SequentialLR, ChainedScheduler) are built first.
+
+    ``length`` is what :func:`schedule_length` says of the run; the schedule's own arguments go before it.
+    """
     arguments = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}  # a parser's blank
     if "schedulers" in arguments:
         inner = [plain_spec(entry, lr_scheduler, what="scheduler") for entry in arguments["schedulers"]]
         arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in inner]
-    return build({**spec, "init_args": arguments}, optimizer=optimizer)
+    built = build({**spec, "init_args": {**length, **arguments}}, optimizer=optimizer)
+    return built[0] if isinstance(built, tuple) else built  # create_scheduler_v2 adds the number of epochs
 
 
 def optimizer_spec(value: Any) -> Spec:

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, attention entropy and the spread of the QK spectrum over the steps, from the CSV log."""
+"""The picture of a run: loss, accuracy, attention and the QK spectrum over the steps, from the CSV log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 PANELS = (
     ("loss [nats]", ("train/loss", "val/loss")),
+    ("top-1 accuracy", ("train/top1", "val/top1")),
     ("attention entropy [nats]", ("attention/entropy",)),
+    ("effective support of attention [keys]", ("attention/effective_support",)),
     ("variance of the QK spectrum", ("qk_spectrum/variance",)),
 )
 Curve = tuple[list[int], list[float]]

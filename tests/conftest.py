@@ -63,3 +63,15 @@ def tiny_wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = [" " + " ".join(random.choices(words, k=12)) + " \n" for _ in range(lines)]
             pyarrow.parquet.write_table(pyarrow.table({"text": text}), folder / f"{split}-00000-of-00001.parquet")
     return root
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tiny_wikitext: Path) -> Path:
+    """A root folder with the texts of `tiny_wikitext`, and with CIFAR-10 and ImageNet of a few random pictures."""
+    from tests.datamodules.pictures import write_class_folders, write_parquet
+
+    for split, count in (("train", 100), ("test", 10)):
+        write_parquet(tiny_wikitext / "cifar10" / "plain_text", split, count, image="img", size=32, classes=10)
+    for split in ("train", "val"):
+        write_class_folders(tiny_wikitext / "imagenet" / split, {f"n0000000{index}": 2 for index in range(6)}, size=20)
+    return tiny_wikitext

@@ -40,6 +40,7 @@ SIZES |= {
     "milestones",
 }
 SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
+SIZES |= {"img_size", "patch_size", "embed_dim", "depth", "max_epochs", "warmup_epochs"}
 ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 
 
@@ -176,28 +177,42 @@ def test_every_part_parses(part, own_folder, capsys):
     assert all(printed[key] == value for key, value in content.items() if not isinstance(value, dict))
 
 
+def logged_metrics(name):
+    """What the callbacks of a recipe promise to log: at least one of each kind."""
+    callbacks = {
+        callback["class_path"].rsplit(".", 1)[-1]: callback.get("init_args", {})
+        for callback in yaml.safe_load((TWINS / f"{name}.yaml").read_text())["trainer"]["callbacks"]
+    }
+    metrics = [callbacks["RunSummary"].get("metric", "val/perplexity")]
+    if "AttentionMonitor" in callbacks:
+        metrics.append("val/attention/entropy/mean")
+    if "SpectrumMonitor" in callbacks:
+        metrics.append("qk_spectrum/variance/layer_00")
+    return metrics
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_twin_fits_validates_and_tests(name, own_folder, tiny_wikitext, monkeypatch, capsys):
-    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_wikitext))
-    twin = str(TWINS / f"{name}.yaml")
+def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_data, monkeypatch, capsys):
+    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
+    twin, metrics = str(TWINS / f"{name}.yaml"), logged_metrics(name)
     main(["fit", "--config", twin])
-    assert "val/perplexity" in capsys.readouterr().out
+    assert metrics[0] in capsys.readouterr().out
     run = Path("runs") / Path(name).name / "version_0"
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for metric in ("val/perplexity", "val/attention/entropy/mean", "qk_spectrum/variance/layer_00"):
+    for metric in metrics:
         values = [float(row[metric]) for row in rows if row[metric]]
         assert values, metric
         assert all(math.isfinite(value) for value in values)
     assert (run / "run.png").stat().st_size > 1000
-    for command in ("validate", "test"):
+    for command in ("validate", "test", "predict"):
         main([command, "--config", twin, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
-def test_every_comparison_runs(name, own_folder, tiny_wikitext, monkeypatch, capsys):
+def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys):
     pytest.importorskip("scipy")
-    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_wikitext))
+    monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     sizes = ["model.model.init_args.dim=16", "model.model.init_args.mlp_dim=16", "data.vocab_size=30"]
     sizes += ["trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu"]
     main(["compare", name, "--seeds", "0:2", "--output", "out", *(f"--set={size}" for size in sizes)])

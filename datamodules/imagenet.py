@@ -1,0 +1,200 @@
+"""ImageNet-1k and sets of pictures in its layouts: a folder a class, or the hub's parquet files."""
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timm.data import ImageNetInfo
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+from datamodules.hub import find_shards
+from datamodules.images import FileImages, Images, ParquetImages
+from datamodules.paths import cache_root, data_root
+from datamodules.vision import VisionDataModule
+
+REPOSITORY = "ILSVRC/imagenet-1k"
+_WNID = re.compile(r"n\d{8}")
+_CHECKED_ROWS = 2000
+
+
+class ImageNetDataModule(VisionDataModule):
+    """ImageNet, or any pictures in one of its two layouts; test pictures are the validation pictures.
+
+    A folder a class (`torchvision.datasets.ImageFolder`): `root/FOLDER/{train,val}/CLASS/*.JPEG`, labels in the order
+    of the sorted class names. Or the hub's: `root/FOLDER/data/{train,validation}-XXXXX-of-YYYYY.parquet` with the
+    columns `image` and `label`, which the library `datasets` copies once to a memory map in the cache. The number of
+    classes follows from the data. Where there are 1,000 of them with WordNet ids, these must be ImageNet-1k's, so that
+    labels mean what pretrained models mean.
+
+    Args:
+        root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
+        folder: the name of the set below `root`.
+        train, val: sub-folders with the splits, in the first layout.
+        batch_size: pictures a batch and process.
+        num_workers: loader processes.
+        img_size: H = W in pixels.
+        in_chans: 3, or 1 for grey.
+        train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; timm's by default.
+        cache_dir: folder for the memory map of the second layout; None for `$ATTNSWAP_CACHE`, else the user's cache.
+
+    Raises:
+        ValueError: as :class:`~datamodules.vision.VisionDataModule`; on setup, if the classes of the splits differ, or
+            1,000 WordNet ids are not those of ImageNet-1k.
+        NotADirectoryError: `root` or `cache_dir` is a file.
+        FileNotFoundError: on setup, where no layout is found; the text says what was looked for.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        folder: str = "imagenet",
+        train: str = "train",
+        val: str = "val",
+        batch_size: int = 256,
+        num_workers: int = 8,
+        img_size: int = 224,
+        in_chans: int = 3,
+        train_transform: dict[str, Any] | None = None,
+        eval_transform: dict[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        train_transform = {"interpolation": "bicubic", **(train_transform or {})}
+        eval_transform = {"interpolation": "bicubic", **(eval_transform or {})}
+        super().__init__(batch_size, num_workers, img_size, in_chans, train_transform, eval_transform)
+        self.folder = data_root(root) / folder
+        self.cache_dir = cache_root(cache_dir)
+        self._places = {"train": self.folder / train, "validation": self.folder / val}
+        self._mapped: dict[str, ParquetImages] = {}
+        self._class_names: Sequence[str] | None = None
+
+    @property
+    def class_names(self) -> Sequence[str]:  # type: ignore[override]
+        """Names of the classes in the order of their labels."""
+        if self._class_names is None:
+            self._class_names = self._find_classes()
+        return self._class_names
+
+    def prepare_data(self) -> None:
+        """Copies parquet files to a memory map, once, in one process."""
+        if not self._in_folders:
+            for split in ("train", "validation"):
+                self._parquet(split)
+
+    def load(self, split: str) -> Images:
+        if split == "test":
+            return self.images("validation")
+        return self._files(split) if self._in_folders else self._parquet(split)
+
+    @property
+    def _in_folders(self) -> bool:
+        """Which of the two layouts is there.
+
+        Raises:
+            FileNotFoundError: neither is.
+        """
+        missing = [place for place in self._places.values() if not place.is_dir()]
+        if not missing:
+            return True
+        if self._shards("train") and self._shards("validation"):
+            return False
+        raise FileNotFoundError(
+            f"{missing[0]} is missing, and so is {self.folder / 'data' / 'train-00000-of-YYYYY.parquet'} or its twin "
+            f"for validation. Put class folders there, or the files of https://huggingface.co/datasets/{REPOSITORY} "
+            "(its terms must be accepted first); name another folder as root=..., folder=... or in $ATTNSWAP_DATA"
+        )
+
+    def _find_classes(self) -> Sequence[str]:
+        if not self._in_folders:
+            train = self._parquet("train")
+            return train.class_names or [str(label) for label in range(int(train.labels.max()) + 1)]
+        classes = {split: _folders(place) for split, place in self._places.items()}
+        check_same_classes(self._places["train"], classes["train"], self._places["validation"], classes["validation"])
+        check_wnids(classes["train"])
+        return classes["train"]
+
+    def _files(self, split: str) -> FileImages:
+        paths: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(tqdm(self.class_names, desc=f"{self.folder.name}: {split} files", disable=None)):
+            found = sorted(_pictures(self._places[split] / name))
+            if not found:
+                raise ValueError(
+                    f"{self._places[split] / name} has no picture ({', '.join(IMG_EXTENSIONS)}): every class needs one"
+                )
+            paths += found
+            labels += [label] * len(found)
+        return FileImages(paths, labels)
+
+    def _shards(self, split: str) -> list[Path]:
+        return find_shards(self.folder / "data", split) or find_shards(self.folder, split)
+
+    def _parquet(self, split: str) -> ParquetImages:
+        if split not in self._mapped:
+            self._mapped[split] = ParquetImages(self._shards(split), "image", "label", self.cache_dir / "imagenet")
+            check_paths(self._mapped[split])
+        return self._mapped[split]
+
+
+def check_same_classes(train: Path, train_classes: Sequence[str], val: Path, val_classes: Sequence[str]) -> None:
+    """Raises a ValueError where two splits do not have the same class folders, with their names."""
+    for place, other, lacking in (
+        (train, val, sorted(set(val_classes) - set(train_classes))),
+        (val, train, sorted(set(train_classes) - set(val_classes))),
+    ):
+        if lacking:
+            raise ValueError(
+                f"{place} lacks {len(lacking)} class folders that {other} has ({_some(lacking)}): "
+                "the splits must have the same, or their labels would not mean the same"
+            )
+
+
+def check_wnids(names: Sequence[str]) -> None:
+    """Raises a ValueError where 1,000 classes are named by WordNet ids that are not the 1,000 of ImageNet-1k."""
+    known = ImageNetInfo("imagenet-1k").label_names()
+    if len(names) != len(known) or not all(_WNID.fullmatch(name) for name in names) or list(names) == known:
+        return
+    wrong = sorted(set(names) - set(known))
+    nearest = difflib.get_close_matches(wrong[0], sorted(set(known) - set(names)), n=1)
+    raise ValueError(
+        f"1,000 class folders, but {len(wrong)} are no classes of ImageNet-1k ({_some(wrong)}"
+        f"{f'; is {wrong[0]} meant to be {nearest[0]}?' if nearest else ''}): labels would not mean what they mean to "
+        "pretrained models"
+    )
+
+
+def check_paths(images: ParquetImages) -> None:
+    """Raises a ValueError where the WordNet id in a picture's path is not that of its label.
+
+    Up to 2,000 rows are looked at, evenly spread, and only where there are 1,000 classes and paths with ids.
+    """
+    known = ImageNetInfo("imagenet-1k").label_names()
+    if images.class_names is None or len(images.class_names) != len(known):
+        return
+    for index in np.unique(np.linspace(0, len(images) - 1, _CHECKED_ROWS).astype(int)) if len(images) else ():
+        found = _WNID.search(images.name(index))
+        label = int(images.labels[index])
+        if found and 0 <= label < len(known) and found[0] != known[label]:
+            raise ValueError(
+                f"{images.name(index)} has label {label}, which is {known[label]} in ImageNet-1k: labels must be in "
+                "the order of the sorted WordNet ids"
+            )
+
+
+def _folders(place: Path) -> list[str]:
+    names = sorted(entry.name for entry in os.scandir(place) if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise ValueError(f"{place} has no class folders: at least 1 is needed")
+    return names
+
+
+def _pictures(folder: Path) -> list[str]:
+    return [entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(IMG_EXTENSIONS)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,214 @@
+"""Pictures with labels, in memory, in files or in parquet shards, and the data set that transforms them."""
+
+import os
+import random
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+MODES = {1: "L", 3: "RGB"}
+_NAMED = 3
+
+
+class Images(ABC):
+    """Pictures by index.
+
+    Args:
+        labels: the class of each, `[pictures]`, integers.
+    """
+
+    def __init__(self, labels: Any) -> None:
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, index: int) -> Image.Image:
+        """The picture; raises whatever its decoder does where it is damaged."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What a warning calls it."""
+
+
+class ArrayImages(Images):
+    """Pictures in memory.
+
+    Args:
+        pixels: `[pictures, H, W]` or `[pictures, H, W, 3]`, uint8.
+        labels: the class of each.
+    """
+
+    def __init__(self, pixels: np.ndarray, labels: Any) -> None:
+        super().__init__(labels)
+        self.pixels = pixels
+
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
+
+    def name(self, index: int) -> str:
+        return f"picture {index}"
+
+
+class FileImages(Images):
+    """Pictures in files.
+
+    Args:
+        paths: the files.
+        labels: the class of each.
+    """
+
+    def __init__(self, paths: Sequence[str], labels: Any) -> None:
+        super().__init__(labels)
+        self.paths = np.array(paths)  # one object to share with the workers, not a million
+
+    def read(self, index: int) -> Image.Image:
+        with Image.open(self.paths[index]) as image:
+            image.load()
+            return image
+
+    def name(self, index: int) -> str:
+        return str(self.paths[index])
+
+
+class ParquetImages(Images):
+    """Pictures in parquet files of the hub, copied once to a memory map by the library `datasets`, with its bar.
+
+    Args:
+        files: the shards in order, with a struct {bytes, path} a picture.
+        image, label: names of the columns.
+        cache: folder for the memory map.
+
+    Raises:
+        ValueError: a column is missing, or a picture has no label.
+    """
+
+    def __init__(self, files: Sequence[Path], image: str, label: str, cache: Path) -> None:
+        import datasets
+
+        rows = datasets.Dataset.from_parquet([str(path) for path in files], cache_dir=str(cache))
+        for column in (image, label):
+            if column not in rows.column_names:
+                raise ValueError(f"{files[0]} has the columns {rows.column_names}: {column!r} is needed")
+        labels = rows.data.column(label)
+        if labels.null_count:
+            raise ValueError(f"{files[0]} and its like have {labels.null_count} pictures without a label")
+        super().__init__(labels.to_numpy())
+        self.class_names: list[str] | None = getattr(rows.features[label], "names", None)
+        self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        self._column = image
+
+    def read(self, index: int) -> Image.Image:
+        with Image.open(BytesIO(self._rows[int(index)][self._column]["bytes"])) as image:
+            image.load()
+            return image
+
+    def name(self, index: int) -> str:
+        cell = self._rows.data.column(self._column)[int(index)]  # straight from the map, without the pixels
+        return str(cell["path"].as_py() or f"row {index}")
+
+
+class ImageDataset(Dataset):
+    """Transformed pictures; item i is (uint8 `[C, H, W]`, label), or None where picture i cannot be read.
+
+    What is random in the transform depends on the seed of `seed_everything`, the epoch and the index alone: neither
+    the number of workers, nor what the model draws, nor a resumed run changes it.
+
+    Args:
+        images: what is read.
+        transform: PIL picture to uint8 `[C, H, W]`.
+        in_chans: C, 1 or 3; pictures of other modes are converted.
+        is_random: whether the transform draws random numbers.
+        multiple_of: items are filled up with None to a multiple of this (so that each of several processes gets
+            equally many, none twice).
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        transform: Callable[[Any], Tensor],
+        in_chans: int,
+        is_random: bool,
+        multiple_of: int = 1,
+    ) -> None:
+        self.images, self.transform, self.mode = images, transform, MODES[in_chans]
+        self.is_random = is_random
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._length = -(-len(images) // multiple_of) * multiple_of
+        # Shared with the workers, which live on from one epoch to the next.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._damaged = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+        self._warned = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the random numbers of `epoch`."""
+        self._epoch.fill_(epoch)
+
+    @property
+    def skipped(self) -> int:
+        """How many different pictures could not be read so far, by this process and its workers."""
+        return int(self._damaged.sum())
+
+    def warn_of_skipped(self, growth: float = 1.0) -> None:
+        """Warns where more pictures than at the last warning, and `growth` times as many, could not be read.
+
+        Raises:
+            ValueError: none of the pictures could be read.
+        """
+        count, size = self.skipped, len(self.images)
+        if count <= self._warned or count < growth * self._warned:
+            return
+        self._warned = count
+        names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[:_NAMED])
+        if count == size:
+            raise ValueError(f"none of the {size:,} pictures can be read, e.g. {names}: is the data still there?")
+        warnings.warn(f"{count:,} of {size:,} pictures cannot be read and are left out: {names}", stacklevel=2)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int] | None]:
+        """Items of a batch; the global random states are put back once, after the last."""
+        if not self.is_random:
+            return [self._item(index) for index in indices]
+        epoch = int(self._epoch)
+        with isolate_rng(include_cuda=False):
+            return [self._item(index, epoch) for index in indices]
+
+    def _item(self, index: int, epoch: int | None = None) -> tuple[Tensor, int] | None:
+        if index >= len(self.images):
+            return None
+        try:
+            image = self.images.read(index).convert(self.mode)
+        except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+            self._damaged[index] = True
+            return None
+        if epoch is not None:
+            seed = hash((self.seed, epoch, index)) % 2**32  # of integers: the same in every process
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002 - timm's transforms draw from the global state
+            torch.default_generator.manual_seed(seed)
+        return self.transform(image), int(self.images.labels[index])
+
+
+def collate_images(items: Sequence[tuple[Tensor, int] | None], *, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Images `[B, *shape]`, float32 in [0, 1], and labels `[B]`, int64; items that are None are left out."""
+    read = [item for item in items if item is not None]
+    if not read:
+        return torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64)
+    images, labels = zip(*read, strict=True)
+    return torch.stack(images).float().div_(255), torch.tensor(labels)

@@ -1,0 +1,34 @@
+"""A picture of a batch."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+
+def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> Path:
+    """Draws images (each `[C, H, W]` in [0, 1], C of 1 or 3) in a grid under their titles into a PNG file.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not images:
+        raise ValueError("there is no picture to draw: the batch is empty")
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.axis("off")
+    for axes, image, title in zip(panels, images, titles, strict=False):
+        pixels = image.permute(1, 2, 0).numpy()
+        axes.imshow(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels, cmap="gray", vmin=0, vmax=1)
+        axes.set_title(title[:22], fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    return path

@@ -1,0 +1,41 @@
+"""How a classifier did class by class: a table, and the confusion matrix as a picture."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+_MOST_NAMES = 40
+
+
+def write_class_table(path: Path, names: Sequence[str], counts: Tensor, accuracy: Tensor) -> None:
+    """A CSV file with name, number of samples and accuracy of each class; accuracy is empty where there are none."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["class", "name", "samples", "accuracy"])
+        for index, (name, count, share) in enumerate(zip(names, counts.tolist(), accuracy.tolist(), strict=True)):
+            writer.writerow([index, name, count, f"{share:.4f}" if count else ""])
+
+
+def draw_confusion(confusion: Tensor, names: Sequence[str]) -> Any:
+    """A Matplotlib figure of counts ``[C, C]``, a row a true class, as shares of the row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shares = confusion.float() / confusion.sum(1, keepdim=True).clamp(min=1)
+    size = min(12.0, max(4.0, 0.35 * len(names) + 2))
+    figure = Figure(figsize=(size + 1, size), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
+    if len(names) <= _MOST_NAMES:
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+    return figure

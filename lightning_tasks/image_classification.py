@@ -1,0 +1,279 @@
+"""Image classification with any timm model and any attention mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.loss import SoftTargetCrossEntropy
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassCalibrationError,
+    MulticlassConfusionMatrix,
+)
+
+from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.class_report import draw_confusion, write_class_table
+from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.mixing import Mixing, step_seed
+from lightning_tasks.models.timm_model import (
+    build_timm_model,
+    check_batch,
+    check_image_shape,
+    check_model_name,
+    normalisation,
+    swap_layers,
+)
+from lightning_tasks.optimization import model_groups
+from lightning_tasks.pictures import run_folder, save_picture
+
+Batch = tuple[Tensor, Tensor]
+TOP_K = 5
+
+
+class ImageClassificationTask(BaseTask):
+    """Classification of images in [0, 1] with a timm model; it normalises them itself.
+
+    Batches are ``(images [B, C, H, W]`` float in [0, 1]``, labels [B]`` int64``)``, of any B, also none. Logs
+    ``train/loss`` (of the mixed targets) and ``train/top1`` (against the class with the largest share); over the whole
+    split ``{val,test}/loss`` (cross-entropy in nats, without smoothing), ``top1``, ``top5`` (only where there are more
+    than five classes), ``calibration_error`` (expected, 15 bins) and ``class_accuracy`` (the mean over classes). After
+    a test the run's folder has ``test_classes.csv`` (accuracy a class) and ``test_confusion.png``. With several
+    processes each sample counts once.
+
+    Args:
+        model: the name of a timm model, ``NAME`` or ``NAME.WEIGHTS``.
+        num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
+        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention_options: its options by name.
+        attention_layers: which layers get it, counted in module order; all where None.
+        other_attention: the mechanism of the other layers, with its defaults.
+        pretrained: start from timm's weights (a download where they are not in its cache).
+        model_options: further arguments of ``timm.create_model``: img_size, in_chans, patch_size, embed_dim, depth,
+            num_heads, drop_path_rate, ...
+        mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing, random_erasing: see
+            :class:`~lightning_tasks.mixing.Mixing`.
+        layer_decay: factor on the learning rate from one layer to the one below, or None for one rate.
+        mean, std: a channel, for the normalisation; where None, those of the timm model.
+        optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
+        param_groups: rules in place of timm's groups, in which norms, biases and position embeddings have no weight
+            decay; ``[]`` for one group.
+
+    Raises:
+        TypeError: if something cannot be stored in a checkpoint; the text names the cure.
+        ValueError: if timm has no such model (the nearest names are given), a mechanism is unknown, or a value is out
+            of its limits; on building, if the number of classes, the channels or the size do not fit the data.
+    """
+
+    image_mean: Tensor
+    image_std: Tensor
+
+    def __init__(
+        self,
+        model: str = "vit_tiny_patch16_224",
+        num_classes: int | None = None,
+        attention: Buildable = "softmax",
+        attention_options: dict[str, Any] | None = None,
+        attention_layers: list[int] | None = None,
+        other_attention: Buildable = "softmax",
+        pretrained: bool = False,
+        model_options: dict[str, Any] | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mix_prob: float = 1.0,
+        mix_switch_prob: float = 0.5,
+        label_smoothing: float = 0.0,
+        random_erasing: float = 0.0,
+        layer_decay: float | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        optimizer: Buildable = "AdamW",
+        scheduler: Buildable | None = None,
+        scheduler_interval: str = "step",
+        scheduler_monitor: str = "val/loss",
+        param_groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if num_classes is not None and num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        if layer_decay is not None and param_groups is not None:
+            raise ValueError("layer_decay makes the optimizer's groups, and so does param_groups: give one of the two")
+        mixing = {
+            "mixup": mixup,
+            "cutmix": cutmix,
+            "mix_prob": mix_prob,
+            "mix_switch_prob": mix_switch_prob,
+            "label_smoothing": label_smoothing,
+            "random_erasing": random_erasing,
+        }
+        Mixing(num_classes=2, **mixing)  # its checks, before anything is built
+        super().__init__(
+            model=check_model_name(model),
+            num_classes=num_classes,
+            attention=attention_spec(attention),
+            attention_options=attention_options,
+            attention_layers=attention_layers,
+            other_attention=attention_spec(other_attention),
+            pretrained=pretrained,
+            model_options=model_options,
+            **mixing,
+            layer_decay=layer_decay,
+            mean=mean,
+            std=std,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            scheduler_monitor=scheduler_monitor,
+            param_groups=param_groups,
+        )
+        self._mixing_options = mixing
+        self._soft_loss = SoftTargetCrossEntropy()
+
+    def build_model(self) -> nn.Module:
+        """The timm model with its attention swapped, the normalisation and the metrics.
+
+        Raises:
+            ValueError: if the number of classes is unknown, or the data has more, or other images.
+        """
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
+        options = self.hparams["model_options"] or {}
+        self.in_chans = int(options.get("in_chans", 3))
+        model = build_timm_model(self.hparams["model"], num_classes, self.hparams["pretrained"], options)
+        if getattr(datamodule, "img_size", None) is not None and hasattr(datamodule, "in_chans"):
+            shape = (datamodule.in_chans, datamodule.img_size, datamodule.img_size)
+            check_image_shape(model, shape, self.in_chans)
+        attention, attention_options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
+        other, other_options = mechanism_from(self.hparams["other_attention"], None)
+        swap_layers(model, attention, attention_options, self.hparams["attention_layers"], other, other_options)
+        for name, values in zip(("mean", "std"), self._normalisation(model), strict=True):
+            self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
+        self.mixing = Mixing(num_classes, **self._mixing_options)
+        self._make_metrics(num_classes)
+        return model
+
+    def _normalisation(self, model: nn.Module) -> tuple[list[float], list[float]]:
+        return normalisation(model, self.in_chans, self.hparams["mean"], self.hparams["std"])
+
+    def _num_classes(self, datamodule: Any) -> int:
+        given = self.hparams["num_classes"]
+        found = getattr(datamodule, "num_classes", None)
+        if given is None and found is None:
+            raise ValueError(
+                "the number of classes is unknown: give ImageClassificationTask(num_classes=...), or fit with a data "
+                f"module that has num_classes after setup (got {type(datamodule).__name__})"
+            )
+        if given is not None and found is not None and found > given:
+            raise ValueError(
+                f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
+            )
+        return given or int(found)  # type: ignore[arg-type]
+
+    def _make_metrics(self, num_classes: int) -> None:
+        unchecked: dict[str, Any] = {"validate_args": False}  # check_batch did, without waiting for the device
+        measures: dict[str, Metric | MetricCollection] = {
+            "top1": MulticlassAccuracy(num_classes, average="micro", **unchecked),
+            "class_accuracy": MulticlassAccuracy(num_classes, average="macro", **unchecked),
+            "calibration_error": MulticlassCalibrationError(num_classes, n_bins=15, **unchecked),
+        }
+        if num_classes > TOP_K:
+            measures["top5"] = MulticlassAccuracy(num_classes, average="micro", top_k=TOP_K, **unchecked)
+        # No compute groups: torchmetrics would take top1 and top5 for one where they agree on the first batch.
+        collection = MetricCollection(measures, compute_groups=False)
+        self.train_top1 = MulticlassAccuracy(num_classes, average="micro", **unchecked)
+        self.val_metrics, self.test_metrics = collection.clone(prefix="val/"), collection.clone(prefix="test/")
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.test_classes = MulticlassAccuracy(num_classes, average=None, **unchecked)
+        self.test_confusion = MulticlassConfusionMatrix(num_classes, **unchecked)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images as the network wants them, from images ``[B, C, H, W]`` in [0, 1].
+
+        Raises:
+            ValueError: if channels or size are not the model's.
+        """
+        if images.ndim != 4:
+            raise ValueError(f"images must be [B, C, H, W], got {list(images.shape)}")
+        check_image_shape(self.model, images.shape[1:], self.in_chans)
+        return (images - self.image_mean) / self.image_std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[B, num_classes]`` of images ``[B, C, H, W]`` in [0, 1]."""
+        return self.model(self.normalise(images))
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Check a batch while it is still on the CPU."""
+        check_batch(batch, self.hparams["num_classes"])
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean cross-entropy in nats against the mixed and smoothed targets."""
+        images, labels = batch
+        seed = step_seed(self.current_epoch, self.global_rank, batch_idx)
+        images, targets = self.mixing(self.normalise(images), labels, seed)
+        logits = self.model(images)
+        if not len(labels):  # every image of the batch was damaged
+            return logits.sum()
+        loss = self._soft_loss(logits.float(), targets)
+        self.train_top1(logits, targets.argmax(1))
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(labels))
+        self.log("train/top1", self.train_top1, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the metrics under ``val/``."""
+        self._evaluate("val", batch, batch_idx, self.trainer.val_dataloaders)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the metrics under ``test/`` and to the report a class."""
+        self._evaluate("test", batch, batch_idx, self.trainer.test_dataloaders)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Probabilities ``[B, num_classes]``, float32."""
+        return self(batch[0]).float().softmax(-1)
+
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> None:
+        images, labels = batch
+        repeated = repeated_rows(dataloader, batch_idx, len(labels))
+        if repeated is not None and repeated.any():
+            images, labels = images[~repeated], labels[~repeated]
+        metrics, mean_loss = getattr(self, f"{stage}_metrics"), getattr(self, f"{stage}_loss")
+        if len(labels):
+            logits = self(images).float()
+            mean_loss.update(functional.cross_entropy(logits, labels), len(labels))
+            probabilities = logits.softmax(-1)
+            metrics.update(probabilities, labels)
+            if stage == "test":
+                self.test_classes.update(probabilities, labels)
+                self.test_confusion.update(probabilities, labels)
+        self.log(f"{stage}/loss", mean_loss, prog_bar=True, batch_size=len(labels))
+        self.log_dict(metrics, prog_bar=False, batch_size=len(labels))
+
+    def on_test_epoch_end(self) -> None:
+        """Write the accuracy a class and the confusion matrix into the run's folder."""
+        accuracy, confusion = self.test_classes.compute().cpu(), self.test_confusion.compute().cpu()
+        self.test_classes.reset()
+        self.test_confusion.reset()
+        folder = run_folder(self.trainer)
+        if folder is None or not self.trainer.is_global_zero:
+            return
+        names = self.class_names
+        write_class_table(folder / "test_classes.csv", names, confusion.sum(1), accuracy)
+        save_picture(self.trainer, draw_confusion(confusion, names), "test/confusion")
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Names of the classes: the data module's, or their numbers."""
+        size = self.hparams["num_classes"]
+        names = list(getattr(getattr(self._trainer, "datamodule", None), "class_names", None) or ())
+        return [*names, *map(str, range(len(names), size))]
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
+        if self.hparams["param_groups"] is not None:
+            return super().optimizer_groups()
+        return model_groups(self.model, self.hparams["optimizer"], self.hparams["layer_decay"])

@@ -1,0 +1,72 @@
+"""`attnswap show-batch`: a picture of the first batch of a data module, as the model will get it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_tasks.hparams import import_object
+from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings
+
+
+def data_section(recipe: str) -> tuple[dict[str, Any], int | None]:
+    """The `data` section of a recipe, by name or path, and its seed.
+
+    Raises:
+        RecipeError: there is no such recipe, or it has no data.
+    """
+    path = find_recipe(recipe)
+    check_recipe(path)
+    settings = read_settings(path)
+    if not isinstance(settings.get("data"), dict):
+        raise RecipeError(f"{path} has no section 'data'; give --data CLASS")
+    seed = settings.get("seed_everything")
+    return settings["data"], seed if isinstance(seed, int) and not isinstance(seed, bool) else None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `attnswap show-batch` with these arguments.
+
+    Raises:
+        RecipeError: no data module was given, or one whose batches are no pictures.
+        SystemExit: arguments that the parser refuses.
+    """
+    parser = LightningArgumentParser(
+        prog="attnswap show-batch", description="Draw the first pictures of a data module, as the model will get them."
+    )
+    parser.add_argument("--config", type=str | None, default=None, help="A recipe, by name or path; its data is taken.")
+    parser.add_argument("--output", type=str, default="batch.png", help="The PNG file to write.")
+    parser.add_argument("--split", type=str, default="train", help="train, validation or test.")
+    parser.add_argument("--num_images", type=int, default=16, help="How many pictures.")
+    parser.add_argument("--seed", type=int | None, default=None, help="Seed of order and augmentation.")
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+    given, seed = list(arguments), None
+    recipe = _value(given, "--config")
+    if recipe is not None:
+        section, seed = data_section(recipe)
+        given = ["--data", json.dumps(section), *given]
+    options = parser.parse_args(given)
+    if options.data is None:
+        raise RecipeError("show-batch needs --config RECIPE or --data CLASS")
+    if not hasattr(import_object(options.data.class_path), "show_batch"):
+        raise RecipeError(f"{options.data.class_path} has no show_batch: its batches are no pictures")
+    seed_everything(next((value for value in (options.seed, seed) if value is not None), 0), verbose=False)
+    datamodule: Any = parser.instantiate_classes(options).data
+    datamodule.prepare_data()
+    datamodule.setup({"train": "fit", "validation": "validate"}.get(options.split, options.split))
+    print(f"picture: {datamodule.show_batch(options.output, options.split, options.num_images)}")
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """The last value of an option on a command line."""
+    value = None
+    for place, argument in enumerate(arguments):
+        if argument == option and place + 1 < len(arguments):
+            value = arguments[place + 1]
+        elif argument.startswith(f"{option}="):
+            value = argument.partition("=")[2]
+    return value

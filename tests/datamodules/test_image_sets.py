@@ -1,0 +1,257 @@
+"""Digits, CIFAR-10 in each of its layouts, ImageNet in both of its."""
+
+import io
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from timm.data import ImageNetInfo
+
+from datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
+from datamodules.cifar_archive import parse_python
+from datamodules.imagenet import check_wnids
+from tests.datamodules.pictures import random_pixels, write_class_folders, write_parquet
+
+PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}
+
+
+def pixels_of(loader):
+    return torch.cat([images for images, _ in loader]), torch.cat([labels for _, labels in loader])
+
+
+# -- digits ------------------------------------------------------------------------------------------------------------
+
+
+def test_digits_have_fixed_disjoint_balanced_splits():
+    data = DigitsDataModule()
+    data.setup()
+    sizes = {split: len(data.images(split)) for split in ("train", "validation", "test")}
+    assert sizes == {"train": 1257, "validation": 180, "test": 360}
+    seen = np.concatenate([data.images(split).pixels.reshape(-1, 64) for split in sizes])
+    assert len(np.unique(seen, axis=0)) == len(seen)  # no digit is in two splits
+    assert np.bincount(data.images("test").labels).min() >= 34
+    again, other = DigitsDataModule(), DigitsDataModule(split_seed=1)
+    assert np.array_equal(again.images("test").pixels, data.images("test").pixels)
+    assert not np.array_equal(other.images("test").pixels, data.images("test").pixels)
+
+
+def test_digits_in_other_shapes():
+    data = DigitsDataModule(img_size=16, in_chans=3)
+    data.setup("test")
+    assert next(iter(data.test_dataloader()))[0].shape == (64, 3, 16, 16)
+
+
+# -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
+
+
+def python_batch(pixels, labels):
+    """What Python 2 wrote, as nearly as Python 3 can."""
+    rows = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
+    return pickle.dumps({b"data": rows, b"labels": labels.tolist(), b"batch_label": b"a"}, protocol=2)
+
+
+def write_archive(folder, kind):
+    """An archive of five batches of ten and ten to test; returns all pixels."""
+    pixels, labels = random_pixels(60, 32), np.arange(60) % 10
+    names = [*(f"data_batch_{index}" for index in range(1, 6)), "test_batch"]
+    files = {}
+    for place, name in enumerate(names):
+        part, marks = pixels[10 * place : 10 * place + 10], labels[10 * place : 10 * place + 10]
+        if "py" in kind:
+            files[name] = python_batch(part, marks)
+        else:
+            rows = part.transpose(0, 3, 1, 2).reshape(10, -1)
+            files[f"{name}.bin"] = np.concatenate([marks[:, None].astype(np.uint8), rows], 1).tobytes()
+    folder.mkdir(parents=True)
+    if kind.endswith(".tar.gz"):
+        with tarfile.open(folder / kind, "w:gz") as archive:
+            for name, content in files.items():
+                info = tarfile.TarInfo(f"cifar-10-batches/{name}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    else:
+        (folder / kind).mkdir()
+        for name, content in files.items():
+            (folder / kind / name).write_bytes(content)
+    return pixels
+
+
+@pytest.mark.parametrize(
+    "kind", ["cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
+)
+def test_cifar10_from_the_original_archive(tmp_path, kind):
+    pixels = write_archive(tmp_path / "cifar10", kind)
+    data = CIFAR10DataModule(root=tmp_path, val_fraction=0.2, **PLAIN)
+    data.setup()
+    assert [len(data.images(split)) for split in ("train", "validation", "test")] == [40, 10, 10]
+    images, labels = pixels_of(data.test_dataloader())
+    assert torch.equal((images * 255).round().byte().permute(0, 2, 3, 1), torch.from_numpy(pixels[50:]))
+    assert labels.tolist() == list(range(10))
+
+
+def test_cifar10_from_the_hubs_files(tmp_path):
+    train = write_parquet(tmp_path / "cifar10" / "plain_text", "train", 50, image="img")
+    write_parquet(tmp_path / "cifar10" / "plain_text", "test", 10, image="img")
+    data = CIFAR10DataModule(root=tmp_path, val_fraction=0, **PLAIN)
+    data.setup()
+    assert np.array_equal(data.images("train").pixels, train)
+    assert len(data.images("validation")) == len(data.images("test")) == 10
+    assert data.class_names[3] == "cat"
+
+
+def test_a_pickle_of_cifar10_runs_no_code(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    with pytest.raises(pickle.UnpicklingError, match="open is not allowed: only NumPy arrays are"):
+        parse_python(pickle.dumps({b"data": Payload(), b"labels": []}, protocol=2))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    write_archive(tmp_path / "cifar10", "cifar-10-batches-bin")
+    path = tmp_path / "cifar10" / "cifar-10-batches-bin" / "data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"data_batch_2\.bin is no whole file of CIFAR-10"):
+        CIFAR10DataModule(root=tmp_path).setup()
+
+
+def test_a_damaged_picture_of_the_hubs_files_is_left_out(tmp_path):
+    folder = tmp_path / "cifar10" / "plain_text"
+    write_parquet(folder, "train", 50, image="img", content={7: b"\x89PNG broken"})
+    write_parquet(folder, "test", 10, image="img")
+    data = CIFAR10DataModule(root=tmp_path, val_fraction=0)
+    with pytest.warns(UserWarning, match=r"1 of 50 pictures cannot be read and are left out: .*7\.png"):
+        data.setup()
+    assert len(data.images("train")) == 49
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"label": {3: 10}}, "labels from 0 to 10, but 10 classes"), ({"size": 28}, r"\(28, 28\) pixels, where CIFAR-10")],
+)
+def test_files_that_are_not_cifar10(tmp_path, options, text):
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "cifar10" / "plain_text", split, 50, image="img", **options)
+    with pytest.raises(ValueError, match=text):
+        CIFAR10DataModule(root=tmp_path, val_fraction=0).setup()
+
+
+def test_missing_cifar10_says_where_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train-00000-of-00001\.parquet is missing.*download=True"):
+        CIFAR10DataModule(root=tmp_path).setup()
+    with pytest.raises(ValueError, match=r"val_fraction is 1\.0"):
+        CIFAR10DataModule(root=tmp_path, val_fraction=1.0)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = tmp_path / "cifar10" / "plain_text"
+    write_parquet(folder, "train", 10, image="img")
+    (folder / "train-00000-of-00001.parquet").rename(folder / "train-00001-of-00002.parquet")
+    with pytest.raises(FileNotFoundError, match=r"train-00000-of-00002\.parquet is missing \(1 of 2"):
+        CIFAR10DataModule(root=tmp_path).setup()
+
+
+def test_real_cifar10(data_folder):
+    if not (data_folder / "cifar10").is_dir():
+        pytest.skip("CIFAR-10 is not under $ATTNSWAP_DATA")
+    data = CIFAR10DataModule(root=data_folder)
+    data.setup()
+    assert [len(data.images(split)) for split in ("train", "validation", "test")] == [9000, 1000, 2000]
+    assert np.bincount(data.images("validation").labels).tolist() == [100] * 10
+
+
+# -- ImageNet ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for split in ("train", "val"):
+        write_class_folders(tmp_path / "imagenet" / split, {"n00000002": 2, "n00000001": 3})
+    return tmp_path
+
+
+def imagenet(root, **options):
+    data = ImageNetDataModule(
+        root=root, num_workers=0, img_size=16, batch_size=4, **{"cache_dir": root / "cache", **options}
+    )
+    data.setup()
+    return data
+
+
+def test_class_folders_in_sorted_order(folders):
+    data = imagenet(folders)
+    assert list(data.class_names) == ["n00000001", "n00000002"]
+    assert data.images("train").labels.tolist() == [0, 0, 0, 1, 1]
+    assert next(iter(data.train_dataloader()))[0].shape == (4, 3, 16, 16)
+    assert data.images("test") is data.images("validation")
+
+
+def test_class_folders_that_do_not_match(folders):
+    write_class_folders(folders / "imagenet" / "val", {"n00000003": 1})
+    with pytest.raises(ValueError, match=r"train lacks 1 class folders that .*val has \(n00000003\)"):
+        imagenet(folders)
+
+
+def test_an_empty_class_folder(folders):
+    for path in (folders / "imagenet" / "train" / "n00000002").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match=r"n00000002 has no picture"):
+        imagenet(folders)
+
+
+def test_missing_imagenet_says_what_was_looked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"imagenet/train is missing, and so is .*data/train-00000-of-YYYYY"):
+        imagenet(tmp_path)
+
+
+def test_a_thousand_wordnet_ids_must_be_those_of_imagenet():
+    known = ImageNetInfo("imagenet-1k").label_names()
+    check_wnids(known)
+    check_wnids([f"n{index:08d}" for index in range(7)])  # other numbers of classes are fine
+    check_wnids([f"class_{index}" for index in range(1000)])
+    with pytest.raises(ValueError, match=r"1 are no classes of ImageNet-1k \(n01440765; is n01440765 meant to be n014"):
+        check_wnids(sorted(["n01440765", *known[1:]]))
+
+
+@pytest.mark.parametrize("place", ["data", "."])
+def test_the_hubs_files(tmp_path, place):
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / "imagenet" / place, split, 6, classes=3, names=["cat", "dog", "eel"], content={4: b""})
+    data = imagenet(tmp_path)
+    assert list(data.class_names) == ["cat", "dog", "eel"]
+    with pytest.warns(UserWarning, match=r"1 of 6 pictures cannot be read and are left out: 4\.png"):
+        images, labels = pixels_of(data.train_dataloader())
+    assert (len(images), sorted(labels.tolist())) == (5, [0, 0, 1, 2, 2])
+
+
+def test_the_hubs_labels_out_of_range(tmp_path):
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / "imagenet" / "data", split, 6, classes=3, names=["cat", "dog", "eel"], label={5: 3})
+    with pytest.raises(ValueError, match="labels from 0 to 3, but 3 classes"):
+        imagenet(tmp_path)
+
+
+def test_the_hubs_labels_in_another_order(tmp_path):
+    names = [f"class {index}" for index in range(1000)]
+    for split in ("train", "validation"):
+        path = {0: "n01440764_1.JPEG", 1: "n01440764_2.JPEG"}  # tench, which is label 0
+        write_parquet(tmp_path / "imagenet" / "data", split, 4, names=names, path=path)
+    with pytest.raises(ValueError, match=r"n01440764_2\.JPEG has label 1, which is n01443537"):
+        imagenet(tmp_path)
+
+
+def test_real_imagenet_sample(data_folder):
+    if not (data_folder / "imagenet_sample").is_dir():
+        pytest.skip("the ImageNet sample is not under $ATTNSWAP_DATA")
+    data = ImageNetDataModule(
+        root=data_folder, folder="imagenet_sample", train=".", val=".", num_workers=0, batch_size=8
+    )
+    data.setup("validate")
+    assert data.num_classes == 1000
+    images, labels = next(iter(data.val_dataloader()))
+    assert images.shape == (8, 3, 224, 224)
+    assert labels.tolist() == list(range(8))
