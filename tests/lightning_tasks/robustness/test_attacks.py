@@ -305,7 +305,7 @@ def test_a_model_without_gradients_is_an_error_that_names_the_cure(attack):
             return self.network(images.round().long().float()) + 0 * self.network.network[-1].bias
 
     for model in (NoGrad(), Detached(), Rounded()):
-        with pytest.raises(ValueError, match="gives no gradient .* square or spsa"):
+        with pytest.raises(ValueError, match=r"gives no gradient .* square or spsa"):
             attack(model, *batch(), eps=EPS)
     assert few_square(NoGrad(), *batch(), eps=0.3).shape == (8, 3, 12, 12)
     assert few_spsa(NoGrad(), *batch(), eps=0.3).shape == (8, 3, 12, 12)
