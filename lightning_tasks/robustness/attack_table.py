@@ -136,7 +136,7 @@ def read_eps(given: str | float) -> tuple[str, float]:
         ValueError: if it is no number or fraction, or not in [0, 1].
     """
     try:
-        value = float(Fraction(given)) if isinstance(given, str) else given
+        value = float(Fraction(given.replace(" ", ""))) if isinstance(given, str) else given
     except (ValueError, ZeroDivisionError):
         value = math.nan
     try:

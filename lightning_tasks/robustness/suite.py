@@ -121,7 +121,9 @@ def run_suite(
         f"about {duration(todo * seconds_a_pass)}"
     )
     rows: list[Row] = []
-    with tqdm(total=round(todo, 1), unit="pass", disable=not show, file=sys.stderr, desc="robustness") as bar:
+    with tqdm(
+        total=round(todo, 1), unit="pass", disable=not (show and count), file=sys.stderr, desc="robustness"
+    ) as bar:
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:

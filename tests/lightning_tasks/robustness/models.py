@@ -40,9 +40,17 @@ def convolutional(seed=0, scale=3.0):
 
 
 def vit(attention=None, seed=0, **options):
-    """A timm ViT of two layers on 12 x 12 pixels, swapped where a mechanism is named."""
+    """A timm ViT of two layers for 12 x 12 pixels and others, swapped where a mechanism is named."""
     torch.manual_seed(seed)
-    size = {"img_size": 12, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": CLASSES}
+    size = {
+        "img_size": 12,
+        "dynamic_img_size": True,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": CLASSES,
+    }
     network = timm.create_model("vit_tiny_patch16_224", **size)
     network.head.weight.data.normal_(std=1.0)
     if attention:
