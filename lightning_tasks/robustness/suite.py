@@ -21,6 +21,8 @@ from tqdm import tqdm
 from attention_modules import __version__
 from lightning_tasks.robustness.table import Row
 
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
+
 Advance = Callable[[float], None]
 """Tell the progress bar that a share (of 1) of a measurement is done."""
 
@@ -139,7 +141,7 @@ def run_suite(
 
 def _advance(bar: Any, passes: float) -> Advance:
     def advance(share: float) -> None:
-        bar.update(round(share * passes, 3))
+        bar.update(share * passes)
 
     return advance
 
