@@ -157,15 +157,14 @@ class RobustnessEvaluation(Callback):
                 missing = self.num_images - sum(len(seen) for seen, _ in self._seen)
                 inputs, targets = inputs[:missing], targets[:missing]
         if len(inputs):
-            with torch.inference_mode(False):  # copies that autograd accepts
-                self._seen.append((inputs.detach().cpu().clone(), targets.detach().cpu().clone()))
+            self._seen.append((inputs.detach().cpu().clone(), targets.detach().cpu().clone()))
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._seen:
             raise ValueError("RobustnessEvaluation saw no test batch: the first test loader is empty")
-        inputs, targets = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
-        self._seen = []
         with torch.inference_mode(False), torch.no_grad():
+            inputs, targets = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+            self._seen = []
             if _is_language_model(pl_module):
                 self._measure_text(trainer, pl_module, inputs, targets)
             else:

@@ -51,8 +51,6 @@ def held_still(model: Model, gradients: bool) -> Iterator[None]:
     try:
         for module, _ in modes:
             module.training = False
-        # Weights that autocast keeps from inference mode could not be saved for a backward pass.
-        torch.clear_autocast_cache()
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             yield
     finally:

@@ -240,6 +240,16 @@ def test_the_model_is_left_as_it_was(attack):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@each_of({"spsa": few_spsa, "square": few_square})
+def test_gradient_free_attacks_record_no_gradient(attack):
+    class Watched(nn.Module):
+        def forward(self, images):
+            assert not torch.is_grad_enabled()
+            return images.flatten(1)[:, :CLASSES]
+
+    attack(Watched(), *batch(), eps=EPS)
+
+
 def test_the_model_is_left_as_it_was_by_an_attack_that_fails():
     class Broken(nn.Module):
         def forward(self, images):
