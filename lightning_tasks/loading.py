@@ -26,7 +26,8 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
         **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only`` and hyper-parameters.
 
     Raises:
-        ValueError: if the checkpoint holds no swap, or the network is not there before ``setup``.
+        ValueError: if the checkpoint holds no swap, the network is not there before ``setup``, or its class is a
+            subclass with a ``configure_model`` of its own.
     """
     weights_only = kwargs.get("weights_only") is not False
     saved = torch.load(path, map_location="cpu", weights_only=weights_only).get("callbacks", {})
@@ -37,8 +38,13 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"
         )
 
+    # Lightning calls configure_model after __init__ and before it loads weights: the one moment to swap. The class
+    # itself gets the hook, as what the command line saved asks for that class and takes no other.
+    swapped: list[pl.LightningModule] = []
+    original, own = cls.configure_model, "configure_model" in vars(cls)
+
     def configure_model(self: pl.LightningModule) -> None:
-        cls.configure_model(self)  # type: ignore[arg-type]
+        original(self)  # type: ignore[arg-type]
         names = {name for name, _ in self.named_modules()}
         missing = [name for plan in plans for name in plan["layers"] if name not in names]
         if missing and overrides(self, "setup"):
@@ -50,9 +56,19 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             )
         for plan in plans:
             carry_out(self, plan)
+        swapped.append(self)
 
-    # Lightning calls configure_model after __init__ and before it loads weights: the one moment to swap.
-    swapping: Any = type(cls.__name__, (cls,), {"configure_model": configure_model, "__module__": cls.__module__})
-    module = swapping.load_from_checkpoint(path, **kwargs)
-    module.__class__ = cls
+    cls.configure_model = configure_model  # type: ignore[assignment, method-assign]
+    try:
+        module = cls.load_from_checkpoint(path, **kwargs)
+    finally:
+        if own:
+            cls.configure_model = original  # type: ignore[method-assign]
+        else:
+            del cls.configure_model
+    if not any(each is module for each in swapped):
+        raise ValueError(
+            f"{path} holds a {type(module).__name__}, whose configure_model is not that of {cls.__name__}, so that it "
+            f"was not swapped; give {type(module).__name__}"
+        )
     return module

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-PART_FOLDERS = ("strategy", "logger", "trainer")
+PART_FOLDERS = ("strategy", "logger", "trainer", "robustness")
 SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
@@ -55,7 +55,7 @@ def shipped_names(root: Path = CONFIGS) -> list[str]:
 
 
 def shipped_recipes(root: Path = CONFIGS) -> list[Recipe]:
-    """Every shipped recipe, sorted by name; the parts (strategy, logger, trainer) are not recipes."""
+    """Every shipped recipe, sorted by name; the parts (those of `PART_FOLDERS`) are not recipes."""
     names = [name for name in shipped_names(root) if name.split("/")[0] not in PART_FOLDERS]
     return [Recipe.read(root / f"{name}.yaml", root) for name in names]
 

@@ -25,7 +25,8 @@ from lightning_tasks.recipes import (
 TWINS = Path(__file__).resolve().parents[1] / "conf"
 RECIPES = [recipe.name for recipe in shipped_recipes() if "variants" not in read_settings(recipe.path)]
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if "variants" in read_settings(recipe.path)]
-PARTS = [name for name in shipped_names() if name.split("/")[0] in PART_FOLDERS]
+TEST_PARTS = [name for name in shipped_names() if name.split("/")[0] == "robustness"]  # behind --config, to test with
+PARTS = [name for name in shipped_names() if name.split("/")[0] in set(PART_FOLDERS) - {"robustness"}]
 
 # What a twin may change, sizes and amounts of data, and what it may say in addition.
 SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size", "batch_size", "num_workers"}
@@ -189,6 +190,18 @@ def logged_metrics(name):
     if "SpectrumMonitor" in callbacks:
         metrics.append("qk_spectrum/variance/layer_00")
     return metrics
+
+
+@pytest.mark.parametrize("part", TEST_PARTS)
+def test_every_part_for_a_test_adds_its_callbacks_to_the_recipe_s(part, own_folder, capsys):
+    recipe = "quickstart/language_modeling"
+    with pytest.raises(SystemExit) as stop:
+        main(["test", "--config", recipe, "--config", part, "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    own, added = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["trainer"] for name in (recipe, part))
+    expected = [entry["class_path"] for entry in (*own["callbacks"], *added["callbacks+"])]
+    assert [entry["class_path"] for entry in printed] == expected
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,27 @@
+"""How a model does under attack, corruption and a shift of its data; `docs/robustness.md` says what each figure means.
+
+The attacks are our own few lines, tested against closed forms. No attack library was both kept and fit to install
+beside the rest (looked up in November 2026): torchattacks (2023) pins requests 2.25, foolbox was last released in March
+2024, and the Adversarial Robustness Toolbox (2025) goes through numpy at every step and has no SPSA. The corruptions
+are those of `imagecorruptions-imaug` (2026).
+"""
+
+from lightning_tasks.robustness.fgsm import fgsm
+from lightning_tasks.robustness.gradient_norm import input_gradient_norms
+from lightning_tasks.robustness.pgd import pgd
+from lightning_tasks.robustness.released import released_fgsm, released_pgd, released_spsa
+from lightning_tasks.robustness.spsa import spsa
+from lightning_tasks.robustness.square import square
+from lightning_tasks.robustness.transfer import transfer
+
+__all__ = [
+    "fgsm",
+    "input_gradient_norms",
+    "pgd",
+    "released_fgsm",
+    "released_pgd",
+    "released_spsa",
+    "spsa",
+    "square",
+    "transfer",
+]

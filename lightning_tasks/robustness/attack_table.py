@@ -1,0 +1,146 @@
+"""The attacks by name, for configuration files: options checked, and what each costs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from lightning_tasks.robustness.fgsm import fgsm
+from lightning_tasks.robustness.linf import check_eps
+from lightning_tasks.robustness.pgd import pgd
+from lightning_tasks.robustness.released import STEPS, released_fgsm, released_pgd, released_spsa
+from lightning_tasks.robustness.spsa import spsa
+from lightning_tasks.robustness.square import square
+from lightning_tasks.robustness.transfer import transfer
+
+GRADIENT = 3.0
+"""Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A function of this package, whether it uses the model's gradient, and its cost in forward passes by options."""
+
+    function: Callable[..., Tensor]
+    white_box: bool
+    passes: Callable[[Mapping[str, Any]], float]
+
+
+def _pgd_passes(options: Mapping[str, Any]) -> float:
+    return GRADIENT + 1 + options["restarts"] * (GRADIENT * options["steps"] + 1)
+
+
+def _spsa_passes(options: Mapping[str, Any]) -> float:
+    return 1 + options["steps"] * (options["samples"] + 1)
+
+
+ATTACKS = {
+    "fgsm": Attack(fgsm, True, lambda options: GRADIENT),
+    "pgd": Attack(pgd, True, _pgd_passes),
+    "spsa": Attack(spsa, False, _spsa_passes),
+    "square": Attack(square, False, lambda options: 1 + options["queries"]),
+    "transfer": Attack(transfer, False, lambda options: 2),  # and that of the attack on the twin
+    "released_fgsm": Attack(released_fgsm, True, lambda options: 1 + GRADIENT),
+    "released_pgd": Attack(released_pgd, True, lambda options: 2 + GRADIENT * STEPS),
+    "released_spsa": Attack(released_spsa, False, lambda options: 1 + _spsa_passes(options)),
+}
+_NO_OPTIONS = ("model", "images", "labels", "eps", "seed", "source", "attack", "options")
+
+
+@dataclass(frozen=True)
+class AttackSetting:
+    """An attack to run.
+
+    Args:
+        name: a key of ``ATTACKS``.
+        options: of its function, all of them; for transfer, those of the attack on the twin.
+        source: for transfer, the checkpoint of the twin.
+        on_source: for transfer, the name of the attack on the twin.
+    """
+
+    name: str
+    options: dict[str, Any]
+    source: str | None = None
+    on_source: str | None = None
+
+    @classmethod
+    def read(cls, given: str | Mapping[str, Any]) -> AttackSetting:
+        """From a name, or ``{"name": ..., option: value}``; transfer also has ``source`` and ``attack``.
+
+        Raises:
+            ValueError: for an unknown attack (the nearest is named), an unknown or missing option, or transfer
+                without a source.
+        """
+        rest = {"name": given} if isinstance(given, str) else dict(given)
+        name = _known(str(rest.pop("name", "")), ATTACKS, "attack")
+        if name != "transfer":
+            return cls(name, _options(name, rest))
+        source, on_source = rest.pop("source", None), str(rest.pop("attack", "pgd"))
+        if not isinstance(source, str):
+            raise ValueError("the attack 'transfer' needs source: the checkpoint of a twin of the model")
+        _known(on_source, {key: value for key, value in ATTACKS.items() if key != "transfer"}, "attack on the source")
+        return cls(name, _options(on_source, rest), source, on_source)
+
+    @property
+    def attack(self) -> Attack:
+        """The function and what is known of it."""
+        return ATTACKS[self.name]
+
+    @property
+    def label(self) -> str:
+        """The attack as the table names it."""
+        return f"{self.name} of {self.on_source}" if self.on_source else self.name
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the function draws random numbers."""
+        return "seed" in inspect.signature(ATTACKS[self.on_source or self.name].function).parameters
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over the images for one eps, that which counts the successes included."""
+        on_source = ATTACKS[self.on_source].passes(self.options) if self.on_source else 0.0
+        return on_source + self.attack.passes(self.options) + 1
+
+
+def _options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(ATTACKS[name].function).parameters
+    known = {key: parameters[key].default for key in parameters if key not in _NO_OPTIONS}
+    for key in given:
+        _known(key, known, f"option of {name}")
+    options = {**known, **given}
+    if missing := [key for key, value in options.items() if value is inspect.Parameter.empty]:
+        raise ValueError(f"the attack {name!r} needs {', '.join(missing)}, e.g. std: [0.229, 0.224, 0.225]")
+    return options
+
+
+def _known(name: str, known: Mapping[str, Any], what: str) -> str:
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known) or 'none'}"
+        raise ValueError(f"unknown {what} {name!r}; {hint}")
+    return name
+
+
+def read_eps(given: str | float) -> tuple[str, float]:
+    """How the table writes a radius, and the radius: ``"4/255"``, ``0.0157``.
+
+    Raises:
+        ValueError: if it is no number or fraction, or not in [0, 1].
+    """
+    try:
+        value = float(Fraction(given.replace(" ", ""))) if isinstance(given, str) else given
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    try:
+        check_eps(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"eps is {value!r}", f"eps is {given!r}")) from None
+    return (given.replace(" ", "") if isinstance(given, str) else f"{value:g}"), float(value)

@@ -1,0 +1,166 @@
+"""What every attack shares: its input checked, the model held still, the ball it stays in, losses and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Model = nn.Module | Callable[[Tensor], Tensor]
+
+
+def check_eps(eps: float) -> float:
+    """The radius as a float.
+
+    Raises:
+        ValueError: if it is no number in [0, 1].
+    """
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
+        raise ValueError(f"eps is {eps!r}: it must be in [0, 1], as the images are; for 8 of 255 give 8/255")
+    return float(eps)
+
+
+def check_batch(images: Tensor, labels: Tensor) -> None:
+    """Check that images ``[B, C, H, W]`` are floats in [0, 1] and labels ``[B]`` integers.
+
+    Raises:
+        TypeError: for images in half precision or integers (eps would be lost in rounding), or labels that are floats.
+        ValueError: for other shapes, or values outside [0, 1].
+    """
+    if images.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"images are {images.dtype}: give float32 or float64 in [0, 1]")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels are {labels.dtype}: give class indices, int64")
+    if images.ndim != 4 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"images must be [B, C, H, W] and labels [B], got {list(images.shape)} and {list(labels.shape)}"
+        )
+    low, high = (images.amin().item(), images.amax().item()) if images.numel() else (0.0, 0.0)
+    if not (low >= 0 and high <= 1):
+        raise ValueError(f"images are in [{low:g}, {high:g}]: give them in [0, 1], and let the model normalise them")
+
+
+@contextmanager
+def held_still(model: Model, gradients: bool) -> Iterator[None]:
+    """The model in eval mode, with or without gradients whatever the caller's mode is; then as it was before."""
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class LinfBall:
+    """The points within ``low`` and ``high``, both ``[B, C, H, W]``."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def around(cls, images: Tensor, radius: float | Tensor, clip: bool = True) -> LinfBall:
+        """Points at most ``radius`` (a number, or ``[C, 1, 1]``) from the images, and in [0, 1] where ``clip``."""
+        low, high = images - radius, images + radius
+        return cls(low.clamp(min=0), high.clamp(max=1)) if clip else cls(low, high)
+
+    def project(self, points: Tensor) -> Tensor:
+        """The nearest points of the ball."""
+        return torch.minimum(torch.maximum(points, self.low), self.high)
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Points drawn evenly; the same ones on every device."""
+        share = torch.rand(self.low.shape, generator=generator, dtype=self.low.dtype)
+        return self.project(self.low + (self.high - self.low) * share.to(self.low.device))
+
+
+@dataclass
+class Best:
+    """The point of the highest loss seen so far, for each image."""
+
+    points: Tensor
+    losses: Tensor
+
+    def update(self, points: Tensor, losses: Tensor) -> None:
+        """Take the points ``[B, C, H, W]`` whose losses ``[B]`` are higher."""
+        better = losses > self.losses
+        self.points = torch.where(better.view(-1, 1, 1, 1), points, self.points)
+        self.losses = torch.where(better, losses, self.losses)
+
+
+def random_signs(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    """-1 or 1, evenly; the same on every device."""
+    return (torch.randint(0, 2, shape, generator=generator) * 2 - 1).to(like)
+
+
+def detached(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies that autograd accepts; those made in inference mode are not. Call it in :func:`held_still`."""
+    return images.detach().clone(), labels.detach().clone()
+
+
+def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    """The model's logits ``[B, classes]``.
+
+    Raises:
+        ValueError: if they have another shape, or a label is outside of the classes.
+    """
+    logits = model(images)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
+        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the model must return logits [B, classes] of {len(images)} images, got {got}")
+    if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < logits.shape[1]:
+        raise ValueError(
+            f"labels are in {labels.min().item()} to {labels.max().item()}: the model has classes 0 to "
+            f"{logits.shape[1] - 1}"
+        )
+    return logits
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each image in nats, ``[B]``."""
+    return functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels, reduction="none")
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logit of the label minus the highest other one, ``[B]``; negative where the model is wrong."""
+    own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    others = logits.scatter(1, labels.unsqueeze(1), float("-inf"))
+    return own - others.amax(1)
+
+
+def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each image ``[B]`` and its gradient for that image ``[B, C, H, W]``.
+
+    Nothing of the model is touched: no ``.grad`` is filled.
+
+    Raises:
+        ValueError: if the model has no gradient for its input, or one that is not finite.
+    """
+    points = points.detach().requires_grad_()
+    try:
+        losses = cross_entropies(logits_of(model, points, labels), labels)
+    except RuntimeError as error:
+        if "Inference tensors cannot be saved" not in str(error):
+            raise
+        raise ValueError(
+            f"{type(model).__name__} holds tensors made in inference mode (weights, buffers, or what it remembers from "
+            "an earlier pass), through which no gradient goes: build and run it with Trainer(inference_mode=False)"
+        ) from error
+    gradient = None
+    if losses.requires_grad:
+        (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
+    if gradient is None:
+        raise ValueError(
+            f"{type(model).__name__} gives no gradient for its images: its output is detached, or computed under "
+            "no_grad; use an attack that needs none, square or spsa"
+        )
+    if not gradient.isfinite().all():
+        raise ValueError(f"{type(model).__name__} gives a gradient that is not finite; check its output for nan")
+    return losses.detach(), gradient

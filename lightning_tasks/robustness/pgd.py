@@ -1,0 +1,88 @@
+"""PGD: steps along the sign of the gradient, each projected back into the ball."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_tasks.robustness.linf import (
+    Best,
+    LinfBall,
+    Model,
+    check_batch,
+    check_eps,
+    cross_entropies,
+    detached,
+    held_still,
+    logits_of,
+    losses_and_gradient,
+)
+
+
+def pgd(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float,
+    steps: int = 20,
+    step_size: float | None = None,
+    restarts: int = 1,
+    random_start: bool = True,
+    seed: int = 0,
+) -> Tensor:
+    """The images of the highest cross-entropy among all that projected gradient ascent passes through.
+
+    Projected gradient descent (Madry et al., ICLR 2018) in the L-inf ball, on images in [0, 1]. The best is kept for
+    each image, over all steps and restarts; the image itself and the point of :func:`~lightning_tasks.robustness.fgsm`
+    take part, so that the loss is never below theirs.
+
+    Args:
+        model, images, labels, eps: see :func:`~lightning_tasks.robustness.fgsm`.
+        steps: gradient steps of a restart.
+        step_size: length of a step; 2.5 eps / steps where None.
+        restarts: how often to start.
+        random_start: start anywhere in the ball, rather than at the image (where one restart is enough).
+        seed: of the random starts.
+
+    Returns:
+        ``[B, C, H, W]``, in [0, 1] and within ``eps``.
+
+    Raises:
+        ValueError: as :func:`~lightning_tasks.robustness.fgsm`; for fewer than one step or restart.
+    """
+    eps = check_eps(eps)
+    check_batch(images, labels)
+    if steps < 1 or restarts < 1:
+        raise ValueError(f"steps={steps} and restarts={restarts} must be at least 1")
+    step_size = 2.5 * eps / steps if step_size is None else step_size
+    generator = torch.Generator().manual_seed(seed)
+    with held_still(model, gradients=True):
+        images, labels = detached(images, labels)
+        ball = LinfBall.around(images, eps)
+        losses, gradient = losses_and_gradient(model, images, labels)
+        best = Best(images, losses)
+        best.update(*_with_losses(model, ball.project(images + eps * gradient.sign()), labels))
+        for _ in range(restarts):
+            start = ball.random(generator) if random_start else images
+            for points, losses in ascent(model, start, labels, ball, step_size, steps):
+                best.update(points, losses)
+        return best.points
+
+
+def ascent(
+    model: Model, points: Tensor, labels: Tensor, ball: LinfBall, step_size: float | Tensor, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the ``steps + 1`` points of projected gradient ascent, ``[B, C, H, W]``, with its losses ``[B]``."""
+    for _ in range(steps):
+        losses, gradient = losses_and_gradient(model, points, labels)
+        yield points, losses
+        points = ball.project(points + step_size * gradient.sign())
+    yield _with_losses(model, points, labels)
+
+
+@torch.no_grad()
+def _with_losses(model: Model, points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return points, cross_entropies(logits_of(model, points), labels)

@@ -1,0 +1,102 @@
+"""The attacks in the convention of the code that was released with RPC-Attention, under their own names.
+
+There, eps is in units of the normalised image, nothing is clipped, and the attack moves away from the model's own
+prediction (Teo and Nguyen, NeurIPS 2024, released code). Figures are not comparable with those of the other attacks: in
+pixels, eps is multiplied by the standard deviation that the model divides by, about 1/4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_tasks.robustness.linf import (
+    LinfBall,
+    Model,
+    check_batch,
+    check_eps,
+    detached,
+    held_still,
+    logits_of,
+    losses_and_gradient,
+)
+from lightning_tasks.robustness.pgd import ascent
+from lightning_tasks.robustness.spsa import estimated_ascent
+
+STEPS, STEP_SHARE = 20, 0.15
+
+
+def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float]) -> Tensor:
+    """One step of ``eps · std`` away from the model's own prediction, unclipped.
+
+    Args:
+        model, images: see :func:`~lightning_tasks.robustness.fgsm`.
+        labels: not used but for their number: the model's prediction stands for them.
+        eps: the largest change of a value of the normalised image, in [0, 1].
+        std: what the model divides each channel by, ``[C]``.
+
+    Returns:
+        ``[B, C, H, W]``, possibly outside of [0, 1].
+
+    Raises:
+        ValueError: if ``eps``, ``std`` or the images are out of range, or the model gives no gradient.
+        TypeError: for other dtypes.
+    """
+    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+        _, gradient = losses_and_gradient(model, clean, own)
+        return clean + radius * gradient.sign()
+
+
+def released_pgd(model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float]) -> Tensor:
+    """The last of 20 steps of .15 ``eps · std`` away from the model's own prediction, unclipped.
+
+    It starts at the image (our reading). Arguments and errors: see :func:`released_fgsm`.
+    """
+    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+        points = clean
+        ball = LinfBall.around(clean, radius, clip=False)
+        for points, _ in ascent(model, clean, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
+            pass
+        return points
+
+
+def released_spsa(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float,
+    std: Sequence[float],
+    steps: int = 20,
+    samples: int = 64,
+    delta: float = 0.01,
+    learning_rate: float = 0.01,
+    seed: int = 0,
+) -> Tensor:
+    """SPSA within ``eps · std``, away from the model's own prediction and unclipped; its settings are ours.
+
+    Arguments and errors: see :func:`released_fgsm` and :func:`~lightning_tasks.robustness.spsa`.
+    """
+    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+        return estimated_ascent(
+            model, clean, own, radius, False, steps=steps, samples=samples, delta=delta, rate=learning_rate, seed=seed
+        )
+
+
+@contextmanager
+def _convention(
+    model: Model, images: Tensor, labels: Tensor, eps: float, std: Sequence[float]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Images, the model's own predictions, and the radius in pixels a channel, ``[C, 1, 1]``; the model held still."""
+    eps = check_eps(eps)
+    check_batch(images, labels)
+    if len(std) != images.shape[1] or not all(value > 0 for value in std):
+        raise ValueError(f"std is {list(std)}: give {images.shape[1]} positive numbers, one a channel")
+    with held_still(model, gradients=True):
+        images, _ = detached(images, labels)
+        with torch.no_grad():
+            own = logits_of(model, images).argmax(1)
+        yield images, own, eps * torch.tensor(list(std), dtype=images.dtype, device=images.device).view(-1, 1, 1)

@@ -1,0 +1,102 @@
+"""SPSA: ascent along a gradient that is estimated from the model's outputs alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_tasks.robustness.linf import (
+    Best,
+    LinfBall,
+    Model,
+    check_batch,
+    check_eps,
+    detached,
+    held_still,
+    logits_of,
+    margins,
+    random_signs,
+)
+
+
+def spsa(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float,
+    steps: int = 20,
+    samples: int = 64,
+    delta: float = 0.01,
+    learning_rate: float = 0.01,
+    seed: int = 0,
+) -> Tensor:
+    """Images whose margin is lowest among those that Adam passes through, on gradients estimated without any backward.
+
+    Simultaneous perturbation stochastic approximation (Uesato et al., ICML 2018): a gradient is the mean of
+    (f(x + delta v) - f(x - delta v)) / (2 delta) v over random signs v, f the logit margin. Their study takes 2,048
+    samples and 100 steps; the defaults here are smaller, for use as a routine check.
+
+    Args:
+        model, images, labels, eps: see :func:`~lightning_tasks.robustness.fgsm`; the model needs no gradient.
+        steps: steps of Adam.
+        samples: forward passes for one estimate, an even number.
+        delta: how far the samples are from the point; they are clipped to [0, 1].
+        learning_rate: of Adam, in units of the image.
+        seed: of the random signs.
+
+    Returns:
+        ``[B, C, H, W]``, in [0, 1] and within ``eps``.
+
+    Raises:
+        ValueError: if ``eps``, the images or the labels are out of range; for fewer than one step or two samples.
+        TypeError: for other dtypes.
+    """
+    eps = check_eps(eps)
+    check_batch(images, labels)
+    return estimated_ascent(
+        model, images, labels, eps, True, steps=steps, samples=samples, delta=delta, rate=learning_rate, seed=seed
+    )
+
+
+def estimated_ascent(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    radius: float | Tensor,
+    clip: bool,
+    *,
+    steps: int,
+    samples: int,
+    delta: float,
+    rate: float,
+    seed: int,
+) -> Tensor:
+    """SPSA in the ball of ``radius`` (a number, or ``[C, 1, 1]``), its points and samples in [0, 1] where ``clip``."""
+    if steps < 1 or samples < 2 or samples % 2:
+        raise ValueError(f"steps={steps} must be at least 1, and samples={samples} even and at least 2")
+    if not (delta > 0 and rate > 0):
+        raise ValueError(f"delta={delta} and learning_rate={rate} must be positive")
+    generator = torch.Generator().manual_seed(seed)
+    with held_still(model, gradients=False):
+        images, labels = detached(images, labels)
+        ball = LinfBall.around(images, radius, clip)
+        points = images.clone()
+        optimizer = torch.optim.Adam([points], lr=rate)
+        best = Best(images, -margins(logits_of(model, images, labels), labels))
+
+        def margin_near(shift: Tensor) -> Tensor:
+            near = points + shift
+            return margins(logits_of(model, near.clamp(0, 1) if clip else near), labels)
+
+        for _ in range(steps):
+            estimate = torch.zeros_like(points)
+            for _ in range(samples // 2):
+                signs = random_signs(tuple(points.shape), generator, points)
+                slope = (margin_near(delta * signs) - margin_near(-delta * signs)) / (2 * delta)
+                estimate += slope.to(points.dtype).view(-1, 1, 1, 1) * signs
+            points.grad = estimate / (samples // 2)
+            optimizer.step()
+            points.copy_(ball.project(points))
+            best.update(points, -margins(logits_of(model, points), labels))
+        return best.points

@@ -1,0 +1,153 @@
+"""Running many measurements: one after another, with a time estimate, each kept as soon as it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from tqdm import tqdm
+
+from attention_modules import __version__
+from lightning_tasks.robustness.table import Row
+
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
+
+Advance = Callable[[float], None]
+"""Tell the progress bar that a share (of 1) of a measurement is done."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Rows to measure.
+
+    Args:
+        what: the settings that they depend on, plain data; they make up the key under which the rows are kept.
+        passes: about how many forward passes over all samples it takes.
+        measure: does it.
+    """
+
+    what: Mapping[str, Any]
+    passes: float
+    measure: Callable[[Advance], list[Row]]
+
+
+class RowStore:
+    """Rows that are done, one measurement a line of a file that is only ever appended to.
+
+    Args:
+        path: the file; it is made with the first rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._done: dict[str, list[Row]] = {}
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                content = json.loads(line)
+                self._done[content["key"]] = [Row(**row) for row in content["rows"]]
+            except (ValueError, KeyError, TypeError):  # a run that was killed while it wrote
+                rank_zero_warn(f"{path}, line {number}, is cut short or of another version: measured again")
+
+    def rows(self, key: str) -> list[Row] | None:
+        """The rows under a key, None where there are none."""
+        return self._done.get(key)
+
+    def add(self, key: str, rows: Sequence[Row]) -> None:
+        """Keep rows; they are on the disk when this returns."""
+        self._done[key] = list(rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"key": key, "rows": [asdict(row) for row in rows]})
+        with self.path.open("a+b") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():  # a line that was cut short must not swallow this one
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else f"\n{line}"
+            file.write(f"{line}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
+    """Changes with the weights, the layers and their options, plain settings, the data, and the package's version."""
+    digest = hashlib.sha256(f"{__version__}\0{torch.__version__}".encode())
+    for text in (type(module).__qualname__, repr(module), repr(settings)):
+        digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    for name, tensor in [*tensors.items(), *((str(place), tensor) for place, tensor in enumerate(data))]:
+        content = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}\0{tuple(content.shape)}\0{content.dtype}\0".encode())
+        digest.update(content.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def measurement_key(identity: str, what: Mapping[str, Any]) -> str:
+    """The key of a measurement of a model and data that have the fingerprint ``identity``."""
+    return hashlib.sha256(json.dumps([identity, what], sort_keys=True).encode()).hexdigest()
+
+
+def run_suite(
+    measurements: Sequence[Measurement],
+    identity: str,
+    store: RowStore,
+    seconds_a_pass: float,
+    show: bool,
+    on_rows: Callable[[list[Row]], None],
+) -> list[Row]:
+    """All rows in order: those in the store, the others measured, and stored one measurement after the other.
+
+    Args:
+        measurements: what to measure.
+        identity: :func:`fingerprint` of the model and the data.
+        store: where rows are kept.
+        seconds_a_pass: time of one forward pass over all samples, for the estimate.
+        show: whether to draw a progress bar.
+        on_rows: called with all rows so far after each measurement.
+    """
+    keys = [measurement_key(identity, each.what) for each in measurements]
+    todo = sum(each.passes for key, each in zip(keys, measurements, strict=True) if store.rows(key) is None)
+    count = sum(store.rows(key) is None for key in keys)
+    rank_zero_info(
+        f"robustness: {count} of {len(keys)} measurements to do, {len(keys) - count} done before; "
+        f"about {duration(todo * seconds_a_pass)}"
+    )
+    rows: list[Row] = []
+    with tqdm(
+        total=round(todo, 1), unit="pass", disable=not (show and count), file=sys.stderr, desc="robustness"
+    ) as bar:
+        for key, each in zip(keys, measurements, strict=True):
+            done = store.rows(key)
+            if done is None:
+                bar.set_postfix_str(" ".join(str(value) for value in list(each.what.values())[:3]))
+                started = time.monotonic()
+                done = each.measure(_advance(bar, each.passes))
+                done = [replace(row, seconds=round(time.monotonic() - started, 2)) for row in done]
+                store.add(key, done)
+            rows += done
+            on_rows(rows)
+    return rows
+
+
+def _advance(bar: Any, passes: float) -> Advance:
+    def advance(share: float) -> None:
+        bar.update(share * passes)
+
+    return advance
+
+
+def duration(seconds: float) -> str:
+    """A time for people: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,133 @@
+"""The table of a robustness evaluation: its rows, and how they are written as CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_tasks.robustness.corruption_error import Errors
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Args:
+        test: "clean", "attack", "corruption", "mean corruption", "shift", "out of distribution" or "word swap".
+        name: the attack, corruption or folder.
+        setting: eps, severity or share, as text.
+        metric: "accuracy", "perplexity", "auroc", ...
+        value: the figure; nan where it could not be measured, and `note` says why.
+        samples: images or tokens it was measured on.
+        gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
+        seconds: time it took.
+        note: what else to know.
+    """
+
+    test: str
+    name: str
+    setting: str
+    metric: str
+    value: float
+    samples: int = 0
+    gradient_l1: float = math.nan
+    gradient_l2: float = math.nan
+    seconds: float = math.nan
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """A name for loggers: ``robustness/pgd/4_255/accuracy``."""
+        parts = [self.name or self.test, self.setting, self.metric]
+        return "/".join(["robustness", *(part.replace("/", "_").replace(" ", "_") for part in parts if part)])
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({key: _text(value) for key, value in asdict(row).items()} for row in rows)
+    os.replace(partial, path)
+
+
+def read_csv(path: str | Path) -> list[Row]:
+    """The rows that :func:`write_csv` wrote.
+
+    Raises:
+        ValueError: if the file has other columns.
+    """
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            raise ValueError(f"{path} is no table of a robustness evaluation: its columns are {reader.fieldnames}")
+        return [Row(**{key: _parsed(key, text) for key, text in line.items()}) for line in reader]
+
+
+def _text(value: Any) -> Any:
+    return "" if isinstance(value, float) and math.isnan(value) else value
+
+
+def _parsed(key: str, text: str) -> Any:
+    if key == "samples":
+        return int(text)
+    if key in ("value", "gradient_l1", "gradient_l2", "seconds"):
+        return float(text or "nan")
+    return text
+
+
+def corruption_errors(rows: Sequence[Row]) -> tuple[float, Errors]:
+    """Error rate on clean images, and that of each (corruption, severity).
+
+    Raises:
+        ValueError: if the rows have no accuracy on clean images.
+    """
+    clean = [row.value for row in rows if row.test == "clean" and row.metric == "accuracy"]
+    if not clean:
+        raise ValueError("the table has no accuracy on clean images")
+    corrupted = {(row.name, int(row.setting)): 1 - row.value for row in rows if row.test == "corruption"}
+    return 1 - clean[0], {key: value for key, value in corrupted.items() if not math.isnan(value)}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table as Markdown; corruptions by severity in a second one."""
+    lines = [
+        "| test | setting | metric | value | samples | input gradient L1 / L2 | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.test == "corruption":
+            continue
+        name = row.test if not row.name else f"{row.test}: {row.name}"
+        norms = "" if math.isnan(row.gradient_l2) else f"{row.gradient_l1:.3g} / {row.gradient_l2:.3g}"
+        lines.append(
+            f"| {name} | {row.setting} | {row.metric} | {figure(row)} | {row.samples:,} | {norms} | {row.note} |"
+        )
+    return "\n".join([*lines, "", *_by_severity([row for row in rows if row.test == "corruption"])])
+
+
+def figure(row: Row) -> str:
+    """The value as the table shows it: shares as percentages."""
+    if math.isnan(row.value):
+        return "not measured"
+    return f"{row.value:.2f}" if row.metric.startswith("perplexity") else f"{100 * row.value:.1f}%"
+
+
+def _by_severity(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    severities = sorted({row.setting for row in rows})
+    lines = [f"| corruption, accuracy at severity | {' | '.join(severities)} |", "|---" * (len(severities) + 1) + "|"]
+    for name in dict.fromkeys(row.name for row in rows):
+        shown = {row.setting: figure(row) for row in rows if row.name == name}
+        lines.append(f"| {name} | {' | '.join(shown.get(severity, '') for severity in severities)} |")
+    return [*lines, ""]

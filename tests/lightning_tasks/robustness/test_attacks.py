@@ -1,0 +1,387 @@
+"""The attacks against closed forms, and what each of them owes: its limits, its determinism, an untouched model."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_tasks.robustness import (
+    fgsm,
+    input_gradient_norms,
+    pgd,
+    released_fgsm,
+    released_pgd,
+    released_spsa,
+    spsa,
+    square,
+    transfer,
+)
+from lightning_tasks.robustness.square import square_share
+from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, Normalised, batch, convolutional, vit
+
+EPS = 4 / 255
+TWIN = convolutional(seed=9)
+
+
+def pgd_restarted(model, images, labels, *, eps, seed=0):
+    return pgd(model, images, labels, eps=eps, steps=3, restarts=2, seed=seed)
+
+
+def few_spsa(model, images, labels, *, eps, seed=0):
+    return spsa(model, images, labels, eps=eps, steps=2, samples=8, seed=seed)
+
+
+def few_square(model, images, labels, *, eps, seed=0):
+    return square(model, images, labels, eps=eps, queries=12, seed=seed)
+
+
+def from_twin(model, images, labels, *, eps):
+    return transfer(model, images, labels, eps=eps, source=TWIN, steps=2)
+
+
+WHITE_BOX = {"fgsm": fgsm, "pgd": pgd_restarted}
+SEEDED = {"pgd": pgd_restarted, "spsa": few_spsa, "square": few_square}
+CLIPPED = {**WHITE_BOX, "spsa": few_spsa, "square": few_square, "transfer": from_twin}
+
+
+def released(attack):
+    return lambda model, images, labels, *, eps: attack(model, images, labels, eps=eps, std=STD)
+
+
+EVERY = {**CLIPPED, **{each.__name__: released(each) for each in (released_fgsm, released_pgd)}}
+EVERY["released_spsa"] = lambda *batch, eps: released_spsa(*batch, eps=eps, std=STD, steps=2, samples=4)
+
+
+def each_of(attacks):
+    return pytest.mark.parametrize("attack", attacks.values(), ids=attacks.keys())
+
+
+def loss(model, images, labels):
+    model.eval()
+    with torch.no_grad():
+        return functional.cross_entropy(model(images), labels, reduction="none")
+
+
+# -- against closed forms ----------------------------------------------------------------------------------------------
+
+
+def linear(classes=2):
+    """A linear model with weights of both signs, in float64, and its images well inside [0, 1]."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 6 * 6, classes)).double()
+    generator = torch.Generator().manual_seed(3)
+    images = 0.3 + 0.4 * torch.rand(16, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return model, images, torch.randint(0, classes, (16,), generator=generator)
+
+
+@each_of(WHITE_BOX)
+@pytest.mark.parametrize("eps", [1 / 255, 0.1])
+def test_white_box_attacks_reach_the_worst_case_of_a_linear_model(attack, eps):
+    model, images, labels = linear()
+    weight = model[1].weight
+    # With two classes the margin falls by eps · ‖w_y - w_other‖₁ at the worst point of the ball.
+    sign = 1 - 2 * labels
+    margin = (model(images)[:, 1] - model(images)[:, 0]) * -sign
+    worst = margin - eps * (weight[1] - weight[0]).norm(1)
+    found = loss(model, attack(model, images, labels, eps=eps), labels)
+    assert torch.allclose(found, functional.softplus(-worst), atol=1e-9)
+
+
+def test_clipping_counts_in_the_worst_case():
+    model, images, labels = linear()
+    images = images.round()  # every value at 0 or 1: only moves into the image are left
+    direction = ((model[1].weight[1] - model[1].weight[0]) * (1 - 2 * labels).unsqueeze(1)).view(images.shape)
+    worst = (images + 0.1 * direction.sign()).clamp(0, 1)
+    assert torch.allclose(fgsm(model, images, labels, eps=0.1), worst)
+    assert torch.allclose(
+        loss(model, pgd(model, images, labels, eps=0.1), labels), loss(model, worst, labels), atol=1e-9
+    )
+
+
+def few_queries(model, images, labels, *, eps):
+    return square(model, images, labels, eps=eps, queries=300)
+
+
+@each_of({"spsa": spsa, "square": few_queries})
+def test_gradient_free_attacks_come_near_the_worst_case(attack):
+    model, images, _ = linear()
+    model[1].bias.data[1] += 10  # right with a wide margin, where Square does not stop
+    labels = torch.ones(16, dtype=torch.int64)
+
+    def fall(attacked):
+        logits = model(images) - model(attacked)
+        return (logits[:, 1] - logits[:, 0]).detach()
+
+    worst = 0.05 * (model[1].weight[1] - model[1].weight[0]).norm(1)
+    found = fall(attack(model, images, labels, eps=0.05))
+    assert (found <= worst + 1e-9).all()
+    assert (found > 0.7 * worst).all()
+
+
+def test_the_gradient_norms_of_a_linear_model():
+    model, images, labels = linear()
+    slope = torch.sigmoid(-((model(images)[:, 1] - model(images)[:, 0]) * (2 * labels - 1)))
+    difference = model[1].weight[1] - model[1].weight[0]
+    first, second = input_gradient_norms(model, images, labels)
+    assert torch.allclose(first, slope * difference.norm(1))
+    assert torch.allclose(second, slope * difference.norm(2))
+
+
+@pytest.mark.parametrize("make", [convolutional, vit, lambda: vit("rpc", iterations=4, lam=0.5, layers=[0])])
+def test_pgd_is_never_below_fgsm_nor_below_the_clean_image(make):
+    model, (images, labels) = make(), batch()
+    for eps in (1 / 255, 16 / 255):
+        weak = loss(model, fgsm(model, images, labels, eps=eps), labels)
+        for options in ({"steps": 1}, {"steps": 5, "random_start": False}, {"steps": 5, "restarts": 2}):
+            strong = loss(model, pgd(model, images, labels, eps=eps, **options), labels)
+            assert (strong >= weak - 1e-6).all()
+            assert (strong >= loss(model, images, labels) - 1e-6).all()
+
+
+def test_more_restarts_are_never_worse():
+    model, (images, labels) = convolutional(), batch()
+    one, four = (pgd(model, images, labels, eps=0.1, steps=3, restarts=count) for count in (1, 4))
+    assert (loss(model, four, labels) >= loss(model, one, labels) - 1e-6).all()
+
+
+def test_square_only_ever_helps_and_stops_where_the_model_is_wrong():
+    model, (images, labels) = convolutional(), batch(16)
+    labels[:8] = model.eval()(images[:8]).argmax(1)
+    wrong = model(images).argmax(1) != labels
+    attacked = square(model, images, labels, eps=0.1, queries=50)
+    assert wrong.any()
+    assert not wrong.all()
+    assert torch.equal(attacked[wrong], images[wrong])
+    assert not torch.equal(attacked[~wrong], images[~wrong])
+
+
+def test_the_schedule_of_square_is_the_published_one():
+    shares = [square_share(0.8, query, 10_000) for query in (0, 10, 11, 50, 51, 201, 501, 1001, 2001, 4001, 6001, 8001)]
+    assert shares == [0.8 / 2**halvings for halvings in (0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9)]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@each_of(CLIPPED)
+@pytest.mark.parametrize("eps", [0, 1 / 255, 0.3, 1])
+def test_the_change_stays_within_eps_and_the_image_in_0_to_1(attack, eps):
+    model, (images, labels) = convolutional(), batch()
+    attacked = attack(model, images, labels, eps=eps)
+    assert attacked.shape == images.shape
+    assert attacked.dtype == images.dtype
+    assert (attacked - images).abs().max() <= eps + 1e-6
+    assert attacked.min() >= 0
+    assert attacked.max() <= 1
+    assert not attacked.requires_grad
+    assert eps == 0 or not torch.equal(attacked, images)
+
+
+@each_of({name: attack for name, attack in EVERY.items() if name.startswith("released")})
+def test_the_released_convention(attack):
+    model, (images, labels) = convolutional().eval(), batch()
+    attacked = attack(model, images, labels, eps=6 / 255)
+    normalised = (attacked - images) / torch.tensor(STD).view(3, 1, 1)
+    assert normalised.abs().max() <= 6 / 255 + 1e-5  # eps is in normalised units
+    assert (normalised.abs().amax((0, 2, 3)) > 5 / 255).all()  # in every channel
+    assert attacked.max() > 1  # nothing is clipped
+    assert torch.equal(attacked, attack(model, images, (labels + 1) % CLASSES, eps=6 / 255))  # labels play no part
+    own = model(images).argmax(1)
+    assert loss(model, attacked, own).mean() > loss(model, images, own).mean()
+
+
+def test_the_released_step_is_fgsm_of_the_normalised_network():
+    model, (images, labels) = convolutional().eval(), batch()
+    normalised = ((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)).requires_grad_()
+    own = model.network(normalised).argmax(1)
+    functional.cross_entropy(model.network(normalised), own).backward()
+    step = (released_fgsm(model, images, labels, eps=0.02, std=STD) - images) / torch.tensor(STD).view(3, 1, 1)
+    assert torch.allclose(step, 0.02 * normalised.grad.sign(), atol=1e-6)
+
+
+# -- a model left as it was --------------------------------------------------------------------------------------------
+
+
+@each_of(EVERY)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_answer_is_the_same_in_every_gradient_mode(attack, mode):
+    model, (images, _) = vit("rpc", iterations=3, lam=0.5).eval(), batch(4)
+    labels = model(images).argmax(1)  # Square leaves alone what is wrong already
+    expected = attack(model, images, labels, eps=EPS)
+    with mode():
+        attacked = attack(model, images + 0, labels + 0, eps=EPS)  # made in that mode
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+    assert torch.equal(attacked, expected)
+    assert not torch.equal(attacked, images)
+
+
+@each_of(EVERY)
+def test_the_model_is_left_as_it_was(attack):
+    model, (images, labels) = convolutional(), batch()
+    model.train()
+    model.network[1].eval()
+    model.network[0].weight.requires_grad_(False)
+    model.network[0].bias.grad = torch.full_like(model.network[0].bias, 7.0)
+    modes = [module.training for module in model.modules()]
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before, image_copy, random_state = loss(model, images, labels), images.clone(), torch.get_rng_state()
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    attack(model, images, labels, eps=EPS)
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert grad is None if parameter.grad is None else torch.equal(parameter.grad, grad)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(images, image_copy)
+    assert not images.requires_grad
+    assert torch.equal(loss(model, images, labels), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@each_of({"spsa": few_spsa, "square": few_square})
+def test_gradient_free_attacks_record_no_gradient(attack):
+    class Watched(nn.Module):
+        def forward(self, images):
+            assert not torch.is_grad_enabled()
+            return images.flatten(1)[:, :CLASSES]
+
+    attack(Watched(), *batch(), eps=EPS)
+
+
+def test_the_model_is_left_as_it_was_by_an_attack_that_fails():
+    class Broken(nn.Module):
+        def forward(self, images):
+            raise RuntimeError("broken")
+
+    model = Broken().train()
+    with pytest.raises(RuntimeError, match="broken"):
+        fgsm(model, *batch(), eps=EPS)
+    assert model.training
+
+
+@each_of(EVERY)
+def test_frozen_models_can_be_attacked(attack):
+    model, (images, labels) = convolutional().requires_grad_(False), batch()
+    assert not torch.equal(attack(model, images, labels, eps=EPS), images)
+
+
+@each_of(SEEDED)
+def test_the_seed_decides(attack):
+    model, (images, labels) = convolutional(), batch()
+    first, again, other = (attack(model, images, labels, eps=0.3, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_around_the_attack(mode):
+    model, (images, labels) = vit().eval(), batch(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), mode():
+        model(images)  # autocast now keeps weights that were cast in this mode
+        attacked = pgd(model, images, labels, eps=EPS, steps=2)
+    assert attacked.dtype == torch.float32
+    assert loss(model, attacked, labels).mean() > loss(model, images, labels).mean()
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@each_of(EVERY)
+@pytest.mark.parametrize("eps", [8, -0.1, float("nan"), "4", True])
+def test_eps_outside_of_0_to_1_is_an_error(attack, eps):
+    with pytest.raises(ValueError, match=r"eps is .*\[0, 1\]"):
+        attack(convolutional(), *batch(), eps=eps)
+
+
+@each_of(WHITE_BOX)
+def test_a_model_without_gradients_is_an_error_that_names_the_cure(attack):
+    class NoGrad(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = convolutional()
+
+        @torch.no_grad()
+        def forward(self, images):
+            return self.network(images)
+
+    class Detached(NoGrad):
+        def forward(self, images):
+            return self.network(images.detach())
+
+    class Rounded(NoGrad):
+        def forward(self, images):
+            return self.network(images.round().long().float()) + 0 * self.network.network[-1].bias
+
+    for model in (NoGrad(), Detached(), Rounded()):
+        with pytest.raises(ValueError, match=r"gives no gradient .* square or spsa"):
+            attack(model, *batch(), eps=EPS)
+    assert few_square(NoGrad(), *batch(), eps=0.3).shape == (8, 3, 12, 12)
+    assert few_spsa(NoGrad(), *batch(), eps=0.3).shape == (8, 3, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda images, labels: (images * 255, labels), ValueError, r"in \[0, 255\]: give them in \[0, 1\]"),
+        (lambda images, labels: (images - 0.5, labels), ValueError, r"in \[-0.5, 0.5\]"),
+        (lambda images, labels: (images * float("nan"), labels), ValueError, r"in \[nan, nan\]"),
+        (lambda images, labels: (images.half(), labels), TypeError, "float16: give float32"),
+        (lambda images, labels: (images[0], labels), ValueError, r"\[B, C, H, W\]"),
+        (lambda images, labels: (images, labels[:3]), ValueError, r"labels \[B\], got .* \[3\]"),
+        (lambda images, labels: (images, labels.float()), TypeError, "int64"),
+        (lambda images, labels: (images, labels + 1), ValueError, "labels are in 1 to 5: the model has classes 0 to 4"),
+        (lambda images, labels: (images, labels - 100), ValueError, "labels are in -100"),
+    ],
+)
+@each_of(CLIPPED)
+def test_bad_batches_are_named(attack, change, error, says):
+    images, _ = batch()
+    labels = torch.tensor([0, 4, 1, 2, 3, 0, 1, 2])
+    with pytest.raises(error, match=says):
+        attack(convolutional(), *change(images, labels), eps=EPS)
+
+
+@pytest.mark.parametrize(
+    ("attack", "options", "says"),
+    [
+        (pgd, {"steps": 0}, "steps=0"),
+        (pgd, {"restarts": 0}, "restarts=0"),
+        (spsa, {"samples": 3}, "samples=3"),
+        (spsa, {"delta": 0.0}, "delta=0.0"),
+        (square, {"queries": 0}, "queries=0"),
+        (square, {"initial_share": 1.5}, "initial_share=1.5"),
+        (released_fgsm, {"std": [0.2]}, "give 3 positive numbers"),
+        (
+            transfer,
+            {"source": Normalised(nn.Sequential(nn.Flatten(), nn.Linear(432, 3)))},
+            "5 classes and the source 3",
+        ),
+    ],
+)
+def test_options_out_of_their_limits_are_named(attack, options, says):
+    with pytest.raises(ValueError, match=says):
+        attack(convolutional(), *batch(), eps=EPS, **options)
+
+
+def test_a_model_that_returns_something_else_is_an_error():
+    with pytest.raises(ValueError, match=r"logits \[B, classes\] of 8 images, got \[8, 3, 12, 12\]"):
+        fgsm(nn.Identity(), *batch(), eps=EPS)
+
+
+def test_a_model_made_in_inference_mode_is_an_error_that_names_the_cure():
+    images, labels = batch()
+    with torch.inference_mode():
+        model = convolutional()
+    with pytest.raises(ValueError, match=r"holds tensors made in inference mode.*inference_mode=False"):
+        fgsm(model, images, labels, eps=EPS)
+
+
+def test_a_gradient_of_nan_is_an_error():
+    class Diverged(nn.Module):
+        def forward(self, images):
+            return images.flatten(1)[:, :CLASSES] * float("nan")
+
+    with pytest.raises(ValueError, match="not finite"):
+        fgsm(Diverged(), *batch(), eps=EPS)
