@@ -23,6 +23,13 @@ from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, rec
 
 RESULTS = "results.csv"
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
+METRICS = (
+    "val/perplexity",
+    "val/loss",
+    "val/attention/entropy/mean",
+    "qk_spectrum/variance/layer_00",
+    "qk_spectrum/scale/layer_00",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ def parse_seeds(text: str) -> list[int]:
 def override_arguments(overrides: dict[str, Any]) -> tuple[str, ...]:
     """Overrides as the command line spells them: {"trainer.callbacks+": {...}} -> "--trainer.callbacks+={...}"."""
     return tuple(
-        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
+        # JSON is YAML but for its infinity.
+        f"--{key}={value if isinstance(value, str) else json.dumps(value).replace('Infinity', '.inf')}"
+        for key, value in overrides.items()
     )
 
 
@@ -65,8 +74,8 @@ def read_variants(name: str) -> list[Variant]:
     """The configurations that one CONFIG of the command stands for.
 
     A recipe stands for itself. A file with the keys `base` and `variants` stands for one configuration a variant,
-    each the base with the overrides listed, spelled as on the command line without the two dashes; `test: true` in it
-    tests each model after its fit.
+    each the base with the overrides listed, spelled as on the command line without the two dashes. Those under
+    `settings` are for every variant; `test: true` tests each model after its fit; `metrics` are those of the summary.
 
     Raises:
         RecipeError: no such file, or a comparison file of another shape.
@@ -75,15 +84,28 @@ def read_variants(name: str) -> list[Variant]:
     content = read_settings(path)
     if "variants" not in content:
         return [Variant(recipe_name(path), str(path))]
-    variants, test = content["variants"], content.get("test", False)
-    keys = set(content) - {"test"}
-    if keys != {"base", "variants"} or not isinstance(variants, dict) or not variants or not isinstance(test, bool):
+    variants, settings, test = content["variants"], content.get("settings", {}), content.get("test", False)
+    if (
+        not {"base", "variants"} <= set(content) <= {"base", "variants", "settings", "test", "metrics"}
+        or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
+        or not isinstance(test, bool)
+    ):
         raise RecipeError(
-            f"{path}: a comparison has the keys `base`, `variants: {{name: {{setting: value}}}}` and, where models are "
-            "to be tested after their fit, `test: true`"
+            f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
+            "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, and "
+            "`metrics: [name]`"
         )
     base = str(find_recipe(str(content["base"])))
-    return [Variant(str(key), base, override_arguments(value or {}), test) for key, value in variants.items()]
+    shared = override_arguments(settings)
+    return [
+        Variant(str(key), base, (*shared, *override_arguments(value or {})), test) for key, value in variants.items()
+    ]
+
+
+def summary_metrics(names: Sequence[str]) -> list[str]:
+    """The metrics that comparison files ask for, or those of the language models where none does."""
+    asked = [metric for name in names for metric in read_settings(find_recipe(name)).get("metrics", ())]
+    return list(dict.fromkeys(asked)) or list(METRICS)
 
 
 def plan_cells(
@@ -163,9 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     parser.add_argument(
-        "--metrics",
-        default="val/perplexity,val/loss,val/attention/entropy/mean,qk_spectrum/variance/layer_00,qk_spectrum/scale/layer_00",
-        help="metrics of the summary, by the last value of each (default: %(default)s)",
+        "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
     )
     return parser
 
@@ -187,7 +207,8 @@ def main(arguments: Sequence[str]) -> None:
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)
     if rows:
-        names, metrics = [variant.name for variant in variants], options.metrics.split(",")
+        names = [variant.name for variant in variants]
+        metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
         logged = sorted({row["metric"] for row in rows})
         if absent := [metric for metric in metrics if metric not in logged]:
             print(f"never logged: {', '.join(absent)}; --metrics takes some of {', '.join(logged)}", file=sys.stderr)

@@ -4,6 +4,7 @@ from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.run_summary import RunSummary
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
@@ -14,6 +15,7 @@ __all__ = [
     "Callback",
     "FreezeQK",
     "LocAteR",
+    "PursuitMonitor",
     "QKWeightDecay",
     "RobustnessEvaluation",
     "RunSummary",

@@ -62,6 +62,7 @@ def test_overrides_are_spelled_as_on_the_command_line():
         '--trainer.callbacks+={"a": 1}',
         "--model.rate=0.1",
     )
+    assert override_arguments({"model.options": {"lam": math.inf}}) == ('--model.options={"lam": .inf}',)
 
 
 def test_a_recipe_stands_for_itself(demo):
@@ -73,7 +74,8 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
     assert slow == Variant("slow", str(demo))
     assert fast.overrides == ("--model.rate=0.5",)
     assert not fast.test
-    comparison.write_text(comparison.read_text() + "test: true\n")
+    comparison.write_text(comparison.read_text() + "test: true\nsettings: {model.width: 16}\n")
+    assert read_variants(str(comparison))[1].overrides == ("--model.width=16", "--model.rate=0.5")
     assert all(cell.test for cell in plan_cells(read_variants(str(comparison)), [0], tmp_path))
 
 
@@ -84,6 +86,7 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
         "base: demo\nvariants: [a]",
         "base: demo\nvariants: {}",
         "base: demo\nvariants: {a: {}}\ntest: 1",
+        "base: demo\nvariants: {a: {}}\nmore: 1",
         "[1]",
     ],
 )

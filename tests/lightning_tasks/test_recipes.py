@@ -226,10 +226,14 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
 def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys):
     pytest.importorskip("scipy")
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
-    sizes = ["model.model.init_args.dim=16", "model.model.init_args.mlp_dim=16", "data.vocab_size=30"]
-    sizes += ["trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu"]
-    main(["compare", name, "--seeds", "0:2", "--output", "out", *(f"--set={size}" for size in sizes)])
-    variants = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["variants"]
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    content["base"] = str(TWINS / f"{content['base']}.yaml")
+    for callback in content.get("settings", {}).values():  # RobustnessEvaluation, at a size for a test
+        callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
+    twin = own_folder / "twin.yaml"
+    twin.write_text(yaml.safe_dump(content, sort_keys=False))
+    main(["compare", str(twin), "--seeds", "0:2", "--output", "out"])
+    variants = content["variants"]
     printed = capsys.readouterr().out
     assert all(f"| {variant} | 2 |" in printed for variant in variants)
     assert "Not paired" not in printed

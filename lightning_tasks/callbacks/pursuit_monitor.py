@@ -1,0 +1,115 @@
+"""What Principal Attention Pursuit does pass by pass, at each validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from attention_modules import RPCAttention, rpc_diagnostics
+from attention_modules.hosts import attention_layers
+from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.steps import layer_label
+
+
+class PursuitMonitor(Callback):
+    """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
+
+    Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
+    means over samples and heads; the layer's number counts the chosen RPC layers. Definitions, and what saturation
+    looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs about two more runs of the layer on
+    ``num_samples`` samples, its maps some rows at a time.
+
+    Args:
+        num_samples: how many of the batch's samples are looked at, at least 1.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if ``num_samples`` is below 1; when the first batch comes, if no chosen layer has RPC attention.
+    """
+
+    def __init__(
+        self, num_samples: int = 32, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        self.num_samples = num_samples
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._hooks: ExitStack | None = None
+        self._seen: dict[str, Tensor] = {}
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking:
+            self._open(pl_module)
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0 and dataloader_idx == 0:
+            self._open(pl_module)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+        self._log(pl_module, "val/")
+
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+        self._log(pl_module, "test/")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _open(self, pl_module: pl.LightningModule) -> None:
+        chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        pursuing = [layer.mechanism for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
+        if not pursuing:
+            raise ValueError(
+                "PursuitMonitor found no layer with RPC attention among "
+                f"{', '.join(layer.name for layer in chosen)}; swap one to 'rpc', or leave this callback out"
+            )
+        self._hooks = ExitStack()
+        for index, mechanism in enumerate(pursuing):
+            hook = mechanism.register_forward_pre_hook(partial(self._observe, layer_label(index)), with_kwargs=True)
+            self._hooks.callback(hook.remove)
+
+    def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(mechanism, RPCAttention):
+            raise TypeError(f"expected an RPCAttention, got {type(mechanism).__name__}")
+        k, v, mask = args[1], args[2], kwargs.get("attn_mask")
+        some = slice(0, self.num_samples)
+        if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
+            mask = mask[some]
+        passes = rpc_diagnostics(
+            k[some],
+            v[some],
+            iterations=mechanism.iterations,
+            lam=mechanism.lam,
+            threshold=mechanism.threshold,
+            attn_mask=mask,
+            is_causal=kwargs.get("is_causal", False),
+            scale=kwargs.get("scale"),
+        )
+        for name, values in passes.items():
+            for number, value in enumerate(values.nanmean((1, 2)), start=1):
+                self._seen[f"pursuit/{name}/{label}/pass_{number}"] = value
+
+    def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
+        seen = self._seen
+        self._close()
+        for name, value in seen.items():
+            pl_module.log(prefix + name, value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def _close(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks, self._seen = None, {}

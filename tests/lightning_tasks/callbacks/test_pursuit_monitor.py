@@ -1,0 +1,81 @@
+"""PursuitMonitor logs each pass of each RPC layer, as rpc_diagnostics has it."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from attention_modules import SelfAttention, rpc_diagnostics
+from lightning_tasks.callbacks import PursuitMonitor
+
+
+class Tokens(pl.LightningModule):
+    def __init__(self, mechanism="rpc", padding=False):
+        super().__init__()
+        self.plain = SelfAttention(16, 2)
+        self.attention = SelfAttention(16, 2, mechanism)
+        self.mask = torch.ones(4, 1, 5, 5, dtype=torch.bool).tril() if padding else None
+
+    def validation_step(self, batch, batch_idx):
+        (x,) = batch
+        mask = None if self.mask is None else self.mask[: len(x)]
+        self.log("val/loss", self.attention(x, attn_mask=mask).square().mean())
+
+    test_step = validation_step
+
+
+def tokens():
+    x = 3 * torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(0))
+    return DataLoader(torch.utils.data.TensorDataset(x), batch_size=4), x
+
+
+def evaluate(module, tmp_path, command="validate", **options):
+    callbacks = [PursuitMonitor(**options)]
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, callbacks=callbacks, default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    getattr(trainer, command)(module, tokens()[0], verbose=False)
+    return trainer.callback_metrics
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("num_samples", [3, 32])
+def test_it_logs_the_diagnostics_of_the_first_samples(tmp_path, num_samples, padding):
+    torch.manual_seed(0)
+    module = Tokens(padding=padding)
+    metrics = evaluate(module, tmp_path, num_samples=num_samples)
+    some = tokens()[1][: min(num_samples, 4)]
+    k, v = module.attention.qkv(some).view(len(some), 5, 2, 2, 8).permute(2, 0, 3, 1, 4)
+    mask = None if module.mask is None else module.mask[: len(some)]
+    expected = rpc_diagnostics(k, v, attn_mask=mask)
+    assert len([name for name in metrics if "pursuit" in name]) == 16
+    for name, values in expected.items():
+        for number, value in enumerate(values.mean((1, 2)), start=1):
+            torch.testing.assert_close(metrics[f"val/pursuit/{name}/layer_00/pass_{number}"], value)
+
+
+def test_it_watches_the_test_and_leaves_no_hook(tmp_path):
+    module = Tokens()
+    assert "test/pursuit/entropy/layer_00/pass_4" in evaluate(module, tmp_path, "test")
+    assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+def test_no_layer_to_watch_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no layer with RPC attention among plain, attention"):
+        evaluate(Tokens("symmetric"), tmp_path)
+
+
+def test_num_samples_is_checked():
+    with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
+        PursuitMonitor(num_samples=0)
+
+
+def test_an_exception_leaves_no_hook(tmp_path):
+    class Fails(Tokens):
+        def validation_step(self, batch, batch_idx):
+            raise RuntimeError("planned")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="planned"):
+        evaluate(module, tmp_path)
+    assert not any(part._forward_pre_hooks for part in module.modules())
