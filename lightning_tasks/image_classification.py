@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,6 +205,10 @@ class ImageClassificationTask(BaseTask):
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, num_classes]`` of images ``[B, C, H, W]`` in [0, 1]."""
         return self.model(self.normalise(images))
+
+    def setup(self, stage: str) -> None:
+        """Silence what Lightning says of the hook below beside any data module: it is meant."""
+        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch while it is still on the CPU."""
