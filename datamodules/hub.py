@@ -27,9 +27,10 @@ def download_parquet(repository: str, name: str, folder: Path, splits: Sequence[
         import datasets
 
         loaded = datasets.load_dataset(repository, name)
-        for split in splits:
+        missing = [split for split in splits if not find_shards(folder, split)]
+        for split in missing:
             loaded[split].to_parquet(Path(scratch) / split)
-        for split in splits:
+        for split in missing:
             os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")
 
 

@@ -23,7 +23,8 @@ commands:
   show-batch                    draw a batch as the model gets it: attnswap show-batch --config RECIPE --output PNG
 
 options:
-  -h, --help                    show this text; `attnswap fit --help` lists every argument of fit
+  -h, --help                    show this text; `attnswap fit --help` lists the trainer's,
+                                `attnswap fit --model.help CLASS` those of a task
   --version                     show the version
 
 Errors in what was asked for are one line; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.

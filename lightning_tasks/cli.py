@@ -59,7 +59,8 @@ def _expand(option: str, value: str) -> str:
 class SaveConfig(SaveConfigCallback):
     """Save the complete configuration in the run's own folder, and in the W&B run where there is one.
 
-    It is saved once everything is built, so that a run that cannot begin leaves no folder.
+    It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
+    no folder of its own, and nothing is saved: the working folder belongs to the user.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,19 +68,23 @@ class SaveConfig(SaveConfigCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save for a fit."""
-        super().setup(trainer, pl_module, "fit")
+        self._save(trainer, pl_module, "fit")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save for a validation (that of a fit finds it saved)."""
-        super().setup(trainer, pl_module, "validate")
+        self._save(trainer, pl_module, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save for a test."""
-        super().setup(trainer, pl_module, "test")
+        self._save(trainer, pl_module, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save for a prediction."""
-        super().setup(trainer, pl_module, "predict")
+        self._save(trainer, pl_module, "predict")
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the configuration, nested as it is, into every W&B run (rank zero only)."""
@@ -150,14 +155,26 @@ class AttnswapCLI(LightningCLI):
 
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out."""
+    """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out.
+
+    The levels are those of classes: a plain dictionary that is given is whole. Options of a mechanism stay out where
+    the mechanism itself is given.
+    """
     if not _same_class(given.get("class_path"), stored.get("class_path")):
         return given
+    arguments, kept = given.get("init_args") or {}, dict(stored.get("init_args") or {})
+    for name in [name for name in arguments if f"{name}_options" in kept and arguments[name] != kept.get(name)]:
+        del kept[f"{name}_options"]
+    for name in arguments.keys() & kept.keys():
+        if all(
+            isinstance(value, dict) and {"class_path", "init_args"} & value.keys()
+            for value in (arguments[name], kept[name])
+        ):
+            kept[name] = fill(arguments[name], kept[name])
+        else:
+            kept[name] = arguments[name]
     filled = {**stored, **given}
-    for key in given.keys() & stored.keys():
-        if isinstance(given[key], dict) and isinstance(stored[key], dict):
-            filled[key] = fill(given[key], stored[key])
-    return filled
+    return {**filled, "init_args": {**kept, **{name: arguments[name] for name in arguments.keys() - kept.keys()}}}
 
 
 def _same_class(one: str | None, other: str | None) -> bool:

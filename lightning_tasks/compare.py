@@ -85,10 +85,13 @@ def read_variants(name: str) -> list[Variant]:
     if "variants" not in content:
         return [Variant(recipe_name(path), str(path))]
     variants, settings, test = content["variants"], content.get("settings", {}), content.get("test", False)
+    metrics = content.get("metrics", [])
     if (
         not {"base", "variants"} <= set(content) <= {"base", "variants", "settings", "test", "metrics"}
         or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
+        or not all(value is None or isinstance(value, dict) for value in variants.values())
         or not isinstance(test, bool)
+        or not isinstance(metrics, list)
     ):
         raise RecipeError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
@@ -96,6 +99,8 @@ def read_variants(name: str) -> list[Variant]:
             "`metrics: [name]`"
         )
     base = str(find_recipe(str(content["base"])))
+    if "variants" in read_settings(Path(base)):
+        raise RecipeError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
     shared = override_arguments(settings)
     return [
         Variant(str(key), base, (*shared, *override_arguments(value or {})), test) for key, value in variants.items()
@@ -114,16 +119,17 @@ def plan_cells(
     """Every cell of the comparison, seed by seed, so that an interrupted run leaves complete pairs.
 
     Raises:
-        RecipeError: two configurations have one name.
+        RecipeError: two configurations have one name, or names of one folder.
     """
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise RecipeError(f"configurations must have different names, got {', '.join(names)}")
-    return [
+    cells = [
         Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test)
         for seed in seeds
         for variant in variants
     ]
+    if len({cell.folder for cell in cells}) < len(cells):
+        names = ", ".join(variant.name for variant in variants)
+        raise RecipeError(f"configurations must have different names, also with _ for other signs, got {names}")
+    return cells
 
 
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
@@ -202,13 +208,16 @@ def main(arguments: Sequence[str]) -> None:
         raise RecipeError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]
     cells = plan_cells(variants, parse_seeds(options.seeds), options.output, [f"--{item}" for item in options.set])
-    options.output.mkdir(parents=True, exist_ok=True)
+    metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
     failures = run_cells(cells, options.jobs)
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)
     if rows:
         names = [variant.name for variant in variants]
-        metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
         logged = sorted({row["metric"] for row in rows})
         if absent := [metric for metric in metrics if metric not in logged]:
             print(f"never logged: {', '.join(absent)}; --metrics takes some of {', '.join(logged)}", file=sys.stderr)

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -121,7 +120,7 @@ def run_cell(cell: Cell) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows {step, metric, value} of a CSV log of Lightning; a value that is not a number stays out.
+    """Rows {step, metric, value} of a CSV log of Lightning; nan stays, as that of a run that diverged.
 
     Raises:
         ValueError: the run logged nothing.
@@ -133,7 +132,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             {"step": int(line["step"]), "metric": metric, "value": float(text)}
             for line in csv.DictReader(file)
             for metric, text in line.items()
-            if metric not in ("step", "epoch") and text and not math.isnan(float(text))
+            if metric not in ("step", "epoch") and text
         ]
 
 

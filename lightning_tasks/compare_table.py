@@ -35,13 +35,18 @@ class SummaryRow:
     def verdict(self) -> str:
         """What the paired interval says, in a word or three; empty where nothing is paired.
 
-        An interval that holds 0 says "budget too small": an effect of the size seen is always below `detectable` then.
+        An effect below `detectable` says "budget too small", and which way it points where the interval leaves 0 out.
         """
         if self.pairs == 0:
             return ""
-        if self.low <= 0.0 <= self.high:
-            return "budget too small" if self.detectable else "equal"
-        return "lower" if self.difference < 0 else "higher"
+        if math.isnan(self.difference):
+            return "diverged"
+        if self.difference == self.detectable == 0.0:
+            return "equal"
+        side = "" if self.low <= 0.0 <= self.high else "lower" if self.difference < 0 else "higher"
+        if abs(self.difference) < self.detectable:
+            return f"{side}, but budget too small" if side else "budget too small"
+        return side
 
 
 def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[int, float]]:

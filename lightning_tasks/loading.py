@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_tasks.callbacks.configuring import overrides
-from lightning_tasks.callbacks.swap import SwapAttention, carry_out
+from lightning_tasks.callbacks.swap import carry_out, saved_plans
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -30,9 +30,7 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             subclass with a ``configure_model`` of its own.
     """
     weights_only = kwargs.get("weights_only") is not False
-    saved = torch.load(path, map_location="cpu", weights_only=weights_only).get("callbacks", {})
-    states = [state for key, state in saved.items() if key.startswith(SwapAttention.__name__)]
-    plans = [state["plan"] for state in states if state["plan"] is not None]
+    plans = saved_plans(torch.load(path, map_location="cpu", weights_only=weights_only))
     if not plans:
         raise ValueError(
             f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from attention_modules.hosts.base import Swapped
 
@@ -19,15 +20,15 @@ def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, chec
     """
     if trainer.state.fn != "fit" or not checkpoint.get("optimizer_states"):
         return
-    saved = {key: tuple(tensor.shape) for key, tensor in checkpoint.get("state_dict", {}).items()}
+    saved = {key: value.shape for key, value in checkpoint.get("state_dict", {}).items() if isinstance(value, Tensor)}
     for name, layer in pl_module.named_modules():
         if not isinstance(layer, Swapped):
             continue
         prefix = f"{name}." if name else ""
         before = {key.removeprefix(prefix): shape for key, shape in saved.items() if key.startswith(prefix)}
-        here = {key: tuple(parameter.shape) for key, parameter in layer.named_parameters()}
+        trained = {key: value for key, value in layer.named_parameters() if value.requires_grad or key in before}
         gone = set(before) - set(layer.state_dict())
-        other = [key for key, shape in here.items() if before.get(key) != shape]
+        other = [key for key, parameter in trained.items() if before.get(key) != parameter.shape]
         if before and (gone or other):
             changed = ", ".join(sorted({*gone, *other}))
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
+from attention_modules.mechanism import AttentionMechanism
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -14,7 +15,7 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     differ in their attention alone start from the same weights exactly where these are equal.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Swapped)}
-    mechanisms = tuple(f"{name}.mechanism." if name else "mechanism." for name in layers)
+    mechanisms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AttentionMechanism))
     plain: dict[str, Tensor] = {
         name: parameter.detach() for name, parameter in model.named_parameters() if not name.startswith(mechanisms)
     }

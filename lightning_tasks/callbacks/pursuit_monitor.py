@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
@@ -81,6 +83,8 @@ class PursuitMonitor(Callback):
         for index, mechanism in enumerate(pursuing):
             hook = mechanism.register_forward_pre_hook(partial(self._observe, layer_label(index)), with_kwargs=True)
             self._hooks.callback(hook.remove)
+        if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came later
+            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(mechanism, RPCAttention):

@@ -363,14 +363,13 @@ def _twin(path: str, pl_module: Any, trainer: Any) -> nn.Module:
 
     Its class is the one that the checkpoint names, else that of the tested module.
     """
-    from lightning_tasks.callbacks.swap import SwapAttention
+    from lightning_tasks.callbacks.swap import saved_plans
     from lightning_tasks.hparams import import_object
     from lightning_tasks.loading import load_swapped
 
     content = torch.load(path, map_location="cpu", weights_only=True)
     named = content.get("hyper_parameters", {}).get("_class_path")
     cls = type(pl_module) if named is None else import_object(named)
-    swapped = any(key.startswith(SwapAttention.__name__) for key in content.get("callbacks", {}))
-    load = (lambda: load_swapped(cls, path)) if swapped else (lambda: cls.load_from_checkpoint(path))
+    load = (lambda: load_swapped(cls, path)) if saved_plans(content) else (lambda: cls.load_from_checkpoint(path))
     module = load().to(pl_module.device).eval().requires_grad_(False)
     return _InPrecision(module, trainer)

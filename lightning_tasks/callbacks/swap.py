@@ -148,6 +148,13 @@ def _built_later(pl_module: pl.LightningModule) -> bool:
     return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
 
 
+def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
+    """The plans in a checkpoint, of :class:`SwapAttention` and its subclasses, in the order of the callbacks."""
+    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
+    plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
+    return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
+
+
 def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
     """Swap as a checkpoint's plan says."""
     swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])

@@ -159,6 +159,21 @@ def test_the_saved_config_is_complete_and_runs_again(demo):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_without_a_logger_leaves_the_user_s_config_alone(demo):
+    mine = Path("config.yaml")
+    mine.write_text("# mine\n" + Path(demo).read_text())
+    main(["fit", "--config", "config.yaml", "--trainer.logger=false", "--trainer.enable_checkpointing=false"])
+    assert mine.read_text().startswith("# mine\n")
+
+
+def test_a_dictionary_that_is_given_is_whole():
+    stored = {"class_path": "A", "init_args": {"attention": "rpc", "attention_options": {"iterations": 2, "lam": 1.0}}}
+    options = {"init_args": {"attention_options": {"iterations": 3}}}
+    assert fill(options, stored)["init_args"] == {"attention": "rpc", "attention_options": {"iterations": 3}}
+    assert fill({"init_args": {"attention_options": {}}}, stored)["init_args"]["attention_options"] == {}
+    assert fill({"init_args": {"attention": "softmax"}}, stored)["init_args"] == {"attention": "softmax"}
+
+
 def test_the_command_line_beats_the_hyper_parameters_of_the_checkpoint(demo):
     main(["fit", "--config", demo, "--model.note=stored"])
     path = str(checkpoint())

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare import Variant, override_arguments, parse_seeds, plan_cells, read_variants, unpaired_seeds
-from lightning_tasks.compare_cell import RESULT, run_cell
+from lightning_tasks.compare_cell import RESULT, read_metrics, run_cell
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.recipes import RecipeError
 
@@ -87,6 +87,8 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
         "base: demo\nvariants: {}",
         "base: demo\nvariants: {a: {}}\ntest: 1",
         "base: demo\nvariants: {a: {}}\nmore: 1",
+        "base: demo\nvariants: {a: [1]}",
+        "base: demo\nvariants: {a: {}}\nmetrics:",
         "[1]",
     ],
 )
@@ -95,6 +97,19 @@ def test_a_comparison_of_another_shape(tmp_path, content):
     path.write_text(content)
     with pytest.raises(RecipeError, match=r"wrong\.yaml"):
         read_variants(str(path))
+
+
+def test_a_run_that_diverged_is_in_the_table(tmp_path):
+    log = tmp_path / "metrics.csv"
+    log.write_text("step,epoch,val/loss\n1,0,4.0\n2,0,nan\n3,0,\n")
+    rows = [{"config": "a", "seed": 0, **row} for row in read_metrics(log)]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert math.isnan(last_values(rows, "val/loss")["a"][0])
+
+
+def test_two_configurations_of_one_folder(demo, tmp_path):
+    with pytest.raises(RecipeError, match="with _ for other signs, got a b, a_b"):
+        plan_cells([Variant("a b", str(demo)), Variant("a_b", str(demo))], [0], tmp_path)
 
 
 def test_two_configurations_of_one_name(demo, tmp_path):
@@ -256,6 +271,9 @@ def test_paired_interval_of_a_known_sample():
         ([-1.0, 1.2, 0.1], "budget too small"),
         ([0.0, 0.0, 0.0], "equal"),
         ([1.0], ""),
+        ([0.0, 0.92, 1.84], "budget too small"),
+        ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but budget too small"),
+        ([0.1, math.nan, 0.2], "diverged"),
     ],
 )
 def test_the_verdict_follows_the_paired_interval(differences, verdict):

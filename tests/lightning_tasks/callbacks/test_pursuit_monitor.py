@@ -60,6 +60,13 @@ def test_it_watches_the_test_and_leaves_no_hook(tmp_path):
     assert not any(part._forward_pre_hooks for part in module.modules())
 
 
+def test_it_sees_through_compiled_code(tmp_path):
+    module = Tokens()
+    module.attention.compile(backend="aot_eager")
+    module.attention(tokens()[1])
+    assert "val/pursuit/entropy/layer_00/pass_4" in evaluate(module, tmp_path)
+
+
 def test_no_layer_to_watch_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no layer with RPC attention among plain, attention"):
         evaluate(Tokens("symmetric"), tmp_path)
