@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
@@ -17,6 +16,7 @@ from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.hparams import import_object, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
+from lightning_tasks.resuming import read_checkpoint
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
@@ -201,7 +201,7 @@ def _stored_model(path: str | None) -> dict[str, Any]:
     """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there."""
     if not path or not Path(path).is_file():
         return {}
-    hparams = dict(torch.load(path, weights_only=True, map_location="cpu").get("hyper_parameters", {}))
+    hparams = dict(read_checkpoint(path).get("hyper_parameters", {}))
     hparams.pop("_instantiator", None)
     class_path = hparams.pop("_class_path", None)
     return {**({"class_path": class_path} if class_path else {}), **({"init_args": hparams} if hparams else {})}

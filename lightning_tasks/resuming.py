@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from attention_modules.hosts.base import Swapped
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The content of a checkpoint file, on the CPU; it can hold no code.
+
+    Raises:
+        ValueError: if the file is no checkpoint, is cut short, or holds code.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file of another kind can fail in any way
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is another kind of file, is cut short, or holds more than "
+            "tensors and plain data; give a whole .ckpt file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, and a checkpoint is a dict; give a .ckpt file")
+    return content
 
 
 def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configuring import after_configure_model
+from lightning_tasks.resuming import read_checkpoint
 
 
 class InitFromCheckpoint(Callback):
@@ -19,7 +19,7 @@ class InitFromCheckpoint(Callback):
 
     Raises:
         FileNotFoundError: no file at `path`.
-        ValueError: the names or shapes in the file do not fit the model.
+        ValueError: the file is no checkpoint, or the names or shapes in the file do not fit the model.
     """
 
     def __init__(self, path: str) -> None:
@@ -36,7 +36,7 @@ class InitFromCheckpoint(Callback):
     def _load(self, pl_module: pl.LightningModule) -> None:
         if self._loaded:
             return
-        content = torch.load(self.path, map_location="cpu", weights_only=True)
+        content = read_checkpoint(self.path)
         try:
             pl_module.load_state_dict(content.get("state_dict", content))
         except RuntimeError as error:

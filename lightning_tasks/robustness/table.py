@@ -42,8 +42,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        """A name for loggers: ``robustness/pgd/4_255/accuracy``."""
-        parts = [self.name or self.test, self.setting, self.metric]
+        """A name for loggers: ``robustness/pgd/4_255/accuracy``, ``robustness/word_swap/2.5/perplexity``."""
+        what = self.test if self.test == "word swap" else self.name or self.test
+        parts = [what, self.setting.removesuffix("%"), self.metric]
         return "/".join(["robustness", *(part.replace("/", "_").replace(" ", "_") for part in parts if part)])
 
 

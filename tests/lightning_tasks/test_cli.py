@@ -210,6 +210,16 @@ def test_fill_knows_a_class_by_either_of_its_paths():
     assert fill(given, stored)["init_args"] == {"vocab_size": 7}
 
 
+@pytest.mark.parametrize("option", ["--ckpt_path", "--init_from"])
+@pytest.mark.parametrize("content", [b"some text", b"PK\x03\x04cut short"])
+def test_a_file_that_is_no_checkpoint_is_named(demo, option, content, capsys):
+    Path("odd.ckpt").write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", demo, option, "odd.ckpt"])
+    assert "odd.ckpt cannot be read as a checkpoint" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 def test_a_checkpoint_that_is_missing_leaves_no_folder(demo, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--config", demo, "--ckpt_path", "no.ckpt"])
@@ -248,14 +258,12 @@ def test_init_from_refuses_weights_that_do_not_fit(demo, capsys):
 
 
 def test_init_from_runs_no_code_of_the_file(demo, tmp_path):
-    import pickle
-
     class Payload:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"state_dict": Payload()}, "evil.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(SystemExit):
         main(["fit", "--config", demo, "--init_from", "evil.ckpt"])
     assert not (tmp_path / "ran").exists()
 

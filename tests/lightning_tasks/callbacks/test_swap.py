@@ -188,6 +188,28 @@ def test_resuming_a_plain_run_under_other_parameters_is_refused(tmp_path, mechan
     fit(TinyLM(), [SwapAttention(mechanism), InitFromCheckpoint(str(tmp_path / "plain.ckpt"))])
 
 
+def test_resuming_without_the_frozen_weights_and_with_extra_state(tmp_path):
+    class Slim(TinyLM):
+        strict_loading = False
+
+        def __init__(self):
+            super().__init__()
+            self.net.encoder.layers[0].self_attn.in_proj_weight.requires_grad_(False)
+            self.net.get_extra_state = lambda: {"seen": 3}
+            self.net.set_extra_state = lambda state: None
+
+        def on_save_checkpoint(self, checkpoint):
+            del checkpoint["state_dict"]["net.encoder.layers.0.self_attn.in_proj_weight"]
+            checkpoint["state_dict"]["net.encoder.layers.0.self_attn._extra_state"] = {"seen": 3}
+
+    fit(Slim(), [SwapAttention("softmax")], max_epochs=1).save_checkpoint(tmp_path / "slim.ckpt")
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2, callbacks=[SwapAttention("softmax")]
+    )
+    trainer.fit(Slim(), batches(), ckpt_path=tmp_path / "slim.ckpt")
+    assert trainer.current_epoch == 2
+
+
 def test_resuming_a_plain_run_under_the_same_parameters(tmp_path):
     straight = TinyLM()
     fit(straight, max_epochs=2)
