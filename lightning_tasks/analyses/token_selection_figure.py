@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import cycle
 from pathlib import Path as File
 from typing import Any
 
@@ -43,9 +44,9 @@ def draw(
             )
             axes.set_title(f"path of {panel}", loc="left")
         else:
-            for run, found in measures.items():
+            for run, style in _styles(measures, regularized).items():
                 if run != regularized:
-                    axes.plot(found[panel].numpy(), label=run, linewidth=1.4)
+                    axes.plot(measures[run][panel].numpy(), label=run, **style)
             axes.set_xlabel("step")
             titles = {"probability": "least probability of a selected token"}
             axes.set_title(titles.get(panel, f"cosine of {panel[-1]} to max-margin"), loc="left")
@@ -56,10 +57,21 @@ def draw(
 
 def _draw_plane(axes: Any, paths: Mapping[str, Tensor], direction: Tensor, regularized: str) -> None:
     points = plane(paths, direction)
-    for run, (along, across) in points.items():
-        style = {"marker": "o", "markersize": 3, "linestyle": ":"} if run == regularized else {"linewidth": 1.4}
+    for run, style in _styles(points, regularized).items():
+        along, across = points[run]
         axes.plot(along.numpy(), across.numpy(), label=run, **style)
     longest = max(float(along.max()) for along, _ in points.values())
     axes.plot([0, longest], [0, 0], color="black", linewidth=0.8, linestyle="--", label="max-margin direction")
     axes.set_xlabel("along the max-margin direction")
     axes.set_ylabel("at right angles")
+
+
+def _styles(runs: Iterable[str], regularized: str) -> dict[str, dict[str, Any]]:
+    """How the line of each run looks: dashes let runs that lie on each other show."""
+    lines = zip(runs, cycle(("-", "--", "-.", (0, (1, 1)))), strict=False)
+    return {
+        run: {"marker": "o", "markersize": 3, "linestyle": ":"}
+        if run == regularized
+        else {"linewidth": 1.6, "linestyle": line}
+        for run, line in lines
+    }
