@@ -7,6 +7,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,16 @@ from lightning_tasks.analyses.descent import Path, gradient_path, regularization
 from lightning_tasks.analyses.token_selection_figure import draw
 from lightning_tasks.recipes import RecipeError
 
-# The settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
-FORMS = {"difference form": {}, "plain autograd": {"form": "plain"}}
-LOSS_RUNS = {
+# Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
+Settings = dict[str, dict[str, Any]]
+FORMS: Settings = {"difference form": {}, "plain autograd": {"form": "plain"}}
+LOSS_RUNS: Settings = {
     "logistic": {},
     "exponential": {"loss": "exponential"},
     "linear": {"loss": "linear"},
     "logistic, steps not normalised": {"normalized": False, "lr": 1.0},
 }
-EXPERIMENTS = {
+EXPERIMENTS: dict[str, tuple[str, Settings]] = {
     "single": ("single", FORMS),
     "multi": ("multi", FORMS),
     "joint": ("joint", FORMS),
@@ -54,9 +56,11 @@ def find_target(problem: TokenProblem, path: Path, joint: bool) -> Target:
     Raises:
         NotSeparableError: these tokens cannot be separated, so that theory says nothing.
     """
-    keys, rows = problem.x @ problem.w, torch.arange(len(problem.x))
+    keys = problem.x @ problem.w
     selected = (keys @ path.p[-1]).argmax(-1)
-    tokens, v, relaxed = problem.x[rows, selected], None, None
+    tokens = problem.x[torch.arange(len(selected)), selected]
+    v: Tensor | None = None
+    relaxed: Tensor | None = None
     if joint:
         v = max_margin_head(tokens, problem.labels)
         relaxed = problem.labels * (tokens @ v) > 1 + 1e-6  # no support vectors of v
@@ -83,7 +87,9 @@ def measure(problem: TokenProblem, path: Path, target: Target) -> dict[str, Tens
 def run_experiment(name: str, seeds: Sequence[int], steps: int, output: File) -> list[str]:
     """Run one experiment, write NAME.csv and NAME.png (of the first seed), and return the rows of its summary."""
     construction, settings = EXPERIMENTS[name]
-    joint, rows, lines = construction == "joint", [], []
+    joint = construction == "joint"
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
     for seed in seeds:
         problem = TokenSelectionDataModule(construction, seed=seed).problem
         paths = {run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in settings.items()}
