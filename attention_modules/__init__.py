@@ -10,6 +10,7 @@ from attention_modules.mechanism import (
     mechanism_class,
     register_mechanism,
 )
+from attention_modules.prompt import PromptAttention, prompt_attention
 from attention_modules.rpc import RPCAttention, rpc_attention
 from attention_modules.scaled import ScaledAttention, scaled_attention
 from attention_modules.softmax import SoftmaxAttention
@@ -23,6 +24,7 @@ __all__ = [
     "AttentionMechanism",
     "AttentionSpec",
     "AttentionSwapError",
+    "PromptAttention",
     "RPCAttention",
     "ScaledAttention",
     "SelfAttention",
@@ -33,6 +35,7 @@ __all__ = [
     "available_mechanisms",
     "build_mechanism",
     "mechanism_class",
+    "prompt_attention",
     "register_mechanism",
     "restore_attention",
     "rpc_attention",

@@ -5,6 +5,7 @@ from datamodules.digits import DigitsDataModule
 from datamodules.imagenet import ImageNetDataModule
 from datamodules.python_source import PythonSourceDataModule
 from datamodules.text import TextDataModule
+from datamodules.token_selection import TokenSelectionDataModule
 from datamodules.vision import VisionDataModule
 from datamodules.wikitext import WikiTextDataModule
 
@@ -14,6 +15,7 @@ __all__ = [
     "ImageNetDataModule",
     "PythonSourceDataModule",
     "TextDataModule",
+    "TokenSelectionDataModule",
     "VisionDataModule",
     "WikiTextDataModule",
 ]

@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from lightning_tasks.image_classification import ImageClassificationTask
     from lightning_tasks.language_modeling import LanguageModelingTask
     from lightning_tasks.loading import load_swapped
+    from lightning_tasks.token_selection import TokenSelectionTask
 
 _HOMES = {
     "BaseTask": "lightning_tasks.base",
     "ImageClassificationTask": "lightning_tasks.image_classification",
     "LanguageModelingTask": "lightning_tasks.language_modeling",
+    "TokenSelectionTask": "lightning_tasks.token_selection",
     "load_swapped": "lightning_tasks.loading",
 }
 
-__all__ = ["BaseTask", "ImageClassificationTask", "LanguageModelingTask", "load_swapped"]
+__all__ = ["BaseTask", "ImageClassificationTask", "LanguageModelingTask", "TokenSelectionTask", "load_swapped"]
 
 
 def __getattr__(name: str) -> Any:

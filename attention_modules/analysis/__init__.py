@@ -1,5 +1,12 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.max_margin import (
+    NotSeparableError,
+    locally_optimal,
+    margin,
+    max_margin_direction,
+    max_margin_head,
+)
 from attention_modules.analysis.spectrum import (
     QKSpectrum,
     frobenius_squared,
@@ -18,12 +25,17 @@ from attention_modules.analysis.statistics import (
 
 __all__ = [
     "STATISTICS",
+    "NotSeparableError",
     "QKSpectrum",
     "Statistic",
     "attention_entropy",
     "attention_row_sums",
     "attention_statistics",
     "frobenius_squared",
+    "locally_optimal",
+    "margin",
+    "max_margin_direction",
+    "max_margin_head",
     "qk_spectrum",
     "qk_statistics",
     "trace",

@@ -1,0 +1,200 @@
+"""The hard-margin problems that token selection converges to: ATT-SVM for the prompt, an SVM for the head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ACTIVE = 1e-6  # how far above its right side a constraint still counts as active
+_CERTAIN = 1e8  # infeasible means: no solution has a norm below this, in units of 1 / the largest difference
+
+
+class NotSeparableError(ValueError):
+    """No direction satisfies the constraints; ``multipliers`` prove it.
+
+    Args:
+        message: what was asked for, and the proof in words.
+        multipliers: y >= 0, one a constraint ⟨a_j, p⟩ >= b_j, with Σ y_j b_j = 1 and Σ y_j a_j = 0 (Farkas), to within
+            rounding.
+    """
+
+    def __init__(self, message: str, multipliers: Tensor) -> None:
+        super().__init__(message)
+        self.multipliers = multipliers
+
+
+def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
+    """argmin ‖p‖ subject to rows @ p >= right, in float64 on the CPU; ``rows`` [m, d], ``right`` [m] of 0 and 1."""
+    scale = rows.abs().max().item() if rows.numel() else 0.0
+    if not math.isfinite(scale):
+        raise ValueError(f"{what}: the tokens must be finite, got NaN or infinity")
+    if not right.any():
+        return rows.new_zeros(rows.shape[-1])
+    if scale == 0:
+        raise NotSeparableError(f"{what}: tokens to be told apart are equal", right / right.sum())
+    try:
+        import clarabel
+        from scipy import sparse
+    except ImportError as error:
+        raise ImportError(f"{what} needs a solver: pip install 'attnswap[analysis]' ({error})") from error
+    dim = rows.shape[-1]
+    settings: Any = clarabel.DefaultSettings()
+    settings.verbose = False
+    for tolerance in ("tol_gap_abs", "tol_gap_rel", "tol_feas", "tol_infeas_abs", "tol_infeas_rel"):
+        setattr(settings, tolerance, 1e-12)
+    cone, square = [clarabel.NonnegativeConeT(len(rows))], sparse.identity(dim, format="csc")
+    unit = 1 / scale
+    for _ in range(2):  # the tolerances mean what they say where the solution's norm is near 1: measure it, then solve
+        a = sparse.csc_matrix((-unit * rows).numpy())
+        answer = clarabel.DefaultSolver(square, [0.0] * dim, a, -right.numpy(), cone, settings).solve()
+        if str(answer.status) != "Solved":
+            break
+        p = unit * torch.tensor(answer.x, dtype=torch.float64)
+        unit = p.norm().item()
+    if "Infeasible" in str(answer.status):
+        # For every p that is feasible 1 = Σ y_j b_j <= ⟨Σ y_j a_j, p⟩ <= ‖Σ y_j a_j‖ ‖p‖.
+        multipliers = torch.tensor(answer.z, dtype=torch.float64).clamp(min=0)
+        multipliers /= (multipliers * right).sum()
+        least = 1 / max((multipliers @ (rows / scale)).norm().item(), 1e-300)
+        if least > _CERTAIN:
+            raise NotSeparableError(
+                f"{what}: no direction keeps every margin, so the problem is infeasible; certified by multipliers "
+                f"(error.multipliers) under which a solution's norm would exceed {least / scale:.1e}. "
+                "Select other tokens, or relax inputs",
+                multipliers,
+            )
+    if str(answer.status) != "Solved":
+        raise RuntimeError(f"{what}: the solver ended with {answer.status}, neither solved nor proved infeasible")
+    return p
+
+
+def _check(keys: Tensor, selected: Tensor) -> None:
+    if keys.ndim != 3 or keys.shape[1] < 1 or selected.shape != keys.shape[:1]:
+        raise ValueError(
+            f"keys must be [n, T, d] with T >= 1 and selected [n], got {tuple(keys.shape)} and {tuple(selected.shape)}"
+        )
+    if selected.dtype.is_floating_point or selected.dtype == torch.bool:
+        raise TypeError(f"selected must hold integer indices of tokens, got {selected.dtype}")
+    if ((selected < 0) | (selected >= keys.shape[1])).any():
+        raise ValueError(f"selected must lie in 0..{keys.shape[1] - 1}, got {selected.tolist()}")
+
+
+def _differences(keys: Tensor, selected: Tensor) -> Tensor:
+    """k_{i,selected_i} - k_{i,t} for every t, ``[n, T, d]``, in float64 on the CPU; zero at the selected token."""
+    keys, selected = keys.detach().double().cpu(), selected.cpu()
+    return keys.take_along_dim(selected.view(-1, 1, 1), 1) - keys
+
+
+def _others(keys: Tensor, selected: Tensor) -> Tensor:
+    """Which tokens are not the selected ones, bool ``[n, T]``."""
+    return torch.arange(keys.shape[1]) != selected.cpu().unsqueeze(-1)
+
+
+def _relaxed(relaxed: Tensor | None, selected: Tensor) -> Tensor:
+    if relaxed is None:
+        return torch.zeros(selected.shape, dtype=torch.bool)
+    if relaxed.shape != selected.shape or relaxed.dtype != torch.bool:
+        raise ValueError(
+            f"relaxed must be bool {tuple(selected.shape)} as selected, got {relaxed.dtype} {tuple(relaxed.shape)}"
+        )
+    return relaxed.cpu()
+
+
+def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | None = None) -> Tensor:
+    """ATT-SVM: argmin ‖p‖ subject to pᵀ(k_{i,selected_i} - k_{i,t}) >= 1 for all t ≠ selected_i.
+
+    Gradient descent on the prompt converges to it in direction (Tarzanagh et al., NeurIPS 2023, arXiv 2306.13596).
+
+    Args:
+        keys: ``[n, T, d]``, X W.
+        selected: token of each input, integers ``[n]``.
+        relaxed: inputs whose right side is 0 instead of 1, bool ``[n]``: those that are no support vectors of the head.
+
+    Returns:
+        p ``[d]``, float64; zero where nothing is to be told apart (T = 1).
+
+    Raises:
+        NotSeparableError: (a ValueError) if no p satisfies the constraints, with the proof.
+        ValueError: if shapes or indices do not fit, or keys are not finite.
+        TypeError: if ``selected`` holds no integers.
+        ImportError: if the extra ``analysis`` is not installed.
+    """
+    _check(keys, selected)
+    others = _others(keys, selected)
+    right = (~_relaxed(relaxed, selected)).double().unsqueeze(-1).expand(others.shape)
+    return _least_norm(_differences(keys, selected)[others], right[others], "max_margin_direction")
+
+
+def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
+    """Hard-margin SVM without intercept: argmin ‖v‖ subject to y_i vᵀx_i >= 1.
+
+    Args:
+        tokens: the selected token of each input ``[n, d]``.
+        labels: 1 or -1, ``[n]``.
+
+    Returns:
+        v ``[d]``, float64. Inputs with y_i vᵀx_i = 1 are its support vectors.
+
+    Raises:
+        NotSeparableError: (a ValueError) if no v separates the labels, with the proof.
+        ValueError: if shapes do not fit, or labels are others than 1 and -1.
+        ImportError: if the extra ``analysis`` is not installed.
+    """
+    if tokens.ndim != 2 or labels.shape != tokens.shape[:1]:
+        raise ValueError(f"tokens must be [n, d] and labels [n], got {tuple(tokens.shape)} and {tuple(labels.shape)}")
+    if labels.abs().ne(1).any():
+        raise ValueError(f"labels must be 1 or -1, got {sorted(set(labels.tolist()))}")
+    rows = labels.double().cpu().unsqueeze(-1) * tokens.detach().double().cpu()
+    return _least_norm(rows, rows.new_ones(len(rows)), "max_margin_head")
+
+
+def margin(keys: Tensor, selected: Tensor, p: Tensor) -> Tensor:
+    """min over t ≠ selected_i of pᵀ(k_{i,selected_i} - k_{i,t}) of each input, ``[n]``; infinite where T = 1.
+
+    Args:
+        keys: ``[n, T, d]``.
+        selected: token of each input, integers ``[n]``.
+        p: ``[d]``; the margin scales with it.
+
+    Raises:
+        ValueError: if shapes or indices do not fit.
+        TypeError: if ``selected`` holds no integers.
+    """
+    _check(keys, selected)
+    lead = _differences(keys, selected) @ p.detach().double().cpu()
+    return lead.where(_others(keys, selected), torch.inf).amin(-1)
+
+
+def locally_optimal(
+    keys: Tensor, scores: Tensor, selected: Tensor, *, relaxed: Tensor | None = None, p: Tensor | None = None
+) -> Tensor:
+    """Whether the score of each selected token exceeds that of every token whose constraint is active (our reading).
+
+    Selections for which this holds of all inputs attract gradient descent that starts near them (after Tarzanagh et
+    al., NeurIPS 2023). A selection is globally optimal if it is the argmax of the scores.
+
+    Args:
+        keys: ``[n, T, d]``.
+        scores: γ_it = y_i vᵀx_it, ``[n, T]``.
+        selected: token of each input, integers ``[n]``.
+        relaxed: see :func:`max_margin_direction`.
+        p: its solution, where it is already there.
+
+    Returns:
+        bool ``[n]``.
+
+    Raises:
+        ValueError, TypeError, ImportError: as :func:`max_margin_direction`.
+    """
+    _check(keys, selected)
+    if scores.shape != keys.shape[:2]:
+        raise ValueError(f"scores must be [n, T] = {tuple(keys.shape[:2])}, got {tuple(scores.shape)}")
+    p = max_margin_direction(keys, selected, relaxed=relaxed) if p is None else p.detach().double().cpu()
+    right = (~_relaxed(relaxed, selected)).double().unsqueeze(-1)
+    active = (_differences(keys, selected) @ p <= right + _ACTIVE) & _others(keys, selected)
+    scores = scores.detach().cpu()
+    ahead = scores.gather(1, selected.cpu().unsqueeze(-1)) > scores
+    return (ahead | ~active).all(-1)

@@ -1,0 +1,86 @@
+"""Attention of one learnt prompt: f(X) = ⟨X v, softmax(X W p)⟩, the model of max-margin token selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+FORMS = ("difference", "plain")
+
+
+def _check(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, form: str) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    if x.ndim < 2 or x.shape[:-1] != keys.shape[:-1] or x.shape[-2] < 1:
+        raise ValueError(
+            f"x and keys must be [..., T, dim] with the same T >= 1, got {tuple(x.shape)} and {tuple(keys.shape)}"
+        )
+    if p.shape != keys.shape[-1:] or v.shape != x.shape[-1:]:
+        raise ValueError(
+            f"p must be [{keys.shape[-1]}] as the keys and v [{x.shape[-1]}] as x, "
+            f"got {tuple(p.shape)} and {tuple(v.shape)}"
+        )
+
+
+def prompt_attention(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, *, form: str = "difference") -> Tensor:
+    """f(X) = ⟨X v, softmax(K p)⟩ of every input, without 1/√d (Tarzanagh et al., NeurIPS 2023, arXiv 2306.13596).
+
+    Both forms are the same function. Where the softmax is saturated, the gradient of ``"plain"`` is the difference of
+    nearly equal numbers, and its rounding error outgrows it. ``"difference"`` counts logits and scores from the most
+    attended token a: f = γ_a + Σ_t s_t (γ_t - γ_a), whose gradient for p is Σ_t s_t (γ_t - f)(k_t - k_a), as exact as
+    the s_t are; use it in float64, as small s_t are zero in float32 (the form is our derivation).
+
+    Args:
+        x: tokens ``[..., T, d]``.
+        keys: K = X W, ``[..., T, m]``.
+        p: the prompt ``[m]``.
+        v: the head ``[d]``; scores are γ_t = ⟨v, x_t⟩.
+        form: ``"difference"`` or ``"plain"``.
+
+    Returns:
+        ``[...]``.
+
+    Raises:
+        ValueError: if the shapes do not fit or the form is unknown.
+    """
+    _check(x, keys, p, v, form)
+    if form == "plain":
+        return ((keys @ p).softmax(-1) * (x @ v)).sum(-1)
+    most = (keys @ p).detach().argmax(-1, keepdim=True).unsqueeze(-1)  # [..., 1, 1]; any token gives the same f
+    key, token = keys.take_along_dim(most, -2), x.take_along_dim(most, -2)
+    weights = ((keys - key) @ p).softmax(-1)
+    return (token @ v).squeeze(-1) + (weights * ((x - token) @ v)).sum(-1)
+
+
+class PromptAttention(nn.Module):
+    """:func:`prompt_attention` with its Parameters, in float64: ``p`` [dim] and ``v`` [dim] (zeros), ``w`` (identity).
+
+    Args:
+        dim: width of the tokens.
+        form: ``"difference"`` or ``"plain"``, how the gradient is computed.
+
+    Raises:
+        ValueError: if ``dim`` is below 1 or the form is unknown.
+    """
+
+    def __init__(self, dim: int, form: str = "difference") -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim must be at least 1, got {dim}")
+        if form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+        self.form = form
+        self.p = nn.Parameter(torch.zeros(dim, dtype=torch.float64))
+        self.v = nn.Parameter(torch.zeros(dim, dtype=torch.float64))
+        self.w = nn.Parameter(torch.eye(dim, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """f of each input ``[..., T, dim]``, ``[...]``."""
+        return prompt_attention(x, x @ self.w, self.p, self.v, form=self.form)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """What the prompt attends to, softmax(X W p), ``[..., T]``."""
+        return (x @ self.w @ self.p).softmax(-1)
+
+    def extra_repr(self) -> str:
+        return f"dim={len(self.p)}, form={self.form!r}"

@@ -1,0 +1,142 @@
+"""Token selection: small sets of tokens with labels, of the sizes that the paper's experiments have, or of any."""
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from datamodules.base import DataModule, check_at_least
+
+# n, T, d of the paper's experiments (Tarzanagh et al., NeurIPS 2023).
+CONSTRUCTIONS = {"single": (1, 3, 3), "multi": (3, 7, 3), "joint": (3, 2, 2)}
+GAP = 0.2  # by how much the planted token leads along the hidden direction
+_TRIES = 100_000
+
+
+@dataclass(frozen=True)
+class TokenProblem:
+    """Inputs and what is held fixed, in float64.
+
+    Args:
+        x: tokens ``[n, T, d]``.
+        labels: 1 or -1, ``[n]``.
+        w: key weights ``[d, d]``, keys are x @ w.
+        v: head ``[d]``, by which scores are labels * (x @ v).
+    """
+
+    x: Tensor
+    labels: Tensor
+    w: Tensor
+    v: Tensor
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _unit(direction: Tensor) -> Tensor:
+    return direction / direction.norm()
+
+
+def _labels(n: int) -> Tensor:
+    return torch.tensor([1.0, -1.0], dtype=torch.float64).repeat((n + 1) // 2)[:n]
+
+
+def random_problem(n: int, num_tokens: int, dim: int, seed: int) -> TokenProblem:
+    """Normal tokens and (divided by √d) key weights, a head of norm 1; nothing says that a selection is separable."""
+    generator = torch.Generator().manual_seed(seed)
+    w, v = _normal(generator, dim, dim) / dim**0.5, _unit(_normal(generator, dim))
+    return TokenProblem(_normal(generator, n, num_tokens, dim), _labels(n), w, v)
+
+
+def planted_problem(n: int, num_tokens: int, dim: int, seed: int) -> TokenProblem:
+    """Tokens whose best selection is separable: in each input the token of the highest score leads along one direction.
+
+    An input of normal tokens is drawn until its token of the highest score, which must be positive, leads every other
+    by GAP along a hidden direction at right angles to the head. W is the identity; the head has norm 1.
+
+    Raises:
+        ValueError: if ``dim`` is 1, or no such input is found in 100,000 draws.
+    """
+    if dim < 2:
+        raise ValueError(f"dim is {dim}: a planted problem needs at least 2")
+    generator = torch.Generator().manual_seed(seed)
+    v, hidden, labels = _unit(_normal(generator, dim)), _normal(generator, dim), _labels(n)
+    ahead = _unit(hidden - (hidden @ v) * v)  # along the head itself, inputs of opposite labels would contradict
+    x = _normal(generator, n, num_tokens, dim)
+    for index, label in enumerate(labels):
+        for _ in range(_TRIES):
+            score, lead = (label * (x[index] @ v)).max(0), x[index] @ ahead
+            rest = torch.cat([lead[: score.indices], lead[score.indices + 1 :]])
+            if score.values > 0 and bool((lead[score.indices] - rest >= GAP).all()):
+                break
+            x[index] = _normal(generator, num_tokens, dim)
+        else:
+            raise ValueError(
+                f"no separable input with num_tokens={num_tokens}, dim={dim} in {_TRIES} draws: take fewer tokens, "
+                "more dimensions, or construction='random'"
+            )
+    return TokenProblem(x, labels, torch.eye(dim, dtype=torch.float64), v)
+
+
+class TokenSelectionDataModule(DataModule):
+    """All inputs in one batch ``(x [n, T, d], labels [n])``, float64, ``steps_per_epoch`` times an epoch.
+
+    ``single``, ``multi`` and ``joint`` have the sizes of the paper's experiments; the tokens are drawn by
+    us, as its own are not printed. ``problem`` holds the inputs, W and v.
+
+    Args:
+        construction: ``"single"`` (n = 1, T = d = 3), ``"multi"`` (3, 7, 3), ``"joint"`` (3, 2, 2): planted; or
+            ``"random"``.
+        seed: draws tokens, W and v; not the seed of the run.
+        steps_per_epoch: how often an epoch shows the inputs.
+        num_inputs, num_tokens, dim: sizes of ``"random"``.
+
+    Raises:
+        ValueError: a number is below its limit, the construction is unknown, or has sizes of its own.
+    """
+
+    def __init__(
+        self,
+        construction: str = "single",
+        seed: int = 0,
+        steps_per_epoch: int = 1000,
+        num_inputs: int | None = None,
+        num_tokens: int | None = None,
+        dim: int | None = None,
+    ) -> None:
+        super().__init__(batch_size=1, num_workers=0)
+        sizes = {"num_inputs": num_inputs, "num_tokens": num_tokens, "dim": dim}
+        if construction not in (*CONSTRUCTIONS, "random"):
+            raise ValueError(f"construction is {construction!r}: give {', '.join(CONSTRUCTIONS)} or random")
+        if construction != "random":
+            given = [name for name, size in sizes.items() if size is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)} cannot be set: construction {construction!r} has its own sizes")
+            shape = CONSTRUCTIONS[construction]
+        else:
+            n, tokens, width = (check_at_least(name, size, 1) for name, size in sizes.items())
+            shape = (n, tokens, width)
+        self.steps_per_epoch = check_at_least("steps_per_epoch", steps_per_epoch, 1)
+        self.problem = (random_problem if construction == "random" else planted_problem)(*shape, seed)
+        self.batch_size = shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Width of the tokens."""
+        return self.problem.x.shape[-1]
+
+    def train_dataloader(self) -> TRAIN_DATALOADERS:
+        """The inputs, ``steps_per_epoch`` times."""
+        return self._loader(self.steps_per_epoch)
+
+    def val_dataloader(self) -> TRAIN_DATALOADERS:
+        """The inputs, once."""
+        return self._loader(1)
+
+    def _loader(self, times: int) -> DataLoader[tuple[Tensor, ...]]:
+        x, labels = self.problem.x, self.problem.labels
+        shown = TensorDataset(x.expand(times, *x.shape), labels.expand(times, *labels.shape))
+        return DataLoader(shown, batch_size=None)

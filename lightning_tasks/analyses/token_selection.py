@@ -1,0 +1,165 @@
+"""Max-margin token selection (Tarzanagh et al., NeurIPS 2023, arXiv 2306.13596): where a trained prompt points."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
+from datamodules import TokenSelectionDataModule
+from datamodules.token_selection import TokenProblem
+from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
+from lightning_tasks.analyses.token_selection_figure import draw
+from lightning_tasks.recipes import RecipeError
+
+# Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
+Settings = dict[str, dict[str, Any]]
+FORMS: Settings = {"difference form": {}, "plain autograd": {"form": "plain"}}
+LOSS_RUNS: Settings = {
+    "logistic": {},
+    "exponential": {"loss": "exponential"},
+    "linear": {"loss": "linear"},
+    "logistic, steps not normalised": {"normalized": False, "lr": 1.0},
+}
+EXPERIMENTS: dict[str, tuple[str, Settings]] = {
+    "single": ("single", FORMS),
+    "multi": ("multi", FORMS),
+    "joint": ("joint", FORMS),
+    "losses": ("multi", LOSS_RUNS),
+}
+COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
+REGULARIZED = "regularisation path"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What theory says that descent converges to: selected tokens [n], p and (in a joint run) v in direction."""
+
+    selected: Tensor
+    p: Tensor
+    v: Tensor | None
+    locally_optimal: bool
+    globally_optimal: bool
+
+
+def find_target(problem: TokenProblem, path: Path, joint: bool) -> Target:
+    """The max-margin directions of the tokens that the end of `path` attends to.
+
+    Raises:
+        NotSeparableError: these tokens cannot be separated, so that theory says nothing.
+    """
+    keys = problem.x @ problem.w
+    selected = (keys @ path.p[-1]).argmax(-1)
+    tokens = problem.x[torch.arange(len(selected)), selected]
+    v: Tensor | None = None
+    relaxed: Tensor | None = None
+    if joint:
+        v = max_margin_head(tokens, problem.labels)
+        relaxed = problem.labels * (tokens @ v) > 1 + 1e-6  # no support vectors of v
+    p = max_margin_direction(keys, selected, relaxed=relaxed)
+    scores = problem.labels.unsqueeze(-1) * (problem.x @ (problem.v if v is None else v))
+    local = bool(locally_optimal(keys, scores, selected, relaxed=relaxed, p=p).all())
+    return Target(selected, p, v, local, bool((scores.argmax(-1) == selected).all()))
+
+
+def measure(problem: TokenProblem, path: Path, target: Target) -> dict[str, Tensor]:
+    """Each ``[steps + 1]``: correlations with the target, least probability of a selected token, ‖p‖."""
+    probabilities = (path.p @ (problem.x @ problem.w).mT).softmax(-1)  # [n, steps + 1, T]
+    chosen = probabilities.gather(-1, target.selected.view(-1, 1, 1).expand(-1, len(path.p), 1)).squeeze(-1)
+    return {
+        "correlation_p": functional.cosine_similarity(path.p, target.p.unsqueeze(0)),
+        "correlation_v": torch.full_like(path.v[:, 0], torch.nan)
+        if target.v is None
+        else functional.cosine_similarity(path.v, target.v.unsqueeze(0)),
+        "probability": chosen.amin(0),
+        "norm_p": path.p.norm(dim=-1),
+    }
+
+
+def run_experiment(name: str, seeds: Sequence[int], steps: int, output: File) -> list[str]:
+    """Run one experiment, write NAME.csv and NAME.png (of the first seed), and return the rows of its summary."""
+    construction, settings = EXPERIMENTS[name]
+    joint = construction == "joint"
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for seed in seeds:
+        problem = TokenSelectionDataModule(construction, seed=seed).problem
+        paths = {run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in settings.items()}
+        try:
+            target = find_target(problem, next(iter(paths.values())), joint)
+        except NotSeparableError as error:
+            lines.append(f"| {name} | {seed} | all | nothing to converge to: {error} | | | |")
+            continue
+        radii = torch.logspace(0, 2, 9).tolist()
+        paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
+        measures = {run: measure(problem, path, target) for run, path in paths.items()}
+        kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
+        for run, found in measures.items():
+            last = {key: float(value[-1]) for key, value in found.items()}
+            head = "" if target.v is None else f"{last['correlation_v']:.4f}"
+            cells = (name, seed, run, kind, f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+            shown = range(len(found["norm_p"])) if run == REGULARIZED else range(0, steps + 1, max(1, steps // 100))
+            places = {run: radii} if run == REGULARIZED else {}
+            rows += [
+                {"seed": seed, "run": run, "step": places[run][step] if places else step}
+                | {key: float(value[step]) for key, value in found.items()}
+                for step in shown
+            ]
+        if seed == seeds[0]:
+            draw(output / f"{name}.png", paths, measures, target.p, target.v, REGULARIZED)
+    with (output / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return lines
+
+
+def summary(lines: Sequence[str], steps: int) -> str:
+    """The rows under their heads, as Markdown."""
+    return "\n".join(
+        [
+            f"After {steps} steps from zero (0.1 along the gradient where nothing else is said), float64. Correlation:",
+            "cosine to the max-margin direction of the tokens that the first run of the seed selects. Optimality is",
+            "that of this selection. Probability: the least one of a selected token. Regularisation path: ‖p‖ = 100.",
+            "",
+            "| experiment | seed | run | optimality | correlation of p | of v | probability |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `attnswap analyze token-selection` with these arguments.
+
+    Raises:
+        RecipeError: numbers that make no sense.
+        SystemExit: arguments that the parser refuses.
+    """
+    parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", description=__doc__)
+    parser.add_argument("--experiment", choices=[*EXPERIMENTS, "all"], default="all", help="default: %(default)s")
+    parser.add_argument("--output", required=True, type=File, help="folder for NAME.csv, NAME.png, summary.md")
+    parser.add_argument("--seeds", type=int, default=3, help="problems 0 to this, each drawn anew (default: 3)")
+    parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s, as in the paper")
+    options = parser.parse_args(list(arguments))
+    for option in ("seeds", "steps"):
+        if getattr(options, option) < 1:
+            raise RecipeError(f"--{option} must be at least 1, got {getattr(options, option)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
+    lines: list[str] = []
+    for name in names:
+        lines += run_experiment(name, range(options.seeds), options.steps, options.output)
+        text = summary(lines, options.steps)
+        (options.output / "summary.md").write_text(text, encoding="utf-8")
+    print(text, end="")

@@ -1,0 +1,164 @@
+"""ATT-SVM against golden values, another solver, and its optimality conditions."""
+
+import pytest
+import torch
+
+from attention_modules.analysis import (
+    NotSeparableError,
+    locally_optimal,
+    margin,
+    max_margin_direction,
+    max_margin_head,
+)
+from tests.attention_modules.test_golden import golden
+
+nnls = pytest.importorskip("scipy.optimize").nnls
+pytest.importorskip("clarabel")
+
+
+def least_distance(rows, right):
+    """argmin ‖p‖ subject to rows @ p >= right, through non-negative least squares (Lawson and Hanson, chapter 23)."""
+    e = torch.cat([rows.T, right.unsqueeze(0)]).numpy()
+    target = [0.0] * rows.shape[1] + [1.0]
+    residual = torch.from_numpy(e @ nnls(e, target)[0]) - torch.tensor(target).double()
+    return -residual[:-1] / residual[-1]
+
+
+def constraints(keys, selected, relaxed=None):
+    rows, right = [], []
+    for i, token in enumerate(selected.tolist()):
+        for t in range(keys.shape[1]):
+            if t != token:
+                rows.append(keys[i, token] - keys[i, t])
+                right.append(0.0 if relaxed is not None and relaxed[i] else 1.0)
+    return torch.stack(rows), torch.tensor(right).double()
+
+
+def problem(n=3, tokens=4, dim=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(n, tokens, dim, generator=generator, dtype=torch.float64)
+    return keys, torch.randint(tokens, (n,), generator=generator)
+
+
+def test_golden_values():
+    for meta, arrays in golden("att_svm"):
+        keys = arrays["X"] @ arrays["W"]
+        p = max_margin_direction(keys, arrays["selected"])
+        torch.testing.assert_close(p, arrays["p"], rtol=0, atol=1e-6)
+        assert margin(keys, arrays["selected"], p).min().item() == pytest.approx(meta["margin"], abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_another_solver_at_every_scale(seed, scale):
+    keys, selected = problem(seed=seed)
+    expected = least_distance(*constraints(keys, selected)) / scale
+    found = max_margin_direction(scale * keys, selected)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_relaxed_inputs_have_the_right_side_zero():
+    keys, selected = problem(seed=4)
+    relaxed = torch.tensor([False, True, False])
+    p = max_margin_direction(keys, selected, relaxed=relaxed)
+    expected = least_distance(*constraints(keys, selected, relaxed))
+    assert (p - expected).norm() <= 1e-6 * expected.norm()
+    assert p.norm() < max_margin_direction(keys, selected).norm()
+    assert margin(keys, selected, p)[~relaxed].min().item() == pytest.approx(1, abs=1e-9)
+
+
+def test_a_narrow_margin():
+    keys = torch.tensor([[[1.0, 0], [1 - 1e-4, 0]], [[0.0, 1], [0, -1]]], dtype=torch.float64)
+    p = max_margin_direction(keys, torch.tensor([0, 0]))
+    torch.testing.assert_close(p, torch.tensor([1e4, 0.5]).double(), rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_to_tell_apart():
+    keys, _ = problem(tokens=1)
+    assert max_margin_direction(keys, torch.zeros(3, dtype=torch.long)).eq(0).all()
+    assert margin(keys, torch.zeros(3, dtype=torch.long), torch.ones(12)).isinf().all()
+    keys, selected = problem()
+    assert max_margin_direction(keys, selected, relaxed=torch.ones(3, dtype=torch.bool)).eq(0).all()
+
+
+def infeasible():
+    """A token between two others, and the same tokens with opposite selections."""
+    line = torch.tensor([[[-1.0, 0.3], [0.0, 0.0], [1.0, -0.3]]]).double()
+    yield "between", line, torch.tensor([1])
+    keys, _ = problem(n=1, tokens=2, dim=3)
+    yield "opposite", keys.repeat(2, 1, 1), torch.tensor([0, 1])
+    yield "equal", torch.ones(1, 2, 3).double(), torch.tensor([0])
+    keys, _ = problem(n=1, tokens=3, dim=3)
+    yield "one equal", torch.cat([keys, keys[:, :1]], 1), torch.tensor([0])
+    yield "many", *problem(n=6, tokens=5, dim=3)
+
+
+@pytest.mark.parametrize("case", list(infeasible()), ids=lambda case: case[0])
+def test_infeasibility_is_certified(case):
+    _, keys, selected = case
+    with pytest.raises(NotSeparableError, match=r"infeasible; certified|are equal") as caught:
+        max_margin_direction(keys, selected)
+    rows, right = constraints(keys, selected)
+    multipliers = caught.value.multipliers
+    assert multipliers.ge(0).all()
+    assert (multipliers * right).sum().item() == pytest.approx(1)
+    assert (multipliers @ rows).norm() < 1e-7
+
+
+def test_a_right_side_of_zero_makes_equal_tokens_feasible():
+    keys = torch.stack([torch.ones(2, 3), torch.tensor([[1.0, 0, 0], [0, 0, 0]])]).double()
+    p = max_margin_direction(keys, torch.tensor([0, 0]), relaxed=torch.tensor([True, False]))
+    torch.testing.assert_close(p, torch.tensor([1.0, 0, 0]).double(), atol=1e-9, rtol=0)
+
+
+def test_head_is_the_hard_margin_svm():
+    keys, _ = problem(n=5, tokens=1, dim=3, seed=2)
+    labels = (keys[:, 0] @ torch.tensor([1.0, 2, 3]).double()).sign()
+    v = max_margin_head(keys[:, 0], labels)
+    torch.testing.assert_close(
+        v, least_distance(labels[:, None] * keys[:, 0], torch.ones(5).double()), rtol=1e-6, atol=0
+    )
+    with pytest.raises(NotSeparableError):
+        max_margin_head(torch.ones(2, 3), torch.tensor([1, -1]))
+    with pytest.raises(ValueError, match=r"labels must be 1 or -1, got \[0, 1\]"):
+        max_margin_head(torch.ones(2, 3), torch.tensor([1, 0]))
+
+
+def test_locally_optimal_looks_at_active_constraints_only():
+    # p = (1, 0); token 1 is on the margin, token 2 far behind it.
+    keys = torch.tensor([[[1.0, 0], [0, 0], [-5, 0]]]).double()
+    selected = torch.tensor([0])
+    assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected).tolist() == [True]
+    assert locally_optimal(keys, torch.tensor([[1.0, 1.5, 0.0]]), selected).tolist() == [False]
+    assert locally_optimal(keys, torch.tensor([[1.0, 1.0, 0.0]]), selected).tolist() == [False]
+    far = torch.tensor([0.5, 0]).double()  # with the given p all lie within the margin's right side or beyond it
+    assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected, p=far).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)), ValueError, r"keys must be \[n, T, d\]"),
+        ((torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long)), ValueError, r"selected \[n\]"),
+        ((torch.zeros(2, 3, 4), torch.zeros(2)), TypeError, "integer indices"),
+        ((torch.zeros(2, 3, 4), torch.tensor([0, 3])), ValueError, r"0\.\.2, got \[0, 3\]"),
+        ((torch.full((2, 3, 4), torch.nan), torch.tensor([0, 1])), ValueError, "must be finite"),
+    ],
+)
+def test_bad_input(arguments, error, words):
+    with pytest.raises(error, match=words):
+        max_margin_direction(*arguments)
+
+
+def test_bad_relaxed_and_scores():
+    keys, selected = problem()
+    with pytest.raises(ValueError, match=r"relaxed must be bool \(3,\)"):
+        max_margin_direction(keys, selected, relaxed=torch.zeros(3))
+    with pytest.raises(ValueError, match="scores must be"):
+        locally_optimal(keys, torch.zeros(3, 3), selected)
+
+
+def test_without_the_solver_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "clarabel", None)
+    with pytest.raises(ImportError, match=r"attnswap\[analysis\]"):
+        max_margin_direction(*problem())

@@ -1,0 +1,55 @@
+"""Inputs for token selection: sizes, planted selections, seeds."""
+
+import pytest
+import torch
+
+from datamodules import TokenSelectionDataModule
+from datamodules.token_selection import CONSTRUCTIONS, GAP
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_the_best_token_leads_along_one_direction(name, seed):
+    problem = TokenSelectionDataModule(name, seed=seed).problem
+    assert problem.x.shape == CONSTRUCTIONS[name]
+    assert problem.x.dtype == torch.float64
+    scores = problem.labels.unsqueeze(-1) * (problem.x @ problem.v)
+    assert scores.amax(-1).gt(0).all()
+    clarabel = pytest.importorskip("clarabel")
+    assert clarabel
+    from attention_modules.analysis import max_margin_direction
+
+    assert max_margin_direction(problem.x, scores.argmax(-1)).norm() <= 1 / GAP + 1e-6
+
+
+def test_seed_draws_the_inputs():
+    first, again, other = (TokenSelectionDataModule("multi", seed=seed).problem for seed in (1, 1, 2))
+    assert torch.equal(first.x, again.x)
+    assert torch.equal(first.v, again.v)
+    assert not torch.equal(first.x, other.x)
+
+
+def test_random_sizes_and_batches():
+    data = TokenSelectionDataModule("random", num_inputs=4, num_tokens=5, dim=6, steps_per_epoch=3)
+    batches = list(data.train_dataloader())
+    assert len(batches) == 3
+    assert len(data.val_dataloader()) == 1
+    for x, labels in batches:
+        assert torch.equal(x, data.problem.x)
+        assert labels.tolist() == [1, -1, 1, -1]
+    assert data.dim == 6
+    assert data.problem.w.shape == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"construction": "double"}, "give single, multi, joint or random"),
+        ({"construction": "single", "dim": 4}, "dim cannot be set"),
+        ({"construction": "random", "num_inputs": 2, "num_tokens": 3}, "dim is None"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch is 0"),
+    ],
+)
+def test_bad_settings(options, words):
+    with pytest.raises(ValueError, match=words):
+        TokenSelectionDataModule(**options)

@@ -1,0 +1,92 @@
+"""`attnswap analyze token-selection`: where the theory says that p points, and what plain autograd makes of it."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+pytest.importorskip("clarabel")
+
+from datamodules import TokenSelectionDataModule
+from datamodules.token_selection import TokenProblem
+from lightning_tasks.__main__ import main
+from lightning_tasks.analyses import ANALYSES
+from lightning_tasks.analyses.descent import gradient_path, regularization_path
+from lightning_tasks.analyses.token_selection import EXPERIMENTS, find_target, measure
+from lightning_tasks.analyses.token_selection_figure import plane
+
+
+@pytest.mark.parametrize("name", ["single", "multi", "joint"])
+def test_descent_and_regularisation_path_reach_the_max_margin_direction(name):
+    problem, joint = TokenSelectionDataModule(name).problem, name == "joint"
+    path = gradient_path(problem, joint=joint, steps=200)
+    target = find_target(problem, path, joint)
+    assert target.locally_optimal
+    best = regularization_path(problem, [1.0, 10.0, 100.0], joint=joint)
+    torch.testing.assert_close(best.p.norm(dim=-1), torch.tensor([1.0, 10, 100]).double())
+    for found in (measure(problem, path, target), measure(problem, best, target)):
+        assert found["correlation_p"][-1] > 0.99
+        assert not joint or found["correlation_v"][-1] > 0.99
+        assert found["probability"][-1] > 0.99
+
+
+def test_plain_autograd_fails_where_the_softmax_is_saturated():
+    x = 3 * TokenSelectionDataModule("single").problem.x
+    single = TokenSelectionDataModule("single").problem
+    problem = TokenProblem(x, single.labels, single.w, single.v)
+    path = gradient_path(problem, steps=200)
+    target = find_target(problem, path, False)
+    plain = gradient_path(problem, steps=200, form="plain")
+    assert measure(problem, path, target)["correlation_p"][-1] > 0.99
+    assert measure(problem, plain, target)["correlation_p"][-1] < 0.9
+
+
+def test_plane_keeps_lengths_of_paths_that_lie_in_one():
+    direction = torch.tensor([0.0, 2, 0]).double()
+    path = torch.tensor([[0.0, 1, 1], [0, 3, -2]]).double()
+    along, across = plane({"a": path}, direction)["a"]
+    torch.testing.assert_close(along, torch.tensor([1.0, 3]).double())
+    torch.testing.assert_close(across.abs(), torch.tensor([1.0, 2]).double())
+    assert cosine_similarity(path[:, 1], along, dim=0) == pytest.approx(1)
+
+
+def test_command_writes_tables_and_pictures(tmp_path, capsys):
+    main(["analyze", "token-selection", "--seeds", "1", "--steps", "5", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "summary.md").read_text()
+    for name, (_, settings) in EXPERIMENTS.items():
+        with (tmp_path / f"{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert {row["run"] for row in rows} == {*settings, "regularisation path"}
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert f"| {name} | 0 | {next(iter(settings))} |" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["kernel"], "unknown analysis 'kernel'; the analyses are token-selection"),
+        (["token-selection", "--output", "x", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["token-selection", "--output", "x", "--experiment", "triple"], "invalid choice"),
+    ],
+)
+def test_refusals(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["analyze", *arguments])
+    assert words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_list_of_analyses_answers_without_torch(capsys):
+    code = (
+        "import sys, json; from lightning_tasks.__main__ import main; main(['analyze', '--help']);"
+        "print(json.dumps([name in sys.modules for name in ('torch', 'lightning', 'clarabel')]))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in answer.stdout for name in ANALYSES)
+    assert json.loads(answer.stdout.splitlines()[-1]) == [False, False, False]
