@@ -27,11 +27,18 @@ def download_parquet(repository: str, name: str, folder: Path, splits: Sequence[
         import datasets
 
         loaded = datasets.load_dataset(repository, name)
-        missing = [split for split in splits if not find_shards(folder, split)]
+        missing = [split for split in splits if not _is_whole(folder, split)]
         for split in missing:
             loaded[split].to_parquet(Path(scratch) / split)
         for split in missing:
             os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")
+
+
+def _is_whole(folder: Path, split: str) -> bool:
+    try:
+        return bool(find_shards(folder, split))
+    except FileNotFoundError:
+        return False
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
