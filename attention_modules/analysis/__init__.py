@@ -1,5 +1,6 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
 from attention_modules.analysis.spectrum import (
     QKSpectrum,
     frobenius_squared,
@@ -18,12 +19,14 @@ from attention_modules.analysis.statistics import (
 
 __all__ = [
     "STATISTICS",
+    "LipschitzEstimate",
     "QKSpectrum",
     "Statistic",
     "attention_entropy",
     "attention_row_sums",
     "attention_statistics",
     "frobenius_squared",
+    "local_lipschitz",
     "qk_spectrum",
     "qk_statistics",
     "trace",
