@@ -1,6 +1,7 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
 from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
+from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
 from attention_modules.analysis.spectrum import (
     QKSpectrum,
     frobenius_squared,
@@ -26,6 +27,8 @@ __all__ = [
     "attention_row_sums",
     "attention_statistics",
     "frobenius_squared",
+    "layer_lipschitz_bound",
+    "lipschitz_bound",
     "local_lipschitz",
     "qk_spectrum",
     "qk_statistics",

@@ -157,7 +157,9 @@ def _golub_kahan(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> L
 def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """Power iteration on JᵀJ."""
     zero = v.new_zeros(len(v))
-    for step in range(max_iter):
+    iterations = 0
+    while iterations < max_iter:
+        iterations += 1
         value, u = _normalised(jacobian.times(v), zero)
         w = jacobian.transposed_times(u)
         residual = (w - value.unsqueeze(1) * v).norm(dim=1)
@@ -165,7 +167,7 @@ def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> Lipschi
         if bool(converged.all()):
             break
         _, v = _normalised(w, zero)
-    return LipschitzEstimate(value, step + 1, residual, converged)
+    return LipschitzEstimate(value, iterations, residual, converged)
 
 
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
