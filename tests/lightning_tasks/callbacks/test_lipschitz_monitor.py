@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from attention_modules import SelfAttention
 from attention_modules.analysis import local_lipschitz
 from lightning_tasks.callbacks import LipschitzMonitor
+from tests.lightning_tasks.callbacks.modules import VOCABULARY, TinyLM, batches
 
 TOKENS, DIM = 5, 8
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -111,6 +112,36 @@ def test_torch_attention_in_both_layouts(tmp_path, batch_first, max_tokens):
 
     expected = local_lipschitz(fn, x[:, :max_tokens], tol=1e-4).value.mean()
     torch.testing.assert_close(metrics["val/lipschitz/layer_00"], expected, rtol=1e-3, atol=0)
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    return transformers.GPT2Model(config)
+
+
+class Text(pl.LightningModule):
+    """A causal language model, given its first tokens only where asked."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def validation_step(self, batch, batch_idx):
+        self.model(batch[0][:, : self.tokens])  # GPT-2 keeps a cache
+
+
+@pytest.mark.parametrize("build", [gpt2, TinyLM], ids=["gpt2", "encoder"])
+def test_cut_is_as_if_the_causal_sequence_ended_there(tmp_path, build):
+    torch.manual_seed(0)
+    model = build().eval()
+    found = []
+    for given, max_tokens in ((3, None), (6, 3), (6, None)):
+        run = trainer(tmp_path, LipschitzMonitor(tol=1e-4, max_iter=50, max_tokens=max_tokens))
+        run.validate(Text(model, given), batches(1, 4), verbose=False)
+        found.append([run.callback_metrics[f"val/lipschitz/layer_{index:02d}"].item() for index in range(2)])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[2] != pytest.approx(found[0], rel=1e-3)
 
 
 def test_only_every_so_many_validations(tmp_path):
