@@ -44,9 +44,9 @@ def local_lipschitz(
     """The spectral norm ‖D_x fn‖₂ of the Jacobian at each sample, all samples of the batch at once.
 
     ``fn`` is called once and its linearisation kept: products with J and Jᵀ repeat neither the function nor its
-    first derivative. ``"golub-kahan"`` bidiagonalises J with full reorthogonalisation, and holds 2 · max_iter vectors
-    of the batch's size at most; ``"power"`` is the power method on JᵀJ of Castin, Ablin and Peyré (ICML 2024), here
-    with the same stopping rule (ours). Attention runs in PyTorch's MATH form, outside autocast.
+    first derivative. ``"golub-kahan"`` bidiagonalises J with full reorthogonalisation of the right vectors, of which
+    it holds max_iter + 1 of the batch's size; ``"power"`` is the power method on JᵀJ of Castin, Ablin and Peyré (ICML
+    2024), here with the same stopping rule (ours). Attention runs in PyTorch's MATH form, outside autocast.
 
     Args:
         fn: ``[B, n, d] -> [B, n, d']``, twice differentiable near ``x``, without randomness (dropout off), each sample
@@ -127,21 +127,22 @@ class _Jacobian:
 
 
 def _golub_kahan(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
-    """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate."""
+    """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate.
+
+    Only V is kept and orthogonalised again, which keeps U orthogonal as well (Simon and Zha, 2000).
+    """
     batch, size = v.shape
     right = v.new_empty(batch, max_iter + 1, size)
-    left = jacobian.y.new_empty(batch, max_iter, jacobian.y[0].numel())
     small = torch.zeros(batch, max_iter, max_iter, dtype=torch.float64)  # B, on the CPU
-    beta = v.new_zeros(batch)
+    u, beta = v.new_zeros(batch, 1), v.new_zeros(batch)
     largest = v.new_zeros(batch)  # size of B's entries so far, below which rounding is
     right[:, 0] = v
     for step in range(max_iter):
-        u = jacobian.times(right[:, step])
         if step:
             small[:, step - 1, step] = beta.double().cpu()
-        alpha, left[:, step] = _normalised(_orthogonalised(u, left[:, :step]), largest)
+        alpha, u = _normalised(jacobian.times(right[:, step]) - beta.unsqueeze(1) * u, largest)
         largest = largest.maximum(alpha)
-        v = jacobian.transposed_times(left[:, step])
+        v = jacobian.transposed_times(u) - alpha.unsqueeze(1) * right[:, step]
         beta, right[:, step + 1] = _normalised(_orthogonalised(v, right[:, : step + 1]), largest)
         largest = largest.maximum(beta)
         small[:, step, step] = alpha.double().cpu()
@@ -171,10 +172,11 @@ def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> Lipschi
 
 
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
-    """``[B, m]`` without its part in the orthonormal ``[B, k, m]``; twice, as one pass leaves rounding of its own."""
-    for _ in range(2):
-        overlap = basis @ vector.unsqueeze(-1)  # [B, k, 1]
-        vector = vector - (basis.mT @ overlap).squeeze(-1)
+    """``[B, m]`` without its part in the orthonormal ``[B, k, m]``."""
+    before = vector.norm(dim=1)
+    vector = vector - (basis.mT @ (basis @ vector.unsqueeze(-1))).squeeze(-1)
+    if bool((vector.norm(dim=1) < 0.7 * before).any()):  # much was taken, so that rounding is left: once more
+        vector = vector - (basis.mT @ (basis @ vector.unsqueeze(-1))).squeeze(-1)
     return vector
 
 

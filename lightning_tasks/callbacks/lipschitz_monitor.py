@@ -33,7 +33,7 @@ class LipschitzMonitor(Callback):
 
     A firing costs some ``3 * max_iter`` backward passes of each layer alone at most, in float32 (float64 where the
     input is), on ``num_samples`` samples of ``max_tokens`` tokens, with plain attention maps, and holds
-    2 · max_iter of their inputs. Sharded (FSDP) layers are not supported.
+    max_iter + 1 copies of their input. Sharded (FSDP) layers are not supported.
 
     Args:
         every_n_validations: validations from one firing to the next; the first fires, the sanity check does not.
