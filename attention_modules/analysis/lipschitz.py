@@ -174,10 +174,15 @@ def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> Lipschi
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
     """``[B, m]`` without its part in the orthonormal ``[B, k, m]``."""
     before = vector.norm(dim=1)
-    vector = vector - (basis.mT @ (basis @ vector.unsqueeze(-1))).squeeze(-1)
+    vector = _without(vector, basis)
     if bool((vector.norm(dim=1) < 0.7 * before).any()):  # much was taken, so that rounding is left: once more
-        vector = vector - (basis.mT @ (basis @ vector.unsqueeze(-1))).squeeze(-1)
+        vector = _without(vector, basis)
     return vector
+
+
+def _without(vector: Tensor, basis: Tensor) -> Tensor:
+    overlap = (basis @ vector.unsqueeze(-1)).mT  # [B, 1, k]; the other way round would read basis across its rows
+    return torch.baddbmm(vector.unsqueeze(1), overlap, basis, alpha=-1).squeeze(1)
 
 
 def _normalised(vector: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
