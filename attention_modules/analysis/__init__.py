@@ -1,5 +1,7 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
+from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
 from attention_modules.analysis.max_margin import (
     NotSeparableError,
     locally_optimal,
@@ -25,6 +27,7 @@ from attention_modules.analysis.statistics import (
 
 __all__ = [
     "STATISTICS",
+    "LipschitzEstimate",
     "NotSeparableError",
     "QKSpectrum",
     "Statistic",
@@ -32,6 +35,9 @@ __all__ = [
     "attention_row_sums",
     "attention_statistics",
     "frobenius_squared",
+    "layer_lipschitz_bound",
+    "lipschitz_bound",
+    "local_lipschitz",
     "locally_optimal",
     "margin",
     "max_margin_direction",

@@ -3,6 +3,7 @@
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
+from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionMonitor",
     "Callback",
     "FreezeQK",
+    "LipschitzMonitor",
     "LocAteR",
     "PursuitMonitor",
     "QKWeightDecay",

@@ -1,0 +1,249 @@
+"""The local Lipschitz constant of a function of token sequences: the largest singular value of its Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Method = Literal["golub-kahan", "power"]
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class LipschitzEstimate:
+    """Local Lipschitz constants of a batch, and how far they can be trusted.
+
+    Args:
+        value: the estimate ``[B]``, from below up to rounding.
+        iterations: products with J and with Jᵀ, as many of each.
+        residual: ‖Jᵀu - value·v‖ for the estimate's unit vectors u = Jv/‖Jv‖ and v, ``[B]``: some singular value of J
+            lies within it of ``value``.
+        converged: whether ``residual`` came to ``tol * value``, ``[B]``.
+    """
+
+    value: Tensor
+    iterations: int
+    residual: Tensor
+    converged: Tensor
+
+
+def local_lipschitz(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    tol: float = 1e-3,
+    max_iter: int = 50,
+    generator: torch.Generator | None = None,
+    method: Method = "golub-kahan",
+) -> LipschitzEstimate:
+    """The spectral norm ‖D_x fn‖₂ of the Jacobian at each sample, all samples of the batch at once.
+
+    ``fn`` is called once and its linearisation kept: products with J and Jᵀ repeat neither the function nor its
+    first derivative. ``"golub-kahan"`` bidiagonalises J with full reorthogonalisation of the right vectors, of which
+    it holds max_iter + 1 of the batch's size; ``"power"`` is the power method on JᵀJ of Castin, Ablin and Peyré (ICML
+    2024), here with the same stopping rule (ours). Attention runs in PyTorch's MATH form, outside autocast.
+
+    Args:
+        fn: ``[B, n, d] -> [B, n, d']``, twice differentiable near ``x``, without randomness (dropout off), each sample
+            by itself. Mixed samples are looked for with one product; mixing within the even or the odd samples alone
+            is not seen.
+        x: ``[B, n, d]``, float32 or float64.
+        tol: relative residual at which a sample has converged.
+        max_iter: the most iterations, each a product with J and one with Jᵀ.
+        generator: draws the starting vectors; None for fixed ones. The global random state is not touched.
+        method: ``"golub-kahan"`` or ``"power"``.
+
+    Raises:
+        TypeError: if ``x`` or the output is no floating tensor of 32 or 64 bits.
+        ValueError: if an option is out of its limits, a shape does not fit, a number is NaN or infinite, samples are
+            mixed, or the output does not depend on ``x``.
+        RuntimeError: if ``fn`` cannot be differentiated twice.
+    """
+    _check_options(tol, max_iter, method)
+    _check_input(x)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(x.device.type, enabled=False),
+        sdpa_kernel(SDPBackend.MATH),  # fused kernels have no double backward
+    ):
+        jacobian = _Jacobian(fn, x)
+        jacobian.check_samples_apart()
+        if generator is None:
+            generator = torch.Generator(x.device).manual_seed(0)
+        start = torch.randn(x.shape, generator=generator, device=generator.device, dtype=x.dtype)
+        start = start.to(x.device).flatten(1)  # [B, n * d]
+        run = _golub_kahan if method == "golub-kahan" else _power
+        return run(jacobian, start / start.norm(dim=1, keepdim=True), tol, max_iter)
+
+
+class _Jacobian:
+    """The Jacobian of ``fn`` at ``x`` as a linear map of each sample, between flat vectors ``[B, n * d]``."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.x = x.detach().clone().requires_grad_()
+        self.y = fn(self.x)
+        _check_output(self.y, self.x)
+        # Jᵀu is linear in u, so that its derivative for u, at any u, is J: a product with J in reverse mode alone.
+        self.u = torch.zeros_like(self.y, requires_grad=True)
+        (pulled,) = torch.autograd.grad(self.y, self.x, self.u, create_graph=True, allow_unused=True)
+        if pulled is None:
+            raise ValueError(_NO_DEPENDENCE)
+        if not pulled.requires_grad:
+            raise RuntimeError(_NOT_TWICE)
+        self.pulled = pulled
+
+    def times(self, v: Tensor) -> Tensor:
+        """J v."""
+        try:
+            (out,) = torch.autograd.grad(self.pulled, self.u, v.view_as(self.x), retain_graph=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{_NOT_TWICE} PyTorch says: {error}") from error
+        return _finite(out.flatten(1))
+
+    def transposed_times(self, u: Tensor) -> Tensor:
+        """Jᵀ u."""
+        (out,) = torch.autograd.grad(self.y, self.x, u.view_as(self.y), retain_graph=True)
+        return _finite(out.flatten(1))
+
+    def check_samples_apart(self) -> None:
+        """Raise where an output of the even samples depends on an odd one."""
+        if len(self.x) == 1:
+            return
+        u = torch.randn(
+            self.y.shape, generator=torch.Generator().manual_seed(1), dtype=self.y.dtype
+        )  # on the CPU: once, and small
+        u[1::2] = 0
+        if bool((self.transposed_times(u.to(self.y.device))[1::2] != 0).any()):
+            raise ValueError(
+                "fn mixes the samples of a batch, which must be independent (batch normalisation in training, say): "
+                "put it in eval mode, or give one sample at a time"
+            )
+
+
+def _golub_kahan(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+    """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate.
+
+    Only V is kept and orthogonalised again, which keeps U orthogonal as well (Simon and Zha, 2000).
+    """
+    batch, size = v.shape
+    right = v.new_empty(batch, max_iter + 1, size)
+    small = torch.zeros(batch, max_iter, max_iter, dtype=torch.float64)  # B, on the CPU
+    u, beta = v.new_zeros(batch, 1), v.new_zeros(batch)
+    largest = v.new_zeros(batch)  # size of B's entries so far, below which rounding is
+    right[:, 0] = v
+    for step in range(max_iter):
+        if step:
+            small[:, step - 1, step] = beta.double().cpu()
+        alpha, u = _normalised(jacobian.times(right[:, step]) - beta.unsqueeze(1) * u, largest)
+        largest = largest.maximum(alpha)
+        v = jacobian.transposed_times(u) - alpha.unsqueeze(1) * right[:, step]
+        beta, right[:, step + 1] = _normalised(_orthogonalised(v, right[:, : step + 1]), largest)
+        largest = largest.maximum(beta)
+        small[:, step, step] = alpha.double().cpu()
+        u_small, singular, _ = torch.linalg.svd(small[:, : step + 1, : step + 1])
+        value = singular[:, 0].to(beta)
+        residual = beta * u_small[:, step, 0].abs().to(beta)
+        converged = residual <= tol * value
+        if bool(converged.all()):
+            break
+    return LipschitzEstimate(value, step + 1, residual, converged)
+
+
+def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+    """Power iteration on JᵀJ."""
+    zero = v.new_zeros(len(v))
+    iterations = 0
+    while iterations < max_iter:
+        iterations += 1
+        value, u = _normalised(jacobian.times(v), zero)
+        w = jacobian.transposed_times(u)
+        residual = (w - value.unsqueeze(1) * v).norm(dim=1)
+        converged = residual <= tol * value
+        if bool(converged.all()):
+            break
+        _, v = _normalised(w, zero)
+    return LipschitzEstimate(value, iterations, residual, converged)
+
+
+def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
+    """``[B, m]`` without its part in the orthonormal ``[B, k, m]``."""
+    before = vector.norm(dim=1)
+    vector = _without(vector, basis)
+    if bool((vector.norm(dim=1) < 0.7 * before).any()):  # much was taken, so that rounding is left: once more
+        vector = _without(vector, basis)
+    return vector
+
+
+def _without(vector: Tensor, basis: Tensor) -> Tensor:
+    overlap = (basis @ vector.unsqueeze(-1)).mT  # [B, 1, k]; the other way round would read basis across its rows
+    return torch.baddbmm(vector.unsqueeze(1), overlap, basis, alpha=-1).squeeze(1)
+
+
+def _normalised(vector: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms ``[B]`` and unit vectors; zero both where nothing but rounding is left, as the space is exhausted."""
+    norm = vector.norm(dim=1)
+    gone = norm <= 10 * torch.finfo(norm.dtype).eps * largest
+    norm = norm.masked_fill(gone, 0.0)
+    return norm, torch.where(gone.unsqueeze(1), 0.0, vector / norm.masked_fill(gone, 1.0).unsqueeze(1))
+
+
+_NO_DEPENDENCE = (
+    "the output of fn does not depend on its input through differentiable operations: is something detached, rounded, "
+    "or under torch.no_grad()?"
+)
+_NOT_TWICE = (
+    "fn cannot be differentiated twice, as the linearisation needs: leave out torch.compile, and use operations with "
+    "a second derivative (attention through scaled_dot_product_attention has one here)."
+)
+
+
+def _check_options(tol: float, max_iter: int, method: str) -> None:
+    if not tol > 0:
+        raise ValueError(f"tol must be above 0, got {tol!r}")
+    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"max_iter must be an integer of at least 1, got {max_iter!r}")
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
+
+
+def _check_input(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a tensor of float32 or float64, got {kind}; half precision: use x.float()")
+    if x.dim() != 3 or x.numel() == 0:
+        raise ValueError(f"x must be [batch, tokens, features], none of them 0, got {tuple(x.shape)}")
+    _check_finite("x", x)
+
+
+def _check_output(y: object, x: Tensor) -> None:
+    if not isinstance(y, Tensor) or y.dtype not in _DTYPES:
+        kind = f"a tensor of {y.dtype}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise TypeError(
+            f"fn must return a tensor of float32 or float64, got {kind}; of a layer that returns more, take the first: "
+            "lambda x: layer(x)[0]"
+        )
+    if y.dim() != 3 or y.shape[:2] != x.shape[:2] or y.shape[2] == 0:
+        raise ValueError(
+            f"fn must return [batch, tokens, features] with the batch and tokens of x, "
+            f"got {tuple(y.shape)} for {tuple(x.shape)}"
+        )
+    _check_finite("fn(x)", y)
+    if not y.requires_grad:
+        raise ValueError(_NO_DEPENDENCE)
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    bad = values.detach().flatten(1).isfinite().all(1).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"{what} holds NaN or infinite numbers in the samples {bad}: leave them out, or mend them")
+
+
+def _finite(product: Tensor) -> Tensor:
+    _check_finite("the Jacobian of fn at x", product)
+    return product

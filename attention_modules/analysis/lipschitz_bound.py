@@ -1,0 +1,144 @@
+"""A bound on the Lipschitz constant of softmax attention on a ball, from its weights alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.hosts.attnswap import SelfAttentionHost
+from attention_modules.hosts.base import AttentionLayer
+from attention_modules.hosts.torch import MultiheadAttentionHost
+from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.softmax import SoftmaxAttention
+
+# By name, so that nothing of timm is loaded here.
+_PACKED = (SelfAttentionHost.name, "timm Attention")
+
+
+def lipschitz_bound(
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None = None,
+    *,
+    radius: float,
+    num_tokens: int,
+    b_q: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """A bound on ‖D_X f‖₂ of softmax attention for all X of ``num_tokens`` tokens of norm ``radius`` at most.
+
+    A head has √3 ‖V‖₂ (n + ‖A‖₂²R⁴ + 4nR²(‖A‖₂R + ‖c‖₂)²)^½ with A = scale · W_kᵀW_q and c = scale · W_kᵀb_q, several
+    have Σ_h ‖W_o^h‖₂ times that. Our derivation, after the bound of Castin, Ablin and Peyré (ICML 2024), which has no
+    query bias. Boolean masks and causality are covered, additive biases are not; biases of key, value and output
+    change no difference. For softmax attention alone: not for RPC, scaled or other mechanisms, rope or q/k norm.
+
+    Args:
+        w_q: query weights ``[H, d, dim]``.
+        w_k: key weights ``[H, d, dim]``.
+        w_v: value weights ``[H, d_v, dim]``.
+        w_o: each head's part of the output projection, ``[H, dim_out, d_v]``; None where heads are only concatenated.
+        radius: R, the largest norm of a token.
+        num_tokens: n.
+        b_q: query bias ``[H, d]``, or None.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        A scalar, float64.
+
+    Raises:
+        ValueError: if shapes do not fit, or a number is out of its limits.
+    """
+    _check(w_q, w_k, w_v, w_o, b_q)
+    if not (radius >= 0 and math.isfinite(radius)):
+        raise ValueError(f"radius must be a finite number of at least 0, got {radius!r}")
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"num_tokens must be an integer of at least 1, got {num_tokens!r}")
+    w_q, w_k, w_v = (weight.detach().double() for weight in (w_q, w_k, w_v))
+    scale = w_q.shape[1] ** -0.5 if scale is None else scale
+    # ‖W_kᵀ W_q‖₂ = ‖R_k R_qᵀ‖₂, with the triangular factors of W_kᵀ and W_qᵀ: d x d in the place of dim x dim.
+    r_q, r_k = (torch.linalg.qr(weight.mT, mode="r").R for weight in (w_q, w_k))
+    a = abs(scale) * torch.linalg.matrix_norm(r_k @ r_q.mT, 2)  # [H]
+    c = torch.zeros_like(a)
+    if b_q is not None:
+        c = abs(scale) * (w_k.mT @ b_q.detach().double().unsqueeze(-1)).squeeze(-1).norm(dim=-1)
+    inner = num_tokens + a.square() * radius**4 + 4 * num_tokens * radius**2 * (a * radius + c).square()
+    heads = math.sqrt(3) * torch.linalg.matrix_norm(w_v, 2) * inner.sqrt()
+    if w_o is not None:
+        heads = heads * torch.linalg.matrix_norm(w_o.detach().double(), 2)
+    return heads.sum()
+
+
+def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: int) -> Tensor:
+    """:func:`lipschitz_bound` of a layer, from its own weights and biases.
+
+    Args:
+        layer: from :func:`attention_modules.hosts.attention_layers`: our ``SelfAttention``, timm's ``Attention`` or
+            ``nn.MultiheadAttention``; plain, or with softmax attention.
+        radius: R, the largest norm of a token at the layer's input.
+        num_tokens: n.
+
+    Raises:
+        ValueError: if the bound does not cover the layer (another mechanism, rope, q/k norm, position bias, gate, norm
+            of the output), or its weights are not read; else as :func:`lipschitz_bound`.
+    """
+    reason = _not_covered(layer)
+    if reason is not None:
+        raise ValueError(f"the bound is for plain softmax attention, and does not cover {layer.name!r}: {reason}")
+    w_q, w_k = layer.qk_weights()
+    heads = layer.spec.num_heads
+    module: Any = layer.module
+    if layer.host.name in _PACKED:
+        projection, tensor, bias, out = module.qkv, "weight", _bias(module.qkv), module.proj
+    else:
+        projection, tensor, bias, out = module, "in_proj_weight", module.in_proj_bias, module.out_proj
+    width = w_q.shape[0] * w_q.shape[1]
+    features = Rows(projection, 0, 3 * width, tensor).weight()
+    w_v = features[2 * width :].unflatten(0, (heads, -1))
+    w_o = Rows(out, 0, out.out_features).weight().unflatten(1, (heads, -1)).transpose(0, 1)
+    b_q = None if bias is None else bias[:width].unflatten(0, (heads, -1))
+    scale = getattr(module, "scale", None)
+    return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=scale)
+
+
+def _not_covered(layer: AttentionLayer) -> str | None:
+    if layer.mechanism is not None and type(layer.mechanism) is not SoftmaxAttention:
+        return f"it has {type(layer.mechanism).__name__}"
+    if layer.spectrum_caveat is not None:
+        return layer.spectrum_caveat
+    module: Any = layer.module
+    if layer.host.name == MultiheadAttentionHost.name:
+        if module.in_proj_weight is None:
+            return "its projections have different inputs (kdim or vdim)"
+        return layer.host.refusal(module)
+    if layer.host.name not in _PACKED:
+        known = ", ".join((*_PACKED, MultiheadAttentionHost.name))
+        return (
+            f"it is a layer of {layer.host.name}, and values and output are read of {known} only; "
+            "give its weights to lipschitz_bound"
+        )
+    if module.gate is not None:
+        return "it has a gate"
+    if not isinstance(module.norm, nn.Identity):
+        return "it normalises the output of its heads"
+    return None
+
+
+def _bias(projection: Any) -> Tensor | None:
+    return (projection.base_layer if wrapped_by_peft(projection) else projection).bias
+
+
+def _check(w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, b_q: Tensor | None) -> None:
+    if w_q.dim() != 3 or w_q.shape != w_k.shape:
+        raise ValueError(f"w_q and w_k must both be [heads, d, dim], got {tuple(w_q.shape)} and {tuple(w_k.shape)}")
+    heads, d, dim = w_q.shape
+    if w_v.dim() != 3 or w_v.shape[0] != heads or w_v.shape[2] != dim:
+        raise ValueError(f"w_v must be [heads, d_v, dim] = [{heads}, d_v, {dim}], got {tuple(w_v.shape)}")
+    if w_o is not None and (w_o.dim() != 3 or w_o.shape[0] != heads or w_o.shape[2] != w_v.shape[1]):
+        expected = f"[{heads}, dim_out, {w_v.shape[1]}]"
+        raise ValueError(f"w_o must be [heads, dim_out, d_v] = {expected}, got {tuple(w_o.shape)}")
+    if b_q is not None and b_q.shape != (heads, d):
+        raise ValueError(f"b_q must be [heads, d] = [{heads}, {d}], got {tuple(b_q.shape)}")

@@ -1,0 +1,184 @@
+"""The local Lipschitz constant against a dense singular value decomposition of the Jacobian."""
+
+import pytest
+import torch
+from torch import nn
+
+from attention_modules import SelfAttention
+from attention_modules.analysis import local_lipschitz
+
+CASES = range(50)
+
+
+def dense(fn, x):
+    """Largest singular value of each sample's whole Jacobian, in float64."""
+    values = []
+    for sample in x:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            jacobian = torch.autograd.functional.jacobian(lambda one: fn(one[None])[0], sample)
+        values.append(torch.linalg.matrix_norm(jacobian.reshape(-1, sample.numel()), 2))
+    return torch.stack(values)
+
+
+def random_case(seed):
+    """A layer, a batch and a mask: softmax or RPC, one to four heads, masked by causality, padding, both or not."""
+    torch.manual_seed(seed)
+    mechanism = ("softmax", "rpc")[seed % 2]
+    heads, tokens = 1 + seed // 2 % 4, 2 + seed % 5
+    options = {"lam": 0.5, "iterations": 1 + seed % 4} if mechanism == "rpc" else {}
+    layer = SelfAttention(4 * heads, heads, mechanism, options, qkv_bias=seed % 3 == 0, is_causal=seed % 4 > 1)
+    x = torch.randn(3, tokens, 4 * heads) * (0.5 + seed % 7)
+    mask = torch.rand(1, 1, tokens, tokens) > 0.3
+    mask |= torch.eye(tokens, dtype=torch.bool)
+    return layer.double().eval(), x, mask if seed % 5 > 2 else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("seed", CASES)
+def test_equals_the_dense_norm(seed, dtype):
+    layer, x, mask = random_case(seed)
+    expected = dense(lambda x: layer(x, attn_mask=mask), x.double())
+    layer.to(dtype)
+    found = local_lipschitz(lambda x: layer(x, attn_mask=mask), x.to(dtype))
+    assert found.converged.all()
+    assert found.value.dtype == dtype
+    torch.testing.assert_close(found.value.double(), expected, rtol=1e-3, atol=0)
+    assert (found.residual <= 1e-3 * found.value).all()
+
+
+class Diagonal(nn.Module):
+    """A linear map with given singular values, a row a sample."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    def forward(self, x):
+        return x * self.values.view_as(x)
+
+
+def spread(batch=2, tokens=8, dim=4):
+    """Singular values close together, in which iterations converge slowly."""
+    values = torch.linspace(0.9, 1.0, tokens * dim, dtype=torch.float64)
+    return Diagonal(values.repeat(batch, 1)), torch.randn(batch, tokens, dim).double()
+
+
+def test_what_has_not_converged_is_said():
+    fn, x = spread()
+    found = local_lipschitz(fn, x, max_iter=2)
+    assert not found.converged.any()
+    assert found.iterations == 2
+    assert (found.residual > 1e-3 * found.value).all()
+    assert (found.value <= 1 + 1e-9).all()
+
+
+@pytest.mark.parametrize("method", ["golub-kahan", "power"])
+def test_the_residual_bounds_the_distance_to_a_singular_value(method):
+    fn, x = spread()
+    for max_iter in (1, 3, 10):
+        found = local_lipschitz(fn, x, max_iter=max_iter, method=method)
+        nearest = (found.value.unsqueeze(1) - fn.values).abs().amin(1)
+        assert (nearest <= found.residual + 1e-9).all()
+
+
+def test_the_power_method_agrees_and_takes_longer():
+    layer, x, _ = random_case(4)
+    power = local_lipschitz(layer, x.double(), method="power", max_iter=5000)
+    found = local_lipschitz(layer, x.double())
+    assert power.converged.all()
+    assert power.iterations > found.iterations
+    torch.testing.assert_close(power.value, found.value, rtol=1e-3, atol=0)
+
+
+def test_samples_are_independent():
+    layer, x, _ = random_case(2)
+    x = x.double()
+    together = local_lipschitz(layer, x, tol=1e-9).value
+    alone = torch.cat([local_lipschitz(layer, sample[None], tol=1e-9).value for sample in x])
+    torch.testing.assert_close(together, alone)
+
+
+def test_an_exhausted_space_and_a_sample_of_zero_slope():
+    values = torch.tensor([[3.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]).double()
+    found = local_lipschitz(Diagonal(values), torch.randn(2, 2, 2).double())
+    assert found.converged.all()
+    torch.testing.assert_close(found.value, torch.tensor([3.0, 0.0]).double())
+
+
+def test_other_widths_and_the_one_call_of_fn():
+    weight, calls = torch.randn(4, 7).double(), []
+
+    def fn(x):
+        calls.append(1)
+        return x @ weight
+
+    found = local_lipschitz(fn, torch.randn(2, 3, 4).double(), tol=1e-8)
+    torch.testing.assert_close(found.value, torch.linalg.matrix_norm(weight, 2).expand(2))
+    assert len(calls) == 1
+
+
+def test_the_random_state_and_the_gradients_stay():
+    layer, x, _ = random_case(0)
+    state = torch.random.get_rng_state()
+    first, second = (local_lipschitz(layer, x.double()).value for _ in range(2))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(first, second)
+    other = local_lipschitz(layer, x.double(), generator=torch.Generator().manual_seed(7)).value
+    assert not torch.equal(first, other)
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_it_works_where_gradients_are_off(context):
+    layer, x, _ = random_case(1)
+    expected = local_lipschitz(layer, x.double()).value
+    with context():
+        assert torch.equal(local_lipschitz(layer, x.double() * 1).value, expected)
+
+
+class OnceOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def with_nan(x):
+    x = x.clone()
+    x[1, 0, 0] = float("nan")
+    return x
+
+
+X = torch.ones(4, 3, 2)
+BAD = {
+    "tol": (lambda: local_lipschitz(torch.sin, X, tol=0), ValueError, "tol must be above 0, got 0"),
+    "max_iter": (lambda: local_lipschitz(torch.sin, X, max_iter=0), ValueError, "at least 1, got 0"),
+    "method": (lambda: local_lipschitz(torch.sin, X, method="qr"), ValueError, "'power', got 'qr'"),
+    "integers": (lambda: local_lipschitz(torch.sin, X.long()), TypeError, "got torch.int64"),
+    "half": (lambda: local_lipschitz(torch.sin, X.half()), TypeError, r"float16.*x\.float"),
+    "two dimensions": (lambda: local_lipschitz(torch.sin, X[0]), ValueError, r"got \(3, 2\)"),
+    "empty": (lambda: local_lipschitz(torch.sin, X[:0]), ValueError, r"got \(0, 3, 2\)"),
+    "NaN": (lambda: local_lipschitz(torch.sin, with_nan(X)), ValueError, r"x holds NaN .* samples \[1\]"),
+    "NaN out": (lambda: local_lipschitz(lambda x: with_nan(x), X), ValueError, r"fn\(x\) holds NaN .*\[1\]"),
+    "infinite slope": (lambda: local_lipschitz(torch.sqrt, 0 * X), ValueError, "the Jacobian of fn at x holds NaN"),
+    "tuple": (lambda: local_lipschitz(lambda x: (x, None), X), TypeError, r"a tuple; .* lambda x: layer\(x\)\[0\]"),
+    "tokens lost": (lambda: local_lipschitz(lambda x: x[:, :1], X), ValueError, r"got \(4, 1, 2\) for \(4, 3, 2\)"),
+    "detached": (lambda: local_lipschitz(lambda x: x.detach(), X), ValueError, "does not depend on its input"),
+    "constant": (
+        lambda: local_lipschitz(lambda x: torch.ones_like(x, requires_grad=True) * 2, X),
+        ValueError,
+        "does not depend on its input",
+    ),
+    "once": (lambda: local_lipschitz(OnceOnly.apply, X), RuntimeError, "cannot be differentiated twice"),
+    "mixed": (lambda: local_lipschitz(lambda x: x - x.mean(0), X), ValueError, "mixes the samples"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

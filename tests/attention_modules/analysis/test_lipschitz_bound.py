@@ -1,0 +1,126 @@
+"""The bound is never below the estimate, and refused where it does not hold."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from attention_modules import SelfAttention, swap_attention
+from attention_modules.analysis import layer_lipschitz_bound, lipschitz_bound, local_lipschitz
+from attention_modules.hosts import attention_layers
+
+
+def layer_of(module):
+    (layer,) = attention_layers(module)
+    return layer
+
+
+def radius_of(x):
+    return x.norm(dim=-1).max().item()
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("seed", range(15))
+def test_never_below_the_estimate(seed, masked, qkv_bias):
+    torch.manual_seed(seed)
+    heads, tokens = 1 + seed % 4, 1 + seed % 6
+    module = SelfAttention(4 * heads, heads, qkv_bias=qkv_bias).double().eval()
+    if qkv_bias:
+        nn.init.normal_(module.qkv.bias, std=3.0)
+    x = torch.randn(4, tokens, 4 * heads).double() * 10 ** torch.linspace(-2, 1, 4).double().view(4, 1, 1)
+    mask = (torch.rand(tokens, tokens) > 0.4) | torch.eye(tokens, dtype=torch.bool) if masked else None
+    for sample in x:
+        value = local_lipschitz(lambda x, mask=mask: module(x, attn_mask=mask), sample[None]).value.item()
+        bound = layer_lipschitz_bound(layer_of(module), radius=radius_of(sample), num_tokens=tokens).item()
+        assert 0 < value <= bound
+
+
+def test_the_query_bias_cannot_be_left_out():
+    eye = torch.eye(4).double()[None]
+    b_q = torch.tensor([[100.0, 0.0, 0.0, 0.0]]).double()
+    x = torch.tensor([[[0.0, 1.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0]]]).double()
+
+    def attend(x):
+        return (b_q @ x.mT / 2).softmax(-1).expand(-1, 2, -1) @ x
+
+    value = local_lipschitz(attend, x).value.item()
+    sizes = {"radius": 1.0, "num_tokens": 2}
+    assert value > 5 * lipschitz_bound(0 * eye, eye, eye, **sizes).item()
+    assert value <= lipschitz_bound(0 * eye, eye, eye, b_q=b_q, **sizes).item()
+
+
+def test_equals_the_formula():
+    torch.manual_seed(0)
+    w_q, w_k, w_v = torch.randn(3, 2, 3, 6).double()
+    w_o, b_q = torch.randn(2, 5, 3).double(), torch.randn(2, 3).double()
+    expected = 0.0
+    for h in range(2):
+        a = torch.linalg.matrix_norm(w_k[h].T @ w_q[h] * 0.3, 2).item()
+        c = (w_k[h].T @ b_q[h] * 0.3).norm().item()
+        inner = 7 + a**2 * 2**4 + 4 * 7 * 2**2 * (a * 2 + c) ** 2
+        v, o = (torch.linalg.matrix_norm(weight[h], 2).item() for weight in (w_v, w_o))
+        expected += math.sqrt(3) * o * v * math.sqrt(inner)
+    found = lipschitz_bound(w_q, w_k, w_v, w_o, radius=2.0, num_tokens=7, b_q=b_q, scale=0.3)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_same_weights_in_every_known_layer_have_the_same_bound():
+    torch.manual_seed(0)
+    ours = SelfAttention(8, 2, qkv_bias=True)
+    nn.init.normal_(ours.qkv.bias)
+    theirs = timm.layers.attention.Attention(8, 2, qkv_bias=True)
+    theirs.load_state_dict({name: value for name, value in ours.state_dict().items()})
+    torchs = nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad():
+        torchs.in_proj_weight.copy_(ours.qkv.weight)
+        torchs.in_proj_bias.copy_(ours.qkv.bias)
+        torchs.out_proj.weight.copy_(ours.proj.weight)
+    bounds = [layer_lipschitz_bound(layer_of(module), radius=2.0, num_tokens=5) for module in (ours, theirs, torchs)]
+    swap_attention(theirs, "softmax")
+    bounds.append(layer_lipschitz_bound(layer_of(theirs), radius=2.0, num_tokens=5))
+    torch.testing.assert_close(torch.stack(bounds), bounds[0].expand(4))
+
+
+class Rope(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = timm.layers.AttentionRope(8, 2)
+
+
+REFUSED = {
+    "rpc": (lambda: SelfAttention(8, 2, "rpc"), "RPCAttention"),
+    "scaled": (lambda: SelfAttention(8, 2, "scaled", {"variant": "scalar"}), "ScaledAttention"),
+    "symmetric": (lambda: SelfAttention(8, 2, "symmetric"), "SymmetricAttention"),
+    "q/k norm": (lambda: SelfAttention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm), "q/k norm"),
+    "gate": (lambda: SelfAttention(8, 2, gated=True), "a gate"),
+    "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalises the output"),
+    "rope": (Rope, "rope"),
+    "zero key": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "a key of its own"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_does_not_cover_is_refused(build, reason):
+    with pytest.raises(ValueError, match=f"does not cover .*{reason}"):
+        layer_lipschitz_bound(layer_of(build()), radius=1.0, num_tokens=3)
+
+
+W = torch.ones(2, 3, 6)
+BAD = {
+    "radius": ({"radius": -1.0, "num_tokens": 1}, (W, W, W), "radius must be .* got -1.0"),
+    "infinite": ({"radius": math.inf, "num_tokens": 1}, (W, W, W), "got inf"),
+    "tokens": ({"radius": 1.0, "num_tokens": 0}, (W, W, W), "num_tokens must be .* got 0"),
+    "keys": ({"radius": 1.0, "num_tokens": 1}, (W, W[:1], W), r"got \(2, 3, 6\) and \(1, 3, 6\)"),
+    "values": ({"radius": 1.0, "num_tokens": 1}, (W, W, W[..., :5]), r"w_v must be .*got \(2, 3, 5\)"),
+    "output": ({"radius": 1.0, "num_tokens": 1}, (W, W, W, W), r"w_o must be .*got \(2, 3, 6\)"),
+    "bias": ({"radius": 1.0, "num_tokens": 1, "b_q": W}, (W, W, W), r"b_q must be .*got \(2, 3, 6\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "weights", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_named(options, weights, message):
+    with pytest.raises(ValueError, match=message):
+        lipschitz_bound(*weights, **options)

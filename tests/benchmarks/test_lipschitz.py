@@ -1,0 +1,24 @@
+import csv
+
+import pytest
+import torch
+
+from benchmarks import common, lipschitz
+
+
+@pytest.fixture(autouse=True)
+def _threads_stay():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_both_agree_and_a_table_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(lipschitz, "CASES", (lipschitz.Case(2, 3, 8, 2),))
+    lipschitz.main(["--repeats", "1"])
+    with (tmp_path / "lipschitz.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["converged"] == row["published: converged"] == "2 of 2"
+    assert float(row["largest relative difference"]) < 1e-3
+    assert float(row["published / ours"]) > 0

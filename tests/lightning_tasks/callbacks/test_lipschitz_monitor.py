@@ -1,0 +1,210 @@
+"""LipschitzMonitor logs what local_lipschitz finds at the layer's own input."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from attention_modules import SelfAttention
+from attention_modules.analysis import local_lipschitz
+from lightning_tasks.callbacks import LipschitzMonitor
+from tests.lightning_tasks.callbacks.modules import VOCABULARY, TinyLM, batches
+
+TOKENS, DIM = 5, 8
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+def inputs(count=12):
+    return torch.randn(count, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
+
+
+class Ours(pl.LightningModule):
+    def __init__(self, mechanism="softmax"):
+        super().__init__()
+        self.first = SelfAttention(DIM, 2, qkv_bias=True)
+        self.second = SelfAttention(DIM, 2, mechanism)
+
+    def validation_step(self, batch, batch_idx):
+        x = batch[0] + self.first(batch[0], attn_mask=CAUSAL.to(batch[0].device))
+        self.log("val/loss", self.second(x).square().mean())
+
+    def training_step(self, batch, batch_idx):
+        return self.second(self.first(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Torch(pl.LightningModule):
+    """nn.MultiheadAttention, in either layout, with padding."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def attend(self, x):
+        padding = torch.zeros(len(x), TOKENS, dtype=torch.bool)
+        padding[:, -1] = True
+        x = x if self.batch_first else x.transpose(0, 1)
+        out, _ = self.attention(x, x, x, key_padding_mask=padding, attn_mask=~CAUSAL, need_weights=False)
+        return out if self.batch_first else out.transpose(0, 1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.attend(batch[0]).square().mean())
+
+
+def trainer(tmp_path, *callbacks, **options):
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=list(callbacks),
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+
+
+def loader():
+    return DataLoader(TensorDataset(inputs()), batch_size=6)
+
+
+def validate(module, tmp_path, **options):
+    run = trainer(tmp_path, LipschitzMonitor(**options))
+    run.validate(module, loader(), verbose=False)
+    return run.callback_metrics
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "rpc"])
+@pytest.mark.parametrize("max_tokens", [3, None])
+def test_it_logs_the_mean_over_the_first_samples(tmp_path, mechanism, max_tokens):
+    torch.manual_seed(0)
+    module = Ours(mechanism).eval()
+    metrics = validate(module, tmp_path, num_samples=3, max_tokens=max_tokens, tol=1e-4, max_iter=50)
+    x = inputs()[:3]
+    second = (x + module.first(x, attn_mask=CAUSAL))[:, :max_tokens]
+    mask = CAUSAL[:max_tokens, :max_tokens]
+    expected = [
+        local_lipschitz(lambda x: module.first(x, attn_mask=mask), x[:, :max_tokens], tol=1e-4),
+        local_lipschitz(module.second, second, tol=1e-4),
+    ]
+    for index, found in enumerate(expected):
+        torch.testing.assert_close(metrics[f"val/lipschitz/layer_{index:02d}"], found.value.mean(), rtol=1e-3, atol=0)
+        assert metrics[f"val/lipschitz_residual/layer_{index:02d}"] <= 1e-4
+    assert not any(part._forward_pre_hooks for part in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("max_tokens", [3, None])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_torch_attention_in_both_layouts(tmp_path, batch_first, max_tokens):
+    torch.manual_seed(0)
+    module = Torch(batch_first).eval()
+    metrics = validate(module, tmp_path, num_samples=2, max_tokens=max_tokens, tol=1e-4, max_iter=50)
+    x = inputs()[:2]
+
+    # Causal: the first tokens' outputs depend on those alone.
+    def fn(cut):
+        return module.attend(nn.functional.pad(cut, (0, 0, 0, TOKENS - cut.shape[1])))[:, : cut.shape[1]]
+
+    expected = local_lipschitz(fn, x[:, :max_tokens], tol=1e-4).value.mean()
+    torch.testing.assert_close(metrics["val/lipschitz/layer_00"], expected, rtol=1e-3, atol=0)
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    return transformers.GPT2Model(config)
+
+
+class Text(pl.LightningModule):
+    """A causal language model, given its first tokens only where asked."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def validation_step(self, batch, batch_idx):
+        self.model(batch[0][:, : self.tokens])  # GPT-2 keeps a cache
+
+
+@pytest.mark.parametrize("build", [gpt2, TinyLM], ids=["gpt2", "encoder"])
+def test_cut_is_as_if_the_causal_sequence_ended_there(tmp_path, build):
+    torch.manual_seed(0)
+    model = build().eval()
+    found = []
+    for given, max_tokens in ((3, None), (6, 3), (6, None)):
+        run = trainer(tmp_path, LipschitzMonitor(tol=1e-4, max_iter=50, max_tokens=max_tokens))
+        run.validate(Text(model, given), batches(1, 4), verbose=False)
+        found.append([run.callback_metrics[f"val/lipschitz/layer_{index:02d}"].item() for index in range(2)])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[2] != pytest.approx(found[0], rel=1e-3)
+
+
+def test_only_every_so_many_validations(tmp_path):
+    seen = []
+
+    class Record(pl.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            seen.append(monitor.fired)
+            monitor.fired = False
+
+    class Counting(LipschitzMonitor):
+        fired = False
+
+        def _log(self, *args):
+            self.fired = True
+            super()._log(*args)
+
+    monitor = Counting(every_n_validations=2, layers=[1], num_samples=1)
+    run = trainer(tmp_path, monitor, Record(), max_epochs=3, num_sanity_val_steps=1, limit_val_batches=1)
+    run.fit(Ours(), loader(), loader())
+    assert seen == [False, True, False, True]  # the sanity check, then three validations
+    assert "val/lipschitz/layer_00" in run.callback_metrics
+    assert "val/lipschitz/layer_01" not in run.callback_metrics
+
+
+def test_bfloat16_weights_and_activations(tmp_path):
+    torch.manual_seed(0)
+    run = trainer(tmp_path, LipschitzMonitor(), precision="bf16-true")
+    run.validate(Ours(), loader(), verbose=False)
+    assert run.callback_metrics["val/lipschitz/layer_00"].isfinite()
+
+
+def test_what_has_not_converged_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="'first': 4 of 4 samples have not converged after 1 iterations"):
+        metrics = validate(Ours(), tmp_path, max_iter=1, tol=1e-6)
+    assert metrics["val/lipschitz_residual/layer_00"] > 1e-6
+
+
+class Broken(Ours):
+    def validation_step(self, batch, batch_idx):
+        self.first(batch[0] * float("nan"))
+
+
+class Uncalled(Ours):
+    def validation_step(self, batch, batch_idx):
+        self.first(batch[0])
+
+
+def test_nan_activations_are_an_error_that_names_the_layer(tmp_path):
+    module = Broken()
+    with pytest.raises(ValueError, match="LipschitzMonitor on 'first': x holds NaN"):
+        validate(module, tmp_path)
+    assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+def test_a_layer_that_is_not_called_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="'second': it was not called"):
+        metrics = validate(Uncalled(), tmp_path)
+    assert "val/lipschitz/layer_00" in metrics
+    assert "val/lipschitz/layer_01" not in metrics
+
+
+@pytest.mark.parametrize("name", ["every_n_validations", "num_samples", "max_tokens", "max_iter", "tol"])
+def test_limits(name):
+    with pytest.raises(ValueError, match=f"{name} must be .*got 0"):
+        LipschitzMonitor(**{name: 0})
