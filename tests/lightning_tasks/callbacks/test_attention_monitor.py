@@ -153,6 +153,7 @@ def test_under_torch_compile(monkeypatch):
         return graph.forward
 
     calls = count_observations(monkeypatch)
+    torch._dynamo.reset()  # what other tests compiled would be found again
     module = torch.compile(TinyLM(), backend=backend)
     fit(module, [AttentionMonitor(every_n_steps=2)], batches(5))
     assert len(calls) == 3 * 2
