@@ -80,11 +80,12 @@ class RowStore:
 
 
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
-    """Changes with the weights, the layers and their options, plain settings, the data, and the package's version."""
+    """Changes with weights and buffers, layers and their options, plain settings, data, and the versions it knows."""
     digest = hashlib.sha256(f"{__version__}\0{torch.__version__}".encode())
     for text in (type(module).__qualname__, repr(module), repr(settings)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    tensors |= dict(module.named_buffers())  # those that no checkpoint holds, such as a normalisation, count too
     for name, tensor in [*tensors.items(), *((str(place), tensor) for place, tensor in enumerate(data))]:
         content = tensor.detach().cpu().contiguous()
         digest.update(f"{name}\0{tuple(content.shape)}\0{content.dtype}\0".encode())

@@ -67,7 +67,8 @@ size, and a small model of each family whole, forward and backward, on real tens
 
 
 COUNTED = """
-Of {number} attention models of timm's, softmax goes into {softmax}, symmetric into {symmetric}, RPC into {rpc}.
+Of {number} attention models of timm's, softmax goes into {softmax} ({part} of them in part: the table in docs/hosts.md
+says what is left), symmetric into {symmetric}, RPC into {rpc}.
 """
 
 
@@ -99,7 +100,9 @@ def timm_section() -> str:
 def readme() -> str:
     """README with the table and the count of timm's models between its marks."""
     rows = timm_models.read()
-    counted = COUNTED.format(number=len(rows), **timm_models.totals(rows))
+    totals = timm_models.totals(rows)
+    part = sum(bool(row.left) and row.takes("softmax") for row in rows)
+    counted = COUNTED.format(number=len(rows), part=part, **totals)
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
     return before + MARKS[0] + table() + counted + MARKS[1] + rest.split(MARKS[1])[1]
 

@@ -17,6 +17,7 @@ from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, pgd, square
 from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
+from lightning_tasks.robustness.suite import fingerprint
 from lightning_tasks.robustness.table import read_csv, write_csv
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
@@ -419,3 +420,12 @@ def test_eps_and_attacks_as_written():
     setting = AttackSetting.read({"name": "pgd", "steps": 5})
     assert setting.options == {"steps": 5, "step_size": None, "restarts": 1, "random_start": True}
     assert AttackSetting.read({"name": "transfer", "source": "a", "attack": "square"}).label == "transfer of square"
+
+
+def test_a_buffer_that_no_checkpoint_holds_makes_another_fingerprint():
+    module = torch.nn.Module()
+    module.register_buffer("mean", torch.zeros(3), persistent=False)
+    before = fingerprint(module, [])
+    assert fingerprint(module, []) == before
+    module.mean += 0.5
+    assert fingerprint(module, []) != before
