@@ -104,6 +104,11 @@ class AttackSetting:
         return "seed" in inspect.signature(ATTACKS[self.on_source or self.name].function).parameters
 
     @property
+    def at_own_prediction(self) -> bool:
+        """Whether it goes away from the model's own prediction, rather than from the true label."""
+        return self.name.startswith("released")
+
+    @property
     def passes(self) -> float:
         """Forward passes over the images for one eps, that which counts the successes included."""
         on_source = ATTACKS[self.on_source].passes(self.options) if self.on_source else 0.0
@@ -143,4 +148,4 @@ def read_eps(given: str | float) -> tuple[str, float]:
         check_eps(value)
     except ValueError as error:
         raise ValueError(str(error).replace(f"eps is {value!r}", f"eps is {given!r}")) from None
-    return (given.replace(" ", "") if isinstance(given, str) else f"{value:g}"), float(value)
+    return (given.replace(" ", "") if isinstance(given, str) else f"{float(value):g}"), float(value)
