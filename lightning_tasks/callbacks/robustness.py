@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -32,11 +33,12 @@ from lightning_tasks.robustness.image_suite import (
     attack_measurement,
     clean_measurement,
     corruption_measurement,
+    gradient_measurement,
     mean_corruption_row,
     ood_measurement,
     shift_measurement,
 )
-from lightning_tasks.robustness.linf import check_batch
+from lightning_tasks.robustness.linf import check_batch, is_share
 from lightning_tasks.robustness.suite import Measurement, RowStore, fingerprint, run_suite
 from lightning_tasks.robustness.table import COLUMNS, Row, corruption_errors, markdown, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, word_swap_measurement
@@ -71,13 +73,13 @@ class RobustnessEvaluation(Callback):
         wnids: file with the class names in the order of the logits; where None, the data module's ``wnids``, else
             those of ImageNet-1k.
         word_swap: share of the words to swap; None for none.
-        word_swap_token: id of the generic token (`<unk>`).
-        word_swap_keep: ids that are no words (`<eos>`).
+        word_swap_token: id of the generic token (`<unk>`), itself no word.
+        word_swap_keep: ids of further tokens that are no words (`<eos>`).
         batch_size: images or windows at a time.
         num_workers: processes that corrupt and read images.
         seed: of all that is drawn.
-        rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders of the recipe's
-            runs.
+        rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders version_N of the
+            recipe's runs, or in the folder of the run where it has another name.
 
     Raises:
         ValueError: for what is unknown or out of its limits, before anything runs.
@@ -123,7 +125,7 @@ class RobustnessEvaluation(Callback):
         for setting in self.attacks:
             if setting.source is not None and not Path(setting.source).is_file():
                 raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
-        if word_swap is not None and not 0 <= word_swap <= 1:
+        if word_swap is not None and not is_share(word_swap):
             raise ValueError(f"word_swap is {word_swap!r}: give the share of words to swap, in [0, 1]")
         self.word_swap, self.word_swap_token = word_swap, word_swap_token
         self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)
@@ -197,6 +199,8 @@ class RobustnessEvaluation(Callback):
         model = _InPrecision(pl_module, trainer)
         subject = Subject(model, images, labels, pl_module.device, self.batch_size, self.num_workers, self.seed)
         measurements = [clean_measurement(subject)]
+        white_box = {setting.at_own_prediction for setting in self.attacks if setting.attack.white_box and self.eps}
+        measurements += [gradient_measurement(subject, own) for own in sorted(white_box)]
         for setting in self.attacks:
             source, digest = None, ""
             if setting.source is not None:
@@ -234,7 +238,7 @@ class RobustnessEvaluation(Callback):
     ) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        store = RowStore(self.rows or (folder.parent if trainer.log_dir else folder) / ROWS)
+        store = RowStore(self.rows or _beside_runs(folder) / ROWS)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
         identity = fingerprint(pl_module, settings, inputs, targets)
         one_pass()  # the first one also prepares what later ones find ready
@@ -258,12 +262,13 @@ class RobustnessEvaluation(Callback):
         return [(name, severity) for name in self.corruptions for severity in self.severities]
 
     def _wnids(self, trainer: Any, subject: Subject) -> list[str] | None:
-        if self.wnids is not None:
-            return read_wnids(self.wnids)
-        own = getattr(trainer.datamodule, "wnids", None)
-        if own is not None:
-            return list(own)
-        return imagenet_wnids() if subject.logits(subject.images[:1]).shape[1] == 1000 else None
+        classes = subject.logits(subject.images[:1]).shape[1]
+        own = getattr(trainer.datamodule, "wnids", None) if self.wnids is None else read_wnids(self.wnids)
+        if own is None:
+            return imagenet_wnids() if classes == 1000 else None
+        if len(own) != classes:
+            raise ValueError(f"the model has {classes} classes, and {len(own)} wnids were given")
+        return list(own)
 
     def _warn_of_few_classes(self, subject: Subject) -> None:
         classes = subject.logits(subject.images[:1]).shape[1]
@@ -310,6 +315,11 @@ def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
         f"RobustnessEvaluation needs batches (images, labels), or (inputs, targets) of a LanguageModelingTask; "
         f"{type(pl_module).__name__} is given {type(batch).__name__}"
     )
+
+
+def _beside_runs(folder: Path) -> Path:
+    """The folder that holds the runs where ``folder`` is one of them by its name, else ``folder`` itself."""
+    return folder.parent if re.fullmatch(r"version_\d+", folder.name) else folder
 
 
 def _too_small(images: Tensor) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from attention_modules import __version__
 from lightning_tasks.robustness.table import Row
 
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow")
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -79,9 +81,21 @@ class RowStore:
             os.fsync(file.fileno())
 
 
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """The version of each of these distributions; "" where it is not installed."""
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
-    """Changes with weights and buffers, layers and their options, plain settings, data, and the versions it knows."""
-    digest = hashlib.sha256(f"{__version__}\0{torch.__version__}".encode())
+    """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries."""
+    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES)]).encode())
     for text in (type(module).__qualname__, repr(module), repr(settings)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -124,9 +138,7 @@ def run_suite(
         f"about {duration(todo * seconds_a_pass)}"
     )
     rows: list[Row] = []
-    with tqdm(
-        total=round(todo, 1), unit="pass", disable=not (show and count), file=sys.stderr, desc="robustness"
-    ) as bar:
+    with tqdm(total=todo, bar_format=_BAR, disable=not (show and count), file=sys.stderr, desc="robustness") as bar:
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:
