@@ -88,7 +88,7 @@ class FileImages(Images):
         self.paths = np.array(paths)  # one object to share with the workers, not a million
 
     def read(self, index: int) -> Image.Image:
-        with Image.open(self.paths[index]) as image:
+        with Image.open(self.name(index)) as image:
             image.load()
             return image
 

@@ -16,8 +16,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from datamodules.base import check_at_least
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.robustness.attack_table import AttackSetting, read_eps
+from lightning_tasks.robustness.attack_table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders, imagenet_wnids, read_wnids
 from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
 from lightning_tasks.robustness.corruptions import (
@@ -63,7 +64,7 @@ class RobustnessEvaluation(Callback):
         num_images: how many images, all where None. They are held in memory.
         attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, transfer (``source``: checkpoint
             of the twin; ``attack``: what to run on it, pgd by default), released_fgsm, released_pgd, released_spsa
-            (``std``: what the model divides by).
+            (``std``: what the model divides by). Of two with one name, one needs ``label``, its name in the table.
         eps: radii in [0, 1], as numbers or fractions ("4/255").
         corruptions: "common" (15), "all" (19), or a list of names; an empty list for none.
         severities: of 1 to 5.
@@ -106,11 +107,16 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, limit in (("num_images", num_images, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value is not None and value < limit:
-                raise ValueError(f"{name} is {value!r}: give an integer of at least {limit}")
+        for name, value, limit in (
+            ("num_images", num_images, 1),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value is not None:
+                check_at_least(name, value, limit)
         self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
-        self.attacks = [AttackSetting.read(each) for each in (["fgsm", "pgd"] if attacks is None else attacks)]
+        self.attacks = read_attacks(["fgsm", "pgd"] if attacks is None else attacks)
         self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
         if isinstance(corruptions, str):
             corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]

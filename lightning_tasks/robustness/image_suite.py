@@ -58,7 +58,8 @@ class Subject:
 
     def labelled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
         """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
-        found = self._outputs(images, partial(collate_images, shape=tuple(self.images.shape[1:])), advance)
+        _, channels, height, width = self.images.shape
+        found = self._outputs(images, partial(collate_images, shape=(channels, height, width)), advance)
         images.warn_of_skipped()
         return found
 
@@ -147,7 +148,8 @@ def attack_measurement(
         share = right / len(subject.images)
         return [Row("attack", setting.label, text, "accuracy", share, len(subject.images), *norms)]
 
-    what = {"test": "attack", "name": setting.label, "eps": text, "options": setting.options, "source": source_digest}
+    what = {"test": "attack", "name": setting.label, "eps": text}
+    what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
     return Measurement(what, setting.passes, measure)
 
 

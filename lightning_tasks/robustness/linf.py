@@ -15,7 +15,7 @@ from torch.nn import functional
 Model = nn.Module | Callable[[Tensor], Tensor]
 
 
-def is_share(value: Any) -> TypeGuard[Real]:
+def is_share(value: Any) -> TypeGuard[float]:
     """Whether it is a real number in [0, 1], numpy's and fractions among them; bool and nan are none."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 

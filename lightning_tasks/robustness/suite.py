@@ -23,6 +23,7 @@ from attention_modules import __version__
 from lightning_tasks.robustness.table import Row
 
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow")
+_SHOWN = ("test", "name", "eps", "severity", "at", "share")
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -142,7 +143,7 @@ def run_suite(
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:
-                bar.set_postfix_str(" ".join(str(value) for value in list(each.what.values())[:3]))
+                bar.set_postfix_str(" ".join(str(each.what[key]) for key in _SHOWN if key in each.what))
                 started = time.monotonic()
                 done = each.measure(_advance(bar, each.passes))
                 done = [replace(row, seconds=round(time.monotonic() - started, 2)) for row in done]

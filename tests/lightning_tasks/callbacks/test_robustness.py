@@ -138,6 +138,16 @@ def test_swapped_models_are_attacked_through_their_fast_path(tmp_path, module, m
     assert all(row.gradient_l2 > 0 for row in rows if row.test == "attack")
 
 
+def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
+    longer = {"name": "pgd", "steps": 3, "label": "pgd of 3 steps"}
+    callback = RobustnessEvaluation(attacks=[{"name": "pgd", "steps": 1}, longer], eps=["4/255"], corruptions=[])
+    runner = trainer(tmp_path, callback)
+    runner.test(module, TinyImages(), verbose=False)
+    for name, key in (("pgd", "pgd"), ("pgd of 3 steps", "pgd_of_3_steps")):
+        logged = runner.callback_metrics[f"robustness/{key}/4_255/accuracy"]
+        assert logged == pytest.approx(values(callback.table)["attack", name, "4/255", "accuracy"])
+
+
 def test_the_first_images_alone(tmp_path, module):
     rows = evaluate(tmp_path, module, num_images=13, attacks=[])
     images, labels = pictures(24, 12, seed=1)
@@ -232,7 +242,8 @@ def test_pictures_of_a_folder_that_cannot_be_read_are_left_out_and_counted(folde
             UserWarning, match=r"1 of 6 pictures cannot be read.*n01/1\.png \(the first: OSError: image file is"
         ),
         pytest.warns(
-            UserWarning, match=r"1 of 6 pictures cannot be read.*y/0\.png \(the first: UnidentifiedImageError"
+            UserWarning,
+            match=r"1 of 6 pictures cannot be read.*y/0\.png \(the first: UnidentifiedImageError: cannot identify image file '/",
         ),
     ):
         rows = evaluate(tmp_path, module, attacks=[], wnids=str(folders / "wnids.txt"), **options)
@@ -467,6 +478,7 @@ def test_perplexities_that_are_nan_or_infinite_are_said():
         ({"attacks": ["transfer"]}, "needs source: the checkpoint of a twin"),
         ({"attacks": [{"name": "transfer", "source": "nowhere.ckpt"}]}, "'nowhere.ckpt': no such file"),
         ({"attacks": ["released_pgd"]}, "needs std"),
+        ({"attacks": ["pgd", {"name": "pgd", "steps": 50}]}, "two attacks are called 'pgd' in the table"),
         ({"eps": [8]}, r"eps is 8: it must be in \[0, 1\]"),
         ({"eps": ["8/2"]}, r"eps is '8/2': it must be in \[0, 1\]"),
         ({"eps": ["a"]}, "eps is 'a'"),
@@ -476,6 +488,8 @@ def test_perplexities_that_are_nan_or_infinite_are_said():
         ({"corruptions": ["blurr"]}, "'blurr' is unknown"),
         ({"severities": [6]}, "severity is 6"),
         ({"num_images": 0}, "num_images is 0"),
+        ({"num_images": 2.5}, r"num_images is 2\.5"),
+        ({"num_workers": -1}, "num_workers is -1"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"word_swap": 2.5}, "word_swap is 2.5"),
         ({"word_swap": True}, "word_swap is True"),
