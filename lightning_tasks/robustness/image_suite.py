@@ -148,7 +148,7 @@ def attack_measurement(
         share = right / len(subject.images)
         return [Row("attack", setting.label, text, "accuracy", share, len(subject.images), *norms)]
 
-    what = {"test": "attack", "name": setting.label, "eps": text}
+    what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text}
     what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
     return Measurement(what, setting.passes, measure)
 
