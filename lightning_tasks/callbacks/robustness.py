@@ -124,6 +124,7 @@ class RobustnessEvaluation(Callback):
         for name in self.corruptions:
             for severity in self.severities:
                 check_corruption(name, severity)
+        self.baseline_of = baseline
         self.baseline = None if baseline is None else _read_baseline(Path(baseline), self._corrupted())
         self.shifts, self.ood, self.wnids = dict(shifts or {}), dict(ood or {}), wnids
         for root in (*self.shifts.values(), *self.ood.values()):
@@ -133,7 +134,8 @@ class RobustnessEvaluation(Callback):
                 raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
         if word_swap is not None and not is_share(word_swap):
             raise ValueError(f"word_swap is {word_swap!r}: give the share of words to swap, in [0, 1]")
-        self.word_swap, self.word_swap_token = word_swap, word_swap_token
+        self.word_swap = None if word_swap is None else float(word_swap)
+        self.word_swap_token = word_swap_token
         self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
@@ -253,7 +255,7 @@ class RobustnessEvaluation(Callback):
         seconds = (time.monotonic() - started) * len(inputs) / min(len(inputs), self.batch_size)
 
         def write(rows: list[Row]) -> None:
-            self.table = [*_with_means(rows, self.baseline), *extra]
+            self.table = [*_with_means(rows, self.baseline, f"against {self.baseline_of}"), *extra]
             write_csv(self.table, folder / TABLE)
             (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
 
@@ -342,33 +344,36 @@ def _read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row
     if not file.is_file():
         raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
     rows = read_csv(file)
-    _with_errors([], dict.fromkeys(corrupted, 0.0), 0.0, rows)
+    _with_errors([], dict.fromkeys(corrupted, 0.0), 0.0, rows, "")
     return rows
 
 
-def _with_means(rows: Sequence[Row], baseline: Sequence[Row] | None) -> list[Row]:
+def _with_means(rows: Sequence[Row], baseline: Sequence[Row] | None, note: str) -> list[Row]:
     """The rows, the mean over corruptions among them, and the errors relative to the baseline."""
     means = mean_corruption_row(rows)
     if means and baseline is not None:
         clean, errors = corruption_errors(rows)
-        means = _with_errors(means, errors, clean, baseline)
+        means = _with_errors(means, errors, clean, baseline, note)
     last = max((place for place, row in enumerate(rows) if row.test == "corruption"), default=-1)
     return [*rows[: last + 1], *means, *rows[last + 1 :]]
 
 
 def _with_errors(
-    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row]
+    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row], note: str
 ) -> list[Row]:
-    """The rows, and mCE and relative mCE.
+    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images.
 
     Raises:
         ValueError: if the baseline lacks a corruption or severity.
     """
     base_clean, base = corruption_errors(baseline)
     samples = means[0].samples if means else 0
-    result = [*means, Row("mean corruption", "", "", "mCE", mean_corruption_error(errors, base), samples)]
+    others = {row.samples for row in baseline if row.test == "corruption"} - {samples}
+    note += f", measured on {max(others):,} images" if others else ""
+    mce = mean_corruption_error(errors, base)
+    result = [*means, Row("mean corruption", "", "", "mCE", mce, samples, note=note)]
     try:
-        value, note = relative_mean_corruption_error(errors, clean, base, base_clean), ""
+        value = relative_mean_corruption_error(errors, clean, base, base_clean)
     except ValueError as error:  # a corruption that does the baseline no harm
         value, note = math.nan, str(error)
     return [*result, Row("mean corruption", "", "", "relative mCE", value, samples, note=note)]

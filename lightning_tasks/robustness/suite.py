@@ -110,7 +110,7 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:
     """The key of a measurement of a model and data that have the fingerprint ``identity``."""
-    return hashlib.sha256(json.dumps([identity, what], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([identity, what], sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def run_suite(

@@ -139,7 +139,7 @@ def test_swapped_models_are_attacked_through_their_fast_path(tmp_path, module, m
 
 
 def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
-    longer = {"name": "pgd", "steps": 3, "label": "pgd of 3 steps"}
+    longer = {"name": "pgd", "steps": 3, "step_size": np.float32(0.01), "label": "pgd of 3 steps"}
     callback = RobustnessEvaluation(attacks=[{"name": "pgd", "steps": 1}, longer], eps=["4/255"], corruptions=[])
     runner = trainer(tmp_path, callback)
     runner.test(module, TinyImages(), verbose=False)
@@ -171,6 +171,9 @@ def test_corruptions_their_mean_and_the_errors_against_a_baseline(tmp_path, modu
     again = values(evaluate(tmp_path / "b", module, TinyImages(size=32), baseline=str(baseline), **chosen))
     assert again["mean corruption", "", "", "mCE"] == pytest.approx(1)
     assert {key: value for key, value in again.items() if key in found} == found  # the same by seed
+    noted = evaluate(tmp_path / "b", module, TinyImages(size=32), baseline=str(baseline), num_images=20, **chosen)
+    notes = {row.metric: row.note for row in noted if row.test == "mean corruption"}
+    assert notes["mCE"] == f"against {baseline}, measured on 24 images"
     text = (tmp_path / "a" / "demo" / "version_0" / "robustness.md").read_text()
     assert "| corruption, accuracy at severity | 1 | 5 |" in text
     assert "2 of 15 corruptions, severities 1, 5" in text
@@ -437,7 +440,7 @@ def test_transfer_from_the_checkpoint_of_a_twin(tmp_path, module, swapped):
 def test_perplexity_with_words_swapped(tmp_path):
     data = RandomText(val_windows=30)
     task = LanguageModelingTask(SMALL, vocab_size=VOCAB, attention="rpc", attention_options={"iterations": 2})
-    callback = RobustnessEvaluation(word_swap=0.3, word_swap_token=0, batch_size=7)
+    callback = RobustnessEvaluation(word_swap=np.float32(0.3), word_swap_token=0, batch_size=7)
     metrics = trainer(tmp_path, callback).test(task, data, verbose=False)[0]
     found = values(callback.table)
     assert found["clean", "", "", "perplexity"] == pytest.approx(metrics["test/perplexity"], rel=1e-5)
