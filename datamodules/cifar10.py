@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from datamodules.cifar_archive import Pixels, find_archive, read_archive
+from datamodules.cifar_archive import CLASSES, Pixels, find_archive, read_archive
 from datamodules.hub import download_parquet, find_shards
-from datamodules.images import ArrayImages
+from datamodules.images import ArrayImages, in_mode
 from datamodules.parquet import count_rows, read_rows
 from datamodules.paths import data_root
 from datamodules.vision import VisionDataModule, split_indices
@@ -113,7 +113,7 @@ def read_parquet(files: list[Path], description: str) -> Pixels:
     """Decodes the pictures of parquet files; those that cannot be read are left out, and counted in a warning.
 
     Raises:
-        ValueError: a picture is not 32 x 32, or has no integer label; or none can be read.
+        ValueError: a picture is not 32 x 32, or its label is none of 0 to 9; or none can be read.
     """
     pixels, labels, damaged = [], [], []
     with tqdm(total=sum(map(count_rows, files)), desc=description, unit=" pictures", disable=None) as bar:
@@ -124,14 +124,17 @@ def read_parquet(files: list[Path], description: str) -> Pixels:
                     bar.update()
                     try:
                         with Image.open(BytesIO(row["img"]["bytes"])) as image:
-                            picture = np.asarray(image.convert("RGB"))
+                            picture = np.asarray(in_mode(image, "RGB"))
                     except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
                         damaged.append(place)
                         continue
                     if picture.shape[:2] != (_SIZE, _SIZE):
                         raise ValueError(f"{place}: {picture.shape[:2]} pixels, where CIFAR-10 has {_SIZE} x {_SIZE}")
-                    if not isinstance(row["label"], int):
-                        raise ValueError(f"{place}: the label is {row['label']!r}, an integer is needed")
+                    if not isinstance(row["label"], int) or not 0 <= row["label"] < CLASSES:
+                        raise ValueError(
+                            f"{place}: the label is {row['label']!r}, where CIFAR-10 has integers from 0 to "
+                            f"{CLASSES - 1}"
+                        )
                     pixels.append(picture)
                     labels.append(row["label"])
     if not pixels:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 Pixels = tuple[np.ndarray, np.ndarray]
 """(pixels `[pictures, 32, 32, 3]` uint8, labels `[pictures]` int64)"""
 
 _PYTHON = {"train": [f"data_batch_{index}" for index in range(1, 6)], "test": ["test_batch"]}
 _BINARY = {split: [f"{name}.bin" for name in names] for split, names in _PYTHON.items()}
+CLASSES = 10
 _PICTURE = 3 * 32 * 32
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
@@ -50,7 +52,7 @@ def read_archive(archive: Path, split: str) -> Pixels:
     binary = "bin" in archive.name
     parts = []
     with _opened(archive) as read:
-        for name in (_BINARY if binary else _PYTHON)[split]:
+        for name in tqdm((_BINARY if binary else _PYTHON)[split], desc=f"CIFAR-10: {split}", disable=None):
             content = read(name)
             try:
                 parts.append(parse_binary(content) if binary else parse_python(content))
@@ -77,6 +79,9 @@ def parse_python(content: bytes) -> Pixels:
 
 
 def _pixels(rows: np.ndarray, labels: np.ndarray) -> Pixels:
+    if len(labels) and not 0 <= labels.min() <= labels.max() < CLASSES:
+        wrong = int(np.flatnonzero((labels < 0) | (labels >= CLASSES))[0])
+        raise ValueError(f"picture {wrong} has label {labels[wrong]}: labels must lie in 0 to {CLASSES - 1}")
     return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels.astype(np.int64)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 from timm.data import ImageNetInfo
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from tqdm import tqdm
 
+from datamodules.folders import class_folders, class_pictures
 from datamodules.hub import find_shards
 from datamodules.images import FileImages, Images, ParquetImages
 from datamodules.paths import cache_root, data_root
@@ -26,10 +25,10 @@ class ImageNetDataModule(VisionDataModule):
     """ImageNet, or any pictures in one of its two layouts; test pictures are the validation pictures.
 
     A folder a class (`torchvision.datasets.ImageFolder`): `root/FOLDER/{train,val}/CLASS/*.JPEG`, labels in the order
-    of the sorted class names. Or the hub's: `root/FOLDER/data/{train,validation}-XXXXX-of-YYYYY.parquet` with the
-    columns `image` and `label`, which the library `datasets` copies once to a memory map in the cache. The number of
-    classes follows from the data. Where there are 1,000 of them with WordNet ids, these must be ImageNet-1k's, so that
-    labels mean what pretrained models mean.
+    of the sorted class names; pictures in sub-folders of a class count too. Or the hub's:
+    `root/FOLDER/data/{train,validation}-XXXXX-of-YYYYY.parquet` with the columns `image` and `label`, which the library
+    `datasets` copies once to a memory map in the cache. The number of classes follows from the data. Where there are
+    1,000 of them with WordNet ids, these must be ImageNet-1k's, so that labels mean what pretrained models mean.
 
     Args:
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
@@ -79,6 +78,11 @@ class ImageNetDataModule(VisionDataModule):
             self._class_names = self._find_classes()
         return self._class_names
 
+    @property
+    def wnids(self) -> Sequence[str] | None:
+        """The WordNet ids in the order of the labels; None where the classes have other names."""
+        return self.class_names if all(_WNID.fullmatch(name) for name in self.class_names) else None
+
     def prepare_data(self) -> None:
         """Copies parquet files to a memory map, once, in one process."""
         if not self._in_folders:
@@ -112,23 +116,13 @@ class ImageNetDataModule(VisionDataModule):
         if not self._in_folders:
             train = self._parquet("train")
             return train.class_names or [str(label) for label in range(int(train.labels.max()) + 1)]
-        classes = {split: _folders(place) for split, place in self._places.items()}
+        classes = {split: class_folders(place) for split, place in self._places.items()}
         check_same_classes(self._places["train"], classes["train"], self._places["validation"], classes["validation"])
         check_wnids(classes["train"])
         return classes["train"]
 
     def _files(self, split: str) -> FileImages:
-        paths: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(tqdm(self.class_names, desc=f"{self.folder.name}: {split} files", disable=None)):
-            found = sorted(_pictures(self._places[split] / name))
-            if not found:
-                raise ValueError(
-                    f"{self._places[split] / name} has no picture ({', '.join(IMG_EXTENSIONS)}): every class needs one"
-                )
-            paths += found
-            labels += [label] * len(found)
-        return FileImages(paths, labels)
+        return FileImages(*class_pictures(self._places[split], self.class_names, f"{self.folder.name}: {split} files"))
 
     def _shards(self, split: str) -> list[Path]:
         return find_shards(self.folder / "data", split) or find_shards(self.folder, split)
@@ -183,17 +177,6 @@ def check_paths(images: ParquetImages) -> None:
                 f"{images.name(index)} has label {label}, which is {known[label]} in ImageNet-1k: labels must be in "
                 "the order of the sorted WordNet ids"
             )
-
-
-def _folders(place: Path) -> list[str]:
-    names = sorted(entry.name for entry in os.scandir(place) if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise ValueError(f"{place} has no class folders: at least 1 is needed")
-    return names
-
-
-def _pictures(folder: Path) -> list[str]:
-    return [entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(IMG_EXTENSIONS)]
 
 
 def _some(names: Sequence[str]) -> str:

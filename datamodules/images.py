@@ -20,6 +20,20 @@ MODES = {1: "L", 3: "RGB"}
 _NAMED = 3
 
 
+def in_mode(image: Image.Image, mode: str) -> Image.Image:
+    """The picture in "L" or "RGB"; 16 bits are scaled to 8 (Pillow alone cuts values off at 255).
+
+    Raises:
+        ValueError: it has numbers whose range is not known: floats, or integers beyond 16 bits.
+    """
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise ValueError(f"values of mode {image.mode} from {values.min()} to {values.max()}: give 8 or 16 bits")
+        image = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+    return image.convert(mode)
+
+
 class Images(ABC):
     """Pictures by index.
 
@@ -74,7 +88,7 @@ class FileImages(Images):
         self.paths = np.array(paths)  # one object to share with the workers, not a million
 
     def read(self, index: int) -> Image.Image:
-        with Image.open(self.paths[index]) as image:
+        with Image.open(self.name(index)) as image:
             image.load()
             return image
 
@@ -91,17 +105,20 @@ class ParquetImages(Images):
         cache: folder for the memory map.
 
     Raises:
-        ValueError: a column is missing, or a picture has no label.
+        ValueError: a column is missing, or a picture has no label, or one that is no integer.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str, cache: Path) -> None:
         import datasets
+        import pyarrow
 
         rows = datasets.Dataset.from_parquet([str(path) for path in files], cache_dir=str(cache))
         for column in (image, label):
             if column not in rows.column_names:
                 raise ValueError(f"{files[0]} has the columns {rows.column_names}: {column!r} is needed")
         labels = rows.data.column(label)
+        if not pyarrow.types.is_integer(labels.type):
+            raise ValueError(f"{files[0]} has {labels.type} in the column {label!r}: integers are needed")
         if labels.null_count:
             raise ValueError(f"{files[0]} and its like have {labels.null_count} pictures without a label")
         super().__init__(labels.to_numpy())
@@ -128,7 +145,7 @@ class ImageDataset(Dataset):
     Args:
         images: what is read.
         transform: PIL picture to uint8 `[C, H, W]`.
-        in_chans: C, 1 or 3; pictures of other modes are converted.
+        in_chans: C, 1 or 3; pictures of other modes are converted, of 16 bits scaled to 8.
         is_random: whether the transform draws random numbers.
         multiple_of: items are filled up with None to a multiple of this (so that each of several processes gets
             equally many, none twice).
@@ -176,7 +193,21 @@ class ImageDataset(Dataset):
         names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[:_NAMED])
         if count == size:
             raise ValueError(f"none of the {size:,} pictures can be read, e.g. {names}: is the data still there?")
-        warnings.warn(f"{count:,} of {size:,} pictures cannot be read and are left out: {names}", stacklevel=2)
+        first = int(self._damaged.nonzero()[0])
+        warnings.warn(
+            f"{count:,} of {size:,} pictures cannot be read and are left out: {names} (the first: {self._why(first)})",
+            stacklevel=2,
+        )
+
+    def _why(self, index: int) -> str:
+        try:
+            self._read(index)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "it can be read now"
+
+    def _read(self, index: int) -> Image.Image:
+        return in_mode(self.images.read(index), self.mode)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
         return self.__getitems__([index])[0]
@@ -193,7 +224,7 @@ class ImageDataset(Dataset):
         if index >= len(self.images):
             return None
         try:
-            image = self.images.read(index).convert(self.mode)
+            image = self._read(index)
         except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
             self._damaged[index] = True
             return None

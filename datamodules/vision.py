@@ -88,7 +88,7 @@ class VisionDataModule(DataModule):
         """
         if split not in self._images:
             images = self.load(split)
-            _check_labels(images.labels, self.num_classes, split)
+            _check_labels(images, self.num_classes, split)
             self._images[split] = images
         return self._images[split]
 
@@ -200,12 +200,15 @@ def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.nd
     return np.sort(rest), np.sort(held_out)
 
 
-def _check_labels(labels: np.ndarray, num_classes: int, split: str) -> None:
+def _check_labels(images: Images, num_classes: int, split: str) -> None:
+    labels = images.labels
     if not len(labels):
         raise ValueError(f"the {split} split has no pictures: at least 1 is needed")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= num_classes:
+        wrong = int(np.flatnonzero((labels < 0) | (labels >= num_classes))[0])
         raise ValueError(
             f"the {split} split has labels from {low} to {high}, but {num_classes} classes are known: "
-            f"labels must lie in 0 to {num_classes - 1}"
+            f"labels must lie in 0 to {num_classes - 1}; the first that does not is {labels[wrong]} of "
+            f"{images.name(wrong)}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -15,8 +16,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from datamodules.base import check_at_least
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.robustness.attack_table import AttackSetting, read_eps
+from lightning_tasks.robustness.attack_table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders, imagenet_wnids, read_wnids
 from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
 from lightning_tasks.robustness.corruptions import (
@@ -32,11 +34,12 @@ from lightning_tasks.robustness.image_suite import (
     attack_measurement,
     clean_measurement,
     corruption_measurement,
+    gradient_measurement,
     mean_corruption_row,
     ood_measurement,
     shift_measurement,
 )
-from lightning_tasks.robustness.linf import check_batch
+from lightning_tasks.robustness.linf import check_batch, is_share
 from lightning_tasks.robustness.suite import Measurement, RowStore, fingerprint, run_suite
 from lightning_tasks.robustness.table import COLUMNS, Row, corruption_errors, markdown, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, word_swap_measurement
@@ -61,7 +64,7 @@ class RobustnessEvaluation(Callback):
         num_images: how many images, all where None. They are held in memory.
         attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, transfer (``source``: checkpoint
             of the twin; ``attack``: what to run on it, pgd by default), released_fgsm, released_pgd, released_spsa
-            (``std``: what the model divides by).
+            (``std``: what the model divides by). Of two with one name, one needs ``label``, its name in the table.
         eps: radii in [0, 1], as numbers or fractions ("4/255").
         corruptions: "common" (15), "all" (19), or a list of names; an empty list for none.
         severities: of 1 to 5.
@@ -71,13 +74,13 @@ class RobustnessEvaluation(Callback):
         wnids: file with the class names in the order of the logits; where None, the data module's ``wnids``, else
             those of ImageNet-1k.
         word_swap: share of the words to swap; None for none.
-        word_swap_token: id of the generic token (`<unk>`).
-        word_swap_keep: ids that are no words (`<eos>`).
+        word_swap_token: id of the generic token (`<unk>`), itself no word.
+        word_swap_keep: ids of further tokens that are no words (`<eos>`).
         batch_size: images or windows at a time.
         num_workers: processes that corrupt and read images.
         seed: of all that is drawn.
-        rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders of the recipe's
-            runs.
+        rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders version_N of the
+            recipe's runs, or in the folder of the run where it has another name.
 
     Raises:
         ValueError: for what is unknown or out of its limits, before anything runs.
@@ -104,11 +107,16 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, limit in (("num_images", num_images, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value is not None and value < limit:
-                raise ValueError(f"{name} is {value!r}: give an integer of at least {limit}")
+        for name, value, limit in (
+            ("num_images", num_images, 1),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value is not None:
+                check_at_least(name, value, limit)
         self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
-        self.attacks = [AttackSetting.read(each) for each in (["fgsm", "pgd"] if attacks is None else attacks)]
+        self.attacks = read_attacks(["fgsm", "pgd"] if attacks is None else attacks)
         self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
         if isinstance(corruptions, str):
             corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
@@ -116,6 +124,7 @@ class RobustnessEvaluation(Callback):
         for name in self.corruptions:
             for severity in self.severities:
                 check_corruption(name, severity)
+        self.baseline_of = baseline
         self.baseline = None if baseline is None else _read_baseline(Path(baseline), self._corrupted())
         self.shifts, self.ood, self.wnids = dict(shifts or {}), dict(ood or {}), wnids
         for root in (*self.shifts.values(), *self.ood.values()):
@@ -123,9 +132,10 @@ class RobustnessEvaluation(Callback):
         for setting in self.attacks:
             if setting.source is not None and not Path(setting.source).is_file():
                 raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
-        if word_swap is not None and not 0 <= word_swap <= 1:
+        if word_swap is not None and not is_share(word_swap):
             raise ValueError(f"word_swap is {word_swap!r}: give the share of words to swap, in [0, 1]")
-        self.word_swap, self.word_swap_token = word_swap, word_swap_token
+        self.word_swap = None if word_swap is None else float(word_swap)
+        self.word_swap_token = word_swap_token
         self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
@@ -197,6 +207,8 @@ class RobustnessEvaluation(Callback):
         model = _InPrecision(pl_module, trainer)
         subject = Subject(model, images, labels, pl_module.device, self.batch_size, self.num_workers, self.seed)
         measurements = [clean_measurement(subject)]
+        white_box = {setting.at_own_prediction for setting in self.attacks if setting.attack.white_box and self.eps}
+        measurements += [gradient_measurement(subject, own) for own in sorted(white_box)]
         for setting in self.attacks:
             source, digest = None, ""
             if setting.source is not None:
@@ -234,7 +246,7 @@ class RobustnessEvaluation(Callback):
     ) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        store = RowStore(self.rows or (folder.parent if trainer.log_dir else folder) / ROWS)
+        store = RowStore(self.rows or _beside_runs(folder) / ROWS)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
         identity = fingerprint(pl_module, settings, inputs, targets)
         one_pass()  # the first one also prepares what later ones find ready
@@ -243,7 +255,7 @@ class RobustnessEvaluation(Callback):
         seconds = (time.monotonic() - started) * len(inputs) / min(len(inputs), self.batch_size)
 
         def write(rows: list[Row]) -> None:
-            self.table = [*_with_means(rows, self.baseline), *extra]
+            self.table = [*_with_means(rows, self.baseline, f"against {self.baseline_of}"), *extra]
             write_csv(self.table, folder / TABLE)
             (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
 
@@ -258,12 +270,13 @@ class RobustnessEvaluation(Callback):
         return [(name, severity) for name in self.corruptions for severity in self.severities]
 
     def _wnids(self, trainer: Any, subject: Subject) -> list[str] | None:
-        if self.wnids is not None:
-            return read_wnids(self.wnids)
-        own = getattr(trainer.datamodule, "wnids", None)
-        if own is not None:
-            return list(own)
-        return imagenet_wnids() if subject.logits(subject.images[:1]).shape[1] == 1000 else None
+        classes = subject.logits(subject.images[:1]).shape[1]
+        own = getattr(trainer.datamodule, "wnids", None) if self.wnids is None else read_wnids(self.wnids)
+        if own is None:
+            return imagenet_wnids() if classes == 1000 else None
+        if len(own) != classes:
+            raise ValueError(f"the model has {classes} classes, and {len(own)} wnids were given")
+        return list(own)
 
     def _warn_of_few_classes(self, subject: Subject) -> None:
         classes = subject.logits(subject.images[:1]).shape[1]
@@ -312,6 +325,11 @@ def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
     )
 
 
+def _beside_runs(folder: Path) -> Path:
+    """The folder that holds the runs where ``folder`` is one of them by its name, else ``folder`` itself."""
+    return folder.parent if re.fullmatch(r"version_\d+", folder.name) else folder
+
+
 def _too_small(images: Tensor) -> str:
     return f"images are {images.shape[2]} x {images.shape[3]}, the corruptions need {SMALLEST} x {SMALLEST}"
 
@@ -326,33 +344,36 @@ def _read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row
     if not file.is_file():
         raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
     rows = read_csv(file)
-    _with_errors([], dict.fromkeys(corrupted, 0.0), 0.0, rows)
+    _with_errors([], dict.fromkeys(corrupted, 0.0), 0.0, rows, "")
     return rows
 
 
-def _with_means(rows: Sequence[Row], baseline: Sequence[Row] | None) -> list[Row]:
+def _with_means(rows: Sequence[Row], baseline: Sequence[Row] | None, note: str) -> list[Row]:
     """The rows, the mean over corruptions among them, and the errors relative to the baseline."""
     means = mean_corruption_row(rows)
     if means and baseline is not None:
         clean, errors = corruption_errors(rows)
-        means = _with_errors(means, errors, clean, baseline)
+        means = _with_errors(means, errors, clean, baseline, note)
     last = max((place for place, row in enumerate(rows) if row.test == "corruption"), default=-1)
     return [*rows[: last + 1], *means, *rows[last + 1 :]]
 
 
 def _with_errors(
-    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row]
+    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row], note: str
 ) -> list[Row]:
-    """The rows, and mCE and relative mCE.
+    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images.
 
     Raises:
         ValueError: if the baseline lacks a corruption or severity.
     """
     base_clean, base = corruption_errors(baseline)
     samples = means[0].samples if means else 0
-    result = [*means, Row("mean corruption", "", "", "mCE", mean_corruption_error(errors, base), samples)]
+    others = {row.samples for row in baseline if row.test == "corruption"} - {samples}
+    note += f", measured on {max(others):,} images" if others else ""
+    mce = mean_corruption_error(errors, base)
+    result = [*means, Row("mean corruption", "", "", "mCE", mce, samples, note=note)]
     try:
-        value, note = relative_mean_corruption_error(errors, clean, base, base_clean), ""
+        value = relative_mean_corruption_error(errors, clean, base, base_clean)
     except ValueError as error:  # a corruption that does the baseline no harm
         value, note = math.nan, str(error)
     return [*result, Row("mean corruption", "", "", "relative mCE", value, samples, note=note)]

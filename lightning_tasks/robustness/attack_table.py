@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -63,16 +63,20 @@ class AttackSetting:
         options: of its function, all of them; for transfer, those of the attack on the twin.
         source: for transfer, the checkpoint of the twin.
         on_source: for transfer, the name of the attack on the twin.
+        called: what the table calls it; by its own name where None.
     """
 
     name: str
     options: dict[str, Any]
     source: str | None = None
     on_source: str | None = None
+    called: str | None = None
 
     @classmethod
     def read(cls, given: str | Mapping[str, Any]) -> AttackSetting:
-        """From a name, or ``{"name": ..., option: value}``; transfer also has ``source`` and ``attack``.
+        """From a name, or ``{"name": ..., option: value}``, with ``label`` for the table where that is to differ.
+
+        Transfer also has ``source`` and ``attack``.
 
         Raises:
             ValueError: for an unknown attack (the nearest is named), an unknown or missing option, or transfer
@@ -80,13 +84,14 @@ class AttackSetting:
         """
         rest = {"name": given} if isinstance(given, str) else dict(given)
         name = _known(str(rest.pop("name", "")), ATTACKS, "attack")
+        called = rest.pop("label", None)
         if name != "transfer":
-            return cls(name, _options(name, rest))
+            return cls(name, _options(name, rest), called=called)
         source, on_source = rest.pop("source", None), str(rest.pop("attack", "pgd"))
         if not isinstance(source, str):
             raise ValueError("the attack 'transfer' needs source: the checkpoint of a twin of the model")
         _known(on_source, {key: value for key, value in ATTACKS.items() if key != "transfer"}, "attack on the source")
-        return cls(name, _options(on_source, rest), source, on_source)
+        return cls(name, _options(on_source, rest), source, on_source, called)
 
     @property
     def attack(self) -> Attack:
@@ -96,6 +101,11 @@ class AttackSetting:
     @property
     def label(self) -> str:
         """The attack as the table names it."""
+        return self.called or self.kind
+
+    @property
+    def kind(self) -> str:
+        """What is run, whatever it is called."""
         return f"{self.name} of {self.on_source}" if self.on_source else self.name
 
     @property
@@ -104,10 +114,30 @@ class AttackSetting:
         return "seed" in inspect.signature(ATTACKS[self.on_source or self.name].function).parameters
 
     @property
+    def at_own_prediction(self) -> bool:
+        """Whether it goes away from the model's own prediction, rather than from the true label."""
+        return self.name.startswith("released")
+
+    @property
     def passes(self) -> float:
         """Forward passes over the images for one eps, that which counts the successes included."""
         on_source = ATTACKS[self.on_source].passes(self.options) if self.on_source else 0.0
         return on_source + self.attack.passes(self.options) + 1
+
+
+def read_attacks(given: Sequence[str | Mapping[str, Any]]) -> list[AttackSetting]:
+    """Each by :meth:`AttackSetting.read`.
+
+    Raises:
+        ValueError: as there; if two would have one name in the table, and be logged as one.
+    """
+    settings = [AttackSetting.read(each) for each in given]
+    labels = [setting.label for setting in settings]
+    if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
+        raise ValueError(
+            f"two attacks are called {twice[0]!r} in the table: give one a label, {{label: ..., name: ...}}"
+        )
+    return settings
 
 
 def _options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,4 +173,4 @@ def read_eps(given: str | float) -> tuple[str, float]:
         check_eps(value)
     except ValueError as error:
         raise ValueError(str(error).replace(f"eps is {value!r}", f"eps is {given!r}")) from None
-    return (given.replace(" ", "") if isinstance(given, str) else f"{value:g}"), float(value)
+    return (given.replace(" ", "") if isinstance(given, str) else f"{float(value):g}"), float(value)

@@ -6,7 +6,11 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from tqdm import tqdm
+
+from datamodules.folders import class_folders, class_pictures
+from datamodules.images import FileImages, ImageDataset, Images
 
 _WNID = re.compile(r"n\d{8}")
 
@@ -16,18 +20,6 @@ def imagenet_wnids() -> list[str]:
     from timm.data import ImageNetInfo
 
     return ImageNetInfo("imagenet-1k").label_names()
-
-
-def class_folders(root: str | Path) -> list[str]:
-    """The names of the folders in ``root``, sorted.
-
-    Raises:
-        ValueError: if it is no folder, or holds none.
-    """
-    names = sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if Path(root).is_dir() else []
-    if not names:
-        raise ValueError(f"{root} must be a folder with one folder of images a class, named by its wnid")
-    return names
 
 
 def class_subset(root: str | Path, wnids: Sequence[str]) -> list[int]:
@@ -68,8 +60,10 @@ def read_wnids(path: str | Path) -> list[str]:
     return names
 
 
-def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) -> Any:
-    """An ``ImageFolder`` of images ``[C, H, W]`` in [0, 1]: timm's evaluation transform, without normalisation.
+def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) -> ImageDataset:
+    """The images of a folder, uint8 ``[C, H, W]``, and their labels: timm's evaluation transform, not normalised.
+
+    An image that cannot be read is None, and counted. Sub-folders of a class count too.
 
     Args:
         root: a folder with one folder a class; labels are the places of the folders in alphabetical order.
@@ -77,26 +71,25 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
         channels: 3 or 1.
 
     Raises:
-        ValueError: if it is no such folder.
+        ValueError: if it is no such folder, a class has no image, or none of the images can be read.
     """
     from timm.data import create_transform
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
 
-    class_folders(root)
-    transform = create_transform((3, *size), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    clip = transforms.Lambda(_clip)
-    grey = [transforms.Grayscale()] if channels == 1 else []
-    return ImageFolder(str(root), transforms.Compose([transform, clip, *grey]))
+    files = FileImages(*class_pictures(Path(root), class_folders(root), f"{Path(root).name}: files"))
+    images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)
+    if all(images[index] is None for index in range(len(images))):  # found now, not after hours of other rows
+        images.warn_of_skipped()
+    return images
 
 
-def _clip(image: Any) -> Any:
-    return image.clamp(0, 1)
-
-
-def folder_digest(root: str | Path) -> str:
-    """Changes with the name or size of any file under ``root``."""
+def files_digest(images: Images, root: str | Path) -> str:
+    """Changes with the name, the class or the content of any of the images, files below ``root``."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in Path(root).rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode())
+    for index in tqdm(range(len(images)), desc=f"{Path(root).name}: contents", disable=None):
+        path = Path(images.name(index))
+        try:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:  # it will be left out, as any that cannot be read
+            content = type(error).__name__
+        digest.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())
     return digest.hexdigest()

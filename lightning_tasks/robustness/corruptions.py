@@ -24,6 +24,12 @@ SEVERITIES = (1, 2, 3, 4, 5)
 SMALLEST = 32
 """Pixels a side, below which the library refuses."""
 
+LIBRARIES = (
+    *("imagecorruptions-imaug", "numba", "numpy", "opencv-python", "opencv-python-headless"),
+    *("pillow", "scikit-image", "scipy"),
+)
+"""What the figures of a corruption depend on: the library and what it computes with."""
+
 # These draw from generators of their own, which numpy's global seed does not reach.
 _TAKES_SEED = ("impulse_noise", "glass_blur")
 _GREY = (0.299, 0.587, 0.114)  # ITU-R 601, what PIL and the library use

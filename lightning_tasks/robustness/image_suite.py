@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from datamodules.images import ImageDataset, collate_images
 from lightning_tasks.robustness.attack_table import GRADIENT, AttackSetting
-from lightning_tasks.robustness.class_folders import class_folders, class_subset, folder_digest, folder_images
-from lightning_tasks.robustness.corruptions import CORRUPTIONS, CorruptedImages
+from lightning_tasks.robustness.class_folders import class_folders, class_subset, files_digest, folder_images
+from lightning_tasks.robustness.corruptions import CORRUPTIONS, LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.gradient_norm import input_gradient_norms
 from lightning_tasks.robustness.linf import held_still, logits_of
 from lightning_tasks.robustness.ood import OOD_METRICS, anomaly_scores, detection_metrics
-from lightning_tasks.robustness.suite import Advance, Measurement
+from lightning_tasks.robustness.suite import Advance, Measurement, library_versions
 from lightning_tasks.robustness.table import Row
 
 
@@ -51,16 +53,30 @@ class Subject:
             yield first, self.images[rows].to(self.device), self.labels[rows].to(self.device)
 
     def logits(self, images: Any, advance: Advance | None = None) -> Tensor:
-        """Logits ``[M, classes]`` of a tensor or a data set (whose labels are left out), on the CPU."""
-        outputs = []
+        """Logits ``[M, classes]`` of a tensor or a data set of images, on the CPU."""
+        return self._outputs(images, None, advance)[0]
+
+    def labelled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
+        """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
+        _, channels, height, width = self.images.shape
+        found = self._outputs(images, partial(collate_images, shape=(channels, height, width)), advance)
+        images.warn_of_skipped()
+        return found
+
+    def _outputs(self, images: Any, collate: Any, advance: Advance | None) -> tuple[Tensor, Tensor]:
+        # A generator of its own: starting a loader must not move the global random state.
+        workers = {"num_workers": self.num_workers, "generator": torch.Generator()}
+        loader: DataLoader = DataLoader(images, self.batch_size, collate_fn=collate, **workers)  # type: ignore[arg-type]
+        outputs, labels = [], [torch.zeros(0, dtype=torch.int64)]
         with held_still(self.model, gradients=False):
-            # A generator of its own: starting a loader must not move the global random state.
-            for batch in DataLoader(images, self.batch_size, num_workers=self.num_workers, generator=torch.Generator()):
-                pictures = batch[0] if isinstance(batch, (list, tuple)) else batch
-                outputs.append(logits_of(self.model, pictures.to(self.device)).float().cpu())
+            for batch in loader:
+                pictures, marks = batch if collate else (batch, labels[0])
+                if len(pictures):
+                    outputs.append(logits_of(self.model, pictures.to(self.device)).float().cpu())
+                    labels.append(marks)
                 if advance is not None:
-                    advance(len(pictures) / len(images))
-        return torch.cat(outputs)
+                    advance(1 / len(loader))
+        return torch.cat(outputs), torch.cat(labels)
 
     def gradient_norms(self, own: bool) -> tuple[float, float]:
         """Mean L1 and L2 norm of the input gradient over the images, at the model's own predictions where ``own``."""
@@ -91,6 +107,18 @@ def clean_measurement(subject: Subject) -> Measurement:
     return Measurement({"test": "clean"}, 1.0, measure)
 
 
+def gradient_measurement(subject: Subject, own: bool) -> Measurement:
+    """Mean L1 and L2 norm of the input gradient, at the model's own predictions where ``own``, else at the labels."""
+    at = "own prediction" if own else ""
+
+    def measure(advance: Advance) -> list[Row]:
+        norms = zip(("l1", "l2"), subject.gradient_norms(own), strict=True)
+        advance(1)
+        return [Row("input gradient", "", at, name, norm, len(subject.labels)) for name, norm in norms]
+
+    return Measurement({"test": "input gradient", "at": at}, GRADIENT, measure)
+
+
 def attack_measurement(
     subject: Subject,
     setting: AttackSetting,
@@ -116,12 +144,13 @@ def attack_measurement(
             advance(len(images) / len(subject.images))
         norms = (math.nan, math.nan)
         if setting.attack.white_box:
-            norms = subject.gradient_norms(own=setting.name.startswith("released"))
+            norms = subject.gradient_norms(setting.at_own_prediction)
         share = right / len(subject.images)
         return [Row("attack", setting.label, text, "accuracy", share, len(subject.images), *norms)]
 
-    what = {"test": "attack", "name": setting.label, "eps": text, "options": setting.options, "source": source_digest}
-    return Measurement(what, setting.passes + GRADIENT * setting.attack.white_box, measure)
+    what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text}
+    what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
+    return Measurement(what, setting.passes, measure)
 
 
 def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement:
@@ -132,21 +161,22 @@ def corruption_measurement(subject: Subject, name: str, severity: int) -> Measur
         share = accuracy(subject.logits(corrupted, advance), subject.labels)
         return [Row("corruption", name, str(severity), "accuracy", share, len(subject.images))]
 
+    what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
     # To corrupt an image on the CPU takes about as long as a pass or two of a small model.
-    return Measurement({"test": "corruption", "name": name, "severity": severity}, 3.0, measure)
+    return Measurement(what, 3.0, measure)
 
 
 def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]) -> Measurement:
     """Top-1 accuracy on a folder of images by wnid, among the classes that the folder has."""
-    classes, images = class_subset(root, wnids), _folder(subject, root)
+    classes = class_subset(root, wnids)
+    images, files = _folder(subject, root)
 
     def measure(advance: Advance) -> list[Row]:
-        logits = subject.logits(images, advance)
-        _check_wnids(logits, wnids)
-        share = accuracy(logits[:, classes], torch.tensor(images.targets))
-        return [Row("shift", name, "", "accuracy", share, len(images), note=f"among {len(classes)} classes")]
+        logits, labels = subject.labelled_logits(images, advance)
+        note = f"among {len(classes)} classes{_left_out(images)}"
+        return [Row("shift", name, "", "accuracy", accuracy(logits[:, classes], labels), len(labels), note=note)]
 
-    what = {"test": "shift", "name": name, "files": folder_digest(root), "classes": classes}
+    what = {"test": "shift", "name": name, "files": files, "classes": classes}
     return Measurement(what, len(images) / len(subject.images), measure)
 
 
@@ -160,7 +190,7 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
     """
     known = wnids is not None and set(class_folders(root)) <= set(wnids)
     classes = class_subset(root, wnids) if known and wnids is not None else None
-    images = _folder(subject, root)
+    images, files = _folder(subject, root)
     chosen = torch.ones_like(subject.labels, dtype=torch.bool)
     if classes is not None:
         chosen = torch.isin(subject.labels, torch.tensor(classes))
@@ -171,17 +201,16 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
         )
 
     def measure(advance: Advance) -> list[Row]:
-        inside, outside = subject.logits(subject.images[chosen]), subject.logits(images, advance)
+        inside, (outside, _) = subject.logits(subject.images[chosen]), subject.labelled_logits(images, advance)
         if classes is not None:
-            _check_wnids(outside, wnids or ())
             inside, outside = inside[:, classes], outside[:, classes]
         found = detection_metrics(anomaly_scores(inside), anomaly_scores(outside))
         among = "all classes" if classes is None else f"{len(classes)} classes"
-        note = f"{len(inside):,} inside, {len(outside):,} outside (positive), among {among}"
+        note = f"{len(inside):,} inside, {len(outside):,} outside (positive), among {among}{_left_out(images)}"
         total = len(inside) + len(outside)
         return [Row("out of distribution", name, "", metric, found[metric], total, note=note) for metric in OOD_METRICS]
 
-    what = {"test": "ood", "name": name, "files": folder_digest(root), "classes": classes}
+    what = {"test": "ood", "name": name, "files": files, "classes": classes}
     return Measurement(what, 1 + len(images) / len(subject.images), measure)
 
 
@@ -196,11 +225,12 @@ def mean_corruption_row(rows: Sequence[Row]) -> list[Row]:
     return [Row("mean corruption", "", "", "accuracy", mean, measured[0].samples, note=note)]
 
 
-def _folder(subject: Subject, root: str) -> Any:
+def _folder(subject: Subject, root: str) -> tuple[ImageDataset, str]:
+    """The images of a folder in the shape of the subject's, and a digest of the files."""
     _, channels, height, width = subject.images.shape
-    return folder_images(root, (height, width), channels)
+    images = folder_images(root, (height, width), channels)
+    return images, files_digest(images.images, root)
 
 
-def _check_wnids(logits: Tensor, wnids: Sequence[str]) -> None:
-    if logits.shape[1] != len(wnids):
-        raise ValueError(f"the model has {logits.shape[1]} classes, and {len(wnids)} wnids were given")
+def _left_out(images: ImageDataset) -> str:
+    return f"; {images.skipped:,} of {len(images):,} files cannot be read and are left out" if images.skipped else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,18 @@ from torch.nn import functional
 Model = nn.Module | Callable[[Tensor], Tensor]
 
 
-def check_eps(eps: float) -> float:
+def is_share(value: Any) -> TypeGuard[float]:
+    """Whether it is a real number in [0, 1], numpy's and fractions among them; bool and nan are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+
+
+def check_eps(eps: Any) -> float:
     """The radius as a float.
 
     Raises:
         ValueError: if it is no number in [0, 1].
     """
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
+    if not is_share(eps):
         raise ValueError(f"eps is {eps!r}: it must be in [0, 1], as the images are; for 8 of 255 give 8/255")
     return float(eps)
 
@@ -109,7 +116,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
     """The model's logits ``[B, classes]``.
 
     Raises:
-        ValueError: if they have another shape, or a label is outside of the classes.
+        ValueError: if they have another shape or are nan, or a label is outside of the classes.
     """
     logits = model(images)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
@@ -119,6 +126,11 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
         raise ValueError(
             f"labels are in {labels.min().item()} to {labels.max().item()}: the model has classes 0 to "
             f"{logits.shape[1] - 1}"
+        )
+    if logits.isnan().any():  # every comparison with it fails: the image would count as it stands
+        raise ValueError(
+            f"{type(model).__name__} gives logits that are not finite (nan) for {int(logits.isnan().any(1).sum())} of "
+            f"{len(images)} images; check its weights, and its precision"
         )
     return logits
 

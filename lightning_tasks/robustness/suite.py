@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tqdm import tqdm
 from attention_modules import __version__
 from lightning_tasks.robustness.table import Row
 
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow")
+_SHOWN = ("test", "name", "eps", "severity", "at", "share")
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -79,9 +82,21 @@ class RowStore:
             os.fsync(file.fileno())
 
 
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """The version of each of these distributions; "" where it is not installed."""
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
-    """Changes with weights and buffers, layers and their options, plain settings, data, and the versions it knows."""
-    digest = hashlib.sha256(f"{__version__}\0{torch.__version__}".encode())
+    """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries."""
+    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES)]).encode())
     for text in (type(module).__qualname__, repr(module), repr(settings)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -95,7 +110,7 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:
     """The key of a measurement of a model and data that have the fingerprint ``identity``."""
-    return hashlib.sha256(json.dumps([identity, what], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([identity, what], sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def run_suite(
@@ -124,13 +139,11 @@ def run_suite(
         f"about {duration(todo * seconds_a_pass)}"
     )
     rows: list[Row] = []
-    with tqdm(
-        total=round(todo, 1), unit="pass", disable=not (show and count), file=sys.stderr, desc="robustness"
-    ) as bar:
+    with tqdm(total=todo, bar_format=_BAR, disable=not (show and count), file=sys.stderr, desc="robustness") as bar:
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:
-                bar.set_postfix_str(" ".join(str(value) for value in list(each.what.values())[:3]))
+                bar.set_postfix_str(" ".join(str(each.what[key]) for key in _SHOWN if key in each.what))
                 started = time.monotonic()
                 done = each.measure(_advance(bar, each.passes))
                 done = [replace(row, seconds=round(time.monotonic() - started, 2)) for row in done]

@@ -18,10 +18,11 @@ class Row:
     """One figure.
 
     Args:
-        test: "clean", "attack", "corruption", "mean corruption", "shift", "out of distribution" or "word swap".
+        test: "clean", "input gradient", "attack", "corruption", "mean corruption", "shift", "out of distribution" or
+            "word swap".
         name: the attack, corruption or folder.
         setting: eps, severity or share, as text.
-        metric: "accuracy", "perplexity", "auroc", ...
+        metric: "accuracy", "perplexity", "auroc", "l1" (of the input gradient, in nats a unit of the image), ...
         value: the figure; nan where it could not be measured, and `note` says why.
         samples: images or tokens it was measured on.
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
@@ -120,6 +121,8 @@ def figure(row: Row) -> str:
     """The value as the table shows it: shares as percentages."""
     if math.isnan(row.value):
         return "not measured"
+    if row.test == "input gradient":
+        return f"{row.value:.3g}"
     return f"{row.value:.2f}" if row.metric.startswith("perplexity") else f"{100 * row.value:.1f}%"
 
 

@@ -51,9 +51,8 @@ class Text:
 
 
 def perplexity(log_probabilities: Tensor, counted: Tensor) -> tuple[float, int]:
-    """exp of the mean of -ln p over the targets that are counted (bool), and how many these are."""
-    count = int(counted.sum())
-    return (math.exp(-log_probabilities[counted].mean().item()) if count else math.nan), count
+    """exp of the mean of -ln p over the targets that are counted (bool), and how many these are; nan where none is."""
+    return (-log_probabilities[counted].mean()).exp().item(), int(counted.sum())
 
 
 def clean_text_measurement(text: Text) -> Measurement:
@@ -61,7 +60,7 @@ def clean_text_measurement(text: Text) -> Measurement:
 
     def measure(advance: Advance) -> list[Row]:
         found = text.log_probabilities(text.inputs, text.targets, advance)
-        return [Row("clean", "", "", "perplexity", *perplexity(found, text.targets != IGNORED))]
+        return [_row("clean", "", "", "perplexity", found, text.targets != IGNORED)]
 
     return Measurement({"test": "clean"}, 1.0, measure)
 
@@ -76,14 +75,14 @@ def word_swap_measurement(text: Text, share: float, token: int, keep: Sequence[i
         found, counted = text.log_probabilities(inputs, targets, advance), targets != IGNORED
         setting, name = f"{100 * share:g}%", f"token {token}"
         return [
-            Row("word swap", name, setting, "perplexity", *perplexity(found, counted)),
-            Row(
-                "word swap",
-                name,
-                setting,
-                "perplexity of the words that stayed",
-                *perplexity(found, counted & ~swapped),
-            ),
+            _row("word swap", name, setting, "perplexity", found, counted),
+            _row("word swap", name, setting, "perplexity of the words that stayed", found, counted & ~swapped),
         ]
 
     return Measurement({"test": "word swap", "share": share, "token": token, "keep": list(keep)}, 1.0, measure)
+
+
+def _row(test: str, name: str, setting: str, metric: str, found: Tensor, counted: Tensor) -> Row:
+    value, count = perplexity(found, counted)
+    note = ("the model gives nan" if count else "no word is left") if math.isnan(value) else ""
+    return Row(test, name, setting, metric, value, count, note=note)

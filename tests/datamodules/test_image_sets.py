@@ -5,6 +5,8 @@ import pickle
 import tarfile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from timm.data import ImageNetInfo
@@ -131,13 +133,33 @@ def test_a_damaged_picture_of_the_hubs_files_is_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"label": {3: 10}}, "labels from 0 to 10, but 10 classes"), ({"size": 28}, r"\(28, 28\) pixels, where CIFAR-10")],
+    [
+        ({"label": {3: 10}}, r"train-00000-of-00001\.parquet, 3\.png: the label is 10, where .* 0 to 9"),
+        ({"size": 28}, r"\(28, 28\) pixels, where CIFAR-10"),
+    ],
 )
 def test_files_that_are_not_cifar10(tmp_path, options, text):
     for split in ("train", "test"):
         write_parquet(tmp_path / "cifar10" / "plain_text", split, 50, image="img", **options)
     with pytest.raises(ValueError, match=text):
-        CIFAR10DataModule(root=tmp_path, val_fraction=0).setup()
+        CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("cifar-10-batches-py", "data_batch_2"), ("cifar-10-batches-bin", "data_batch_2.bin")]
+)
+def test_a_label_of_the_archive_that_is_no_class(tmp_path, kind, name):
+    write_archive(tmp_path / "cifar10", kind)
+    path, pixels, labels = tmp_path / "cifar10" / kind / name, random_pixels(10, 32), np.arange(10)
+    labels[4] = 10
+    if "py" in kind:
+        path.write_bytes(python_batch(pixels, labels))
+    else:
+        content = bytearray(path.read_bytes())
+        content[4 * 3073] = 10
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{kind}: {name} is no whole file .*picture 4 has label 10: .* 0 to 9"):
+        CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
 def test_missing_cifar10_says_where_to_get_it(tmp_path):
@@ -203,6 +225,25 @@ def test_an_empty_class_folder(folders):
         imagenet(folders)
 
 
+def test_pictures_in_sub_folders_of_a_class_count_and_what_is_dropped_is_said(folders):
+    place = folders / "imagenet" / "train"
+    write_class_folders(place / "n00000002", {"more": 2, ".hidden": 1})
+    (place / "n00000002" / "boxes.txt").write_text("1 2 3 4")
+    (place / "n00000002" / ".DS_Store").write_text("")
+    (place / "n00000001" / "n00000001_0.JPEG").rename(place / "loose.JPEG")
+    says = r"train: 2 files are left out, as they lie outside .*train/loose\.JPEG, .*n00000002/boxes\.txt$"
+    with pytest.warns(UserWarning, match=says):
+        data = imagenet(folders)
+    assert data.images("train").labels.tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_wordnet_ids_of_class_folders(folders, tmp_path):
+    assert imagenet(folders).wnids == ["n00000001", "n00000002"]
+    for split in ("train", "val"):
+        (folders / "imagenet" / split / "n00000001").rename(folders / "imagenet" / split / "cat")
+    assert imagenet(folders).wnids is None
+
+
 def test_missing_imagenet_says_what_was_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"imagenet/train is missing, and so is .*data/train-00000-of-YYYYY"):
         imagenet(tmp_path)
@@ -231,7 +272,17 @@ def test_the_hubs_files(tmp_path, place):
 def test_the_hubs_labels_out_of_range(tmp_path):
     for split in ("train", "validation"):
         write_parquet(tmp_path / "imagenet" / "data", split, 6, classes=3, names=["cat", "dog", "eel"], label={5: 3})
-    with pytest.raises(ValueError, match="labels from 0 to 3, but 3 classes"):
+    with pytest.raises(ValueError, match=r"labels from 0 to 3, but 3 classes.* is 3 of 5\.png"):
+        imagenet(tmp_path)
+
+
+def test_the_hubs_labels_that_are_no_integers(tmp_path):
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / "imagenet" / "data", split, 3)
+        path = tmp_path / "imagenet" / "data" / f"{split}-00000-of-00001.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.set_column(1, "label", pa.array(["cat", "dog", "eel"])), path)
+    with pytest.raises(ValueError, match=r"has string in the column 'label': integers are needed"):
         imagenet(tmp_path)
 
 

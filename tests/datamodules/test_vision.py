@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 from PIL import Image
 
 from datamodules import DigitsDataModule, ImageNetDataModule
-from datamodules.images import ArrayImages, ImageDataset
+from datamodules.images import ArrayImages, FileImages, ImageDataset
 from datamodules.vision import VisionDataModule
 from tests.datamodules.pictures import random_pixels, write_class_folders
 
@@ -143,7 +143,10 @@ def test_a_loader_goes_on_where_the_other_was_without_loading_what_was_given(wor
 def test_damaged_pictures_are_left_out_counted_and_named(workers):
     data = ready(broken={3, 11}, num_workers=workers, batch_size=20)
     loader = data.train_dataloader()
-    with pytest.warns(UserWarning, match=r"2 of 20 pictures cannot be read and are left out: picture 3, picture 11"):
+    with pytest.warns(
+        UserWarning,
+        match=r"2 of 20 pictures cannot be read and are left out: picture 3, picture 11 \(the first: OSError",
+    ):
         ((images, labels),) = batches(loader)
     assert (len(images), len(labels), data.skipped) == (18, 18, {"train": 2})
     with warnings.catch_warnings():
@@ -175,6 +178,34 @@ def test_a_truncated_jpeg_is_skipped(tmp_path):
     data.setup()
     with pytest.warns(UserWarning, match=r"2 of 6 pictures cannot be read and are left out: .*a_0\.JPEG, .*b_1\.JPEG"):
         assert sum(len(labels) for _, labels in data.train_dataloader()) == 4
+
+
+def ramp(bits):
+    return np.linspace(0, 2**bits - 1, 64).round().astype(f"uint{bits}").reshape(8, 8)
+
+
+@pytest.mark.parametrize(("kind", "in_chans"), [("png", 3), ("png", 1), ("tiff", 3), ("pgm", 3)])
+def test_pictures_of_16_bits_are_scaled_to_8(tmp_path, kind, in_chans):
+    Image.fromarray(ramp(16)).save(tmp_path / f"deep.{kind}")
+    images = ImageDataset(
+        FileImages([str(tmp_path / f"deep.{kind}")], [0]), lambda image: np.asarray(image), in_chans, False
+    )
+    pixels = images[0][0].reshape(8, 8, -1)
+    assert pixels.shape[2] == in_chans
+    assert (np.abs(pixels.astype(int) - ramp(8)[..., None]) <= 1).all()  # Pillow alone gives 255 but for the first
+
+
+def test_pictures_of_numbers_without_a_range_are_left_out(tmp_path):
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "a.tiff")
+    Image.fromarray(np.full((8, 8), 70_000, np.int32)).save(tmp_path / "b.tiff")
+    Image.fromarray(ramp(8)).save(tmp_path / "c.tiff")
+    paths = [str(tmp_path / name) for name in ("a.tiff", "b.tiff", "c.tiff")]
+    images = ImageDataset(FileImages(paths, [0, 0, 0]), lambda image: np.asarray(image), 3, False)
+    assert [images[index] is None for index in range(3)] == [True, True, False]
+    with pytest.warns(
+        UserWarning, match=r"2 of 3 pictures.*a\.tiff.*ValueError: values of mode F from 0\.0 to 1\.0: give"
+    ):
+        images.warn_of_skipped()
 
 
 def test_filling_up_for_several_processes_repeats_nothing():
@@ -210,7 +241,8 @@ def test_bad_arguments(options, text):
 
 @pytest.mark.parametrize("labels", [[0, 2], [-1, 1]])
 def test_labels_out_of_range(labels):
-    with pytest.raises(ValueError, match=r"labels from -?\d to \d, but 2 classes are known: labels must lie in 0 to 1"):
+    says = r"labels from -?\d to \d, but 2 classes are known: .* 0 to 1.* is (2 of picture 1|-1 of picture 0)"
+    with pytest.raises(ValueError, match=says):
         ready(count=2, labels=labels)
 
 

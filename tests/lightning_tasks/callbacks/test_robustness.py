@@ -3,22 +3,31 @@
 import csv
 import inspect
 import json
+import math
+import os
+from fractions import Fraction
+from importlib.metadata import version
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
+from timm.data import create_transform
 from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
-from lightning_tasks.robustness import fgsm, pgd, square
+from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, suite
 from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
+from lightning_tasks.robustness.image_suite import Subject, corruption_measurement
 from lightning_tasks.robustness.suite import fingerprint
 from lightning_tasks.robustness.table import read_csv, write_csv
+from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, perplexity
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
 
@@ -91,12 +100,26 @@ def test_the_table_is_what_the_attacks_give_by_hand(tmp_path, module, inference_
     norms = {row.name: row.gradient_l2 > 0 and row.gradient_l1 > row.gradient_l2 for row in callback.table}
     assert norms == {"": False, "fgsm": True, "pgd": True, "square": False}
     assert runner.callback_metrics["robustness/pgd/4_255/accuracy"] == pytest.approx(expected)
+    first, second = (norms.double().mean().item() for norms in input_gradient_norms(module, images, labels))
+    assert found["input gradient", "", "", "l1"] == pytest.approx(first)
+    assert runner.callback_metrics["robustness/input_gradient/l2"] == pytest.approx(second)
     with (tmp_path / "demo" / "version_0" / "robustness.csv").open() as file:
-        assert [row["name"] for row in csv.DictReader(file)] == ["", "fgsm", "pgd", "square"]
+        assert [row["name"] for row in csv.DictReader(file)] == [*[""] * 3, "fgsm", "pgd", "square"]
     assert (
         f"| attack: pgd | 4/255 | accuracy | {100 * expected:.1f}% | 24 |"
         in (tmp_path / "demo" / "version_0" / "robustness.md").read_text()
     )
+    assert f"| input gradient |  | l2 | {second:.3g} | 24 |" in next(tmp_path.rglob("robustness.md")).read_text()
+
+
+def test_the_input_gradient_stands_where_a_white_box_attack_starts(tmp_path, module):
+    released = {"name": "released_fgsm", "std": [0.2, 0.25, 0.3]}
+    rows = evaluate(tmp_path, module, attacks=["fgsm", released, {"name": "square", "queries": 2}], eps=[0.1])
+    norms = {row.setting: row.value for row in rows if row.test == "input gradient" and row.metric == "l1"}
+    assert set(norms) == {"", "own prediction"}
+    beside = {row.name: row.gradient_l1 for row in rows if row.test == "attack"}
+    assert (beside["fgsm"], beside["released_fgsm"]) == pytest.approx((norms[""], norms["own prediction"]))
+    assert not [row for row in evaluate(tmp_path, module, attacks=[]) if row.test == "input gradient"]
 
 
 def test_the_test_itself_and_the_module_stay_as_they_were(tmp_path, module):
@@ -113,6 +136,16 @@ def test_swapped_models_are_attacked_through_their_fast_path(tmp_path, module, m
     swap_attention(module, mechanism, **options)
     rows = evaluate(tmp_path, module, attacks=["fgsm", {"name": "released_pgd", "std": [0.2, 0.25, 0.3]}])
     assert all(row.gradient_l2 > 0 for row in rows if row.test == "attack")
+
+
+def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
+    longer = {"name": "pgd", "steps": 3, "step_size": np.float32(0.01), "label": "pgd of 3 steps"}
+    callback = RobustnessEvaluation(attacks=[{"name": "pgd", "steps": 1}, longer], eps=["4/255"], corruptions=[])
+    runner = trainer(tmp_path, callback)
+    runner.test(module, TinyImages(), verbose=False)
+    for name, key in (("pgd", "pgd"), ("pgd of 3 steps", "pgd_of_3_steps")):
+        logged = runner.callback_metrics[f"robustness/{key}/4_255/accuracy"]
+        assert logged == pytest.approx(values(callback.table)["attack", name, "4/255", "accuracy"])
 
 
 def test_the_first_images_alone(tmp_path, module):
@@ -138,6 +171,9 @@ def test_corruptions_their_mean_and_the_errors_against_a_baseline(tmp_path, modu
     again = values(evaluate(tmp_path / "b", module, TinyImages(size=32), baseline=str(baseline), **chosen))
     assert again["mean corruption", "", "", "mCE"] == pytest.approx(1)
     assert {key: value for key, value in again.items() if key in found} == found  # the same by seed
+    noted = evaluate(tmp_path / "b", module, TinyImages(size=32), baseline=str(baseline), num_images=20, **chosen)
+    notes = {row.metric: row.note for row in noted if row.test == "mean corruption"}
+    assert notes["mCE"] == f"against {baseline}, measured on 24 images"
     text = (tmp_path / "a" / "demo" / "version_0" / "robustness.md").read_text()
     assert "| corruption, accuracy at severity | 1 | 5 |" in text
     assert "2 of 15 corruptions, severities 1, 5" in text
@@ -199,6 +235,52 @@ def test_a_folder_that_fits_no_class_is_an_error(folders, tmp_path, module):
         RobustnessEvaluation(ood={"O": str(tmp_path / "nowhere")})
 
 
+def test_pictures_of_a_folder_that_cannot_be_read_are_left_out_and_counted(folders, tmp_path, module):
+    whole = (folders / "shifted" / "n01" / "1.png").read_bytes()
+    (folders / "shifted" / "n01" / "1.png").write_bytes(whole[: len(whole) // 2])
+    (folders / "outside" / "y" / "0.png").write_bytes(b"")
+    options = {"shifts": {"A": str(folders / "shifted")}, "ood": {"far": str(folders / "outside")}, "batch_size": 1}
+    with (
+        pytest.warns(
+            UserWarning, match=r"1 of 6 pictures cannot be read.*n01/1\.png \(the first: OSError: image file is"
+        ),
+        pytest.warns(
+            UserWarning,
+            match=r"1 of 6 pictures cannot be read.*y/0\.png \(the first: UnidentifiedImageError: cannot .* file '/",
+        ),
+    ):
+        rows = evaluate(tmp_path, module, attacks=[], wnids=str(folders / "wnids.txt"), **options)
+    found = {row.name: (row.samples, row.note) for row in rows}
+    assert found["A"] == (5, "among 2 classes; 1 of 6 files cannot be read and are left out")
+    assert found["far"][0] == 24 + 5
+    assert found["far"][1].startswith("24 inside, 5 outside")
+    pixels = torch.stack([transforms_of(folders / "shifted" / "n01" / f"{place}.png") for place in (0, 2)])
+    pixels = torch.cat([pixels, *(transforms_of(path)[None] for path in sorted((folders / "shifted/n04").iterdir()))])
+    chosen = module.eval()(pixels)[:, [1, 4]].argmax(1)
+    right = (chosen == torch.tensor([0, 0, 1, 1, 1])).double().mean().item()
+    assert next(row.value for row in rows if row.name == "A") == right  # labels stayed beside their pictures
+
+
+def transforms_of(path):
+    transform = create_transform((3, 12, 12), normalize=False)
+    return transform(Image.open(path).convert("RGB")).float() / 255
+
+
+def test_a_folder_of_unreadable_pictures_is_an_error_before_anything_is_measured(folders, tmp_path, module, counted):
+    calls, _ = counted
+    for path in (folders / "outside").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"none of the 6 pictures can be read, e\.g\. .*outside/x/0\.png"):
+        evaluate(tmp_path, module, ood={"far": str(folders / "outside")})
+    assert calls == []
+
+
+def test_another_number_of_class_names_than_classes_is_an_error(folders, tmp_path, module):
+    (folders / "wnids.txt").write_text("n01\nn04\n")
+    with pytest.raises(ValueError, match="the model has 5 classes, and 2 wnids were given"):
+        evaluate(tmp_path, module, shifts={"A": str(folders / "shifted")}, wnids=str(folders / "wnids.txt"))
+
+
 def test_a_table_for_loggers_that_take_one(tmp_path, module):
     class Tables(DummyLogger):
         def log_table(self, key, columns, data):
@@ -257,7 +339,7 @@ def test_a_killed_run_goes_on_with_what_is_done(tmp_path, module, counted):
     with pytest.raises(SystemExit):  # Lightning's for an interrupt
         evaluate(tmp_path / "cut", module)
     assert calls == ["fgsm", "fgsm", "square"]
-    assert [row.name for row in read_csv(tmp_path / "cut/demo/version_0/robustness.csv")] == ["", "fgsm", "fgsm"]
+    assert [row.name for row in read_csv(tmp_path / "cut/demo/version_0/robustness.csv")] == [*[""] * 3, *["fgsm"] * 2]
     failing.clear()
     calls.clear()
     assert values(evaluate(tmp_path / "cut", module)) == whole
@@ -265,7 +347,30 @@ def test_a_killed_run_goes_on_with_what_is_done(tmp_path, module, counted):
     calls.clear()
     assert values(evaluate(tmp_path / "cut", module)) == whole
     assert calls == []
-    assert len((tmp_path / "cut/demo/robustness_rows.jsonl").read_text().splitlines()) == 5
+    assert len((tmp_path / "cut/demo/robustness_rows.jsonl").read_text().splitlines()) == 6
+
+
+def test_rows_stay_in_a_run_folder_of_another_name(tmp_path, module):
+    runner = trainer(tmp_path / "run", RobustnessEvaluation(**QUICK), logger=False)
+    runner.test(module, TinyImages(), verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (tmp_path / "run" / "robustness_rows.jsonl").is_file()
+
+
+def test_rows_of_folders_whose_content_changed_are_not_used(folders, tmp_path, module):
+    def samples():
+        rows = evaluate(tmp_path, module, attacks=[], ood={"far": str(folders / "outside")}, rows=str(kept))
+        return len(kept.read_text().splitlines()), next(row.value for row in rows if row.metric == "auroc")
+
+    kept, first = tmp_path / "rows.jsonl", folders / "outside" / "x" / "0.png"
+    before = samples()
+    assert samples() == before
+    stat = first.stat()
+    Image.new("RGB", (14, 14), (255, 0, 0)).save(first)
+    first.write_bytes(first.read_bytes().ljust(stat.st_size, b"\0"))  # the same size,
+    os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # and the same time
+    assert first.stat().st_size == stat.st_size
+    assert samples()[0] == before[0] + 1
 
 
 def test_rows_of_other_weights_settings_or_data_are_not_used(tmp_path, module, counted):
@@ -301,11 +406,11 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path, module, counted):
     whole = values(evaluate(tmp_path, module, rows=str(rows)))
     rows.write_bytes(rows.read_bytes()[:-40])
     calls.clear()
-    with pytest.warns(UserWarning, match="line 5, is cut short"):
+    with pytest.warns(UserWarning, match="line 6, is cut short"):
         assert values(evaluate(tmp_path, module, rows=str(rows))) == whole
     assert len(calls) == 1
     calls.clear()
-    with pytest.warns(UserWarning, match="line 5"):
+    with pytest.warns(UserWarning, match="line 6"):
         evaluate(tmp_path, module, rows=str(rows))
     assert calls == []
     assert json.loads(rows.read_text().splitlines()[-1])["rows"][0]["name"] == "square"
@@ -335,7 +440,7 @@ def test_transfer_from_the_checkpoint_of_a_twin(tmp_path, module, swapped):
 def test_perplexity_with_words_swapped(tmp_path):
     data = RandomText(val_windows=30)
     task = LanguageModelingTask(SMALL, vocab_size=VOCAB, attention="rpc", attention_options={"iterations": 2})
-    callback = RobustnessEvaluation(word_swap=0.3, word_swap_token=0, batch_size=7)
+    callback = RobustnessEvaluation(word_swap=np.float32(0.3), word_swap_token=0, batch_size=7)
     metrics = trainer(tmp_path, callback).test(task, data, verbose=False)[0]
     found = values(callback.table)
     assert found["clean", "", "", "perplexity"] == pytest.approx(metrics["test/perplexity"], rel=1e-5)
@@ -354,6 +459,16 @@ def test_perplexity_with_words_swapped(tmp_path):
     assert len({row.value for row in unswapped.table}) == 1
 
 
+def test_perplexities_that_are_nan_or_infinite_are_said():
+    counted = torch.tensor([[True, True]])
+    assert perplexity(torch.tensor([[-1000.0, -1000.0]]).double(), counted) == (math.inf, 2)
+    text = Text(
+        SimpleNamespace(predict_step=lambda batch, index: torch.full((1, 2), math.nan)), *[counted.long()] * 2, "cpu"
+    )
+    (row,) = clean_text_measurement(text).measure(lambda share: None)
+    assert (math.isnan(row.value), row.note) == (True, "the model gives nan")
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -366,15 +481,21 @@ def test_perplexity_with_words_swapped(tmp_path):
         ({"attacks": ["transfer"]}, "needs source: the checkpoint of a twin"),
         ({"attacks": [{"name": "transfer", "source": "nowhere.ckpt"}]}, "'nowhere.ckpt': no such file"),
         ({"attacks": ["released_pgd"]}, "needs std"),
+        ({"attacks": ["pgd", {"name": "pgd", "steps": 50}]}, "two attacks are called 'pgd' in the table"),
         ({"eps": [8]}, r"eps is 8: it must be in \[0, 1\]"),
         ({"eps": ["8/2"]}, r"eps is '8/2': it must be in \[0, 1\]"),
         ({"eps": ["a"]}, "eps is 'a'"),
         ({"eps": ["1/0"]}, "eps is '1/0'"),
+        ({"eps": [True]}, "eps is True"),
+        ({"eps": [np.float32("nan")]}, r"eps is np.float32\(nan\)"),
         ({"corruptions": ["blurr"]}, "'blurr' is unknown"),
         ({"severities": [6]}, "severity is 6"),
         ({"num_images": 0}, "num_images is 0"),
+        ({"num_images": 2.5}, r"num_images is 2\.5"),
+        ({"num_workers": -1}, "num_workers is -1"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"word_swap": 2.5}, "word_swap is 2.5"),
+        ({"word_swap": True}, "word_swap is True"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_runs(options, says):
@@ -416,10 +537,23 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
 
 def test_eps_and_attacks_as_written():
     assert read_eps("4 / 255") == ("4/255", 4 / 255)
-    assert read_eps(0.25) == ("0.25", 0.25)
+    assert read_eps(0.25) == read_eps(np.float32(0.25)) == read_eps(Fraction(1, 4)) == ("0.25", 0.25)
     setting = AttackSetting.read({"name": "pgd", "steps": 5})
     assert setting.options == {"steps": 5, "step_size": None, "restarts": 1, "random_start": True}
     assert AttackSetting.read({"name": "transfer", "source": "a", "attack": "square"}).label == "transfer of square"
+
+
+def test_another_version_of_a_library_makes_another_fingerprint(monkeypatch):
+    module = torch.nn.Linear(2, 2)
+    for name in ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow"):
+        before = fingerprint(module, [])
+        monkeypatch.setattr(suite, "version", lambda asked, name=name: "0.0.1" if asked == name else version(asked))
+        assert fingerprint(module, []) != before
+        monkeypatch.undo()
+    subject = Subject(module, torch.rand(1, 3, 32, 32), torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+    before = corruption_measurement(subject, "fog", 1).what
+    monkeypatch.setattr(suite, "version", lambda asked: "0.0.1")
+    assert corruption_measurement(subject, "fog", 1).what != before
 
 
 def test_a_buffer_that_no_checkpoint_holds_makes_another_fingerprint():

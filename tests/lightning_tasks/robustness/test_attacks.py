@@ -1,5 +1,8 @@
 """The attacks against closed forms, and what each of them owes: its limits, its determinism, an untouched model."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,10 +292,16 @@ def test_autocast_around_the_attack(mode):
 
 
 @each_of(EVERY)
-@pytest.mark.parametrize("eps", [8, -0.1, float("nan"), "4", True])
+@pytest.mark.parametrize("eps", [8, -0.1, float("nan"), "4", True, np.float32("nan"), np.bool_(True)])
 def test_eps_outside_of_0_to_1_is_an_error(attack, eps):
     with pytest.raises(ValueError, match=r"eps is .*\[0, 1\]"):
         attack(convolutional(), *batch(), eps=eps)
+
+
+@pytest.mark.parametrize("eps", [np.float32(0.25), np.float64(0.25), np.int64(0), Fraction(1, 4)])
+def test_eps_can_be_any_real_number(eps):
+    model, (images, labels) = convolutional(), batch()
+    assert torch.equal(fgsm(model, images, labels, eps=eps), fgsm(model, images, labels, eps=float(eps)))
 
 
 @each_of(WHITE_BOX)
@@ -378,10 +387,22 @@ def test_a_model_made_in_inference_mode_is_an_error_that_names_the_cure():
         fgsm(model, images, labels, eps=EPS)
 
 
-def test_a_gradient_of_nan_is_an_error():
+@each_of(EVERY)
+def test_a_model_that_gives_nan_is_an_error(attack):
     class Diverged(nn.Module):
         def forward(self, images):
-            return images.flatten(1)[:, :CLASSES] * float("nan")
+            logits = images.flatten(1)[:, :CLASSES].clone()
+            logits[0, 2] = float("nan")
+            return logits
 
-    with pytest.raises(ValueError, match="not finite"):
-        fgsm(Diverged(), *batch(), eps=EPS)
+    with pytest.raises(ValueError, match=r"Diverged gives logits that are not finite \(nan\) for 1 of \d images"):
+        attack(Diverged(), *batch(), eps=EPS)
+
+
+def test_a_gradient_of_nan_is_an_error():
+    class Rooted(nn.Module):
+        def forward(self, images):
+            return (images * 0).sqrt().flatten(1)[:, :CLASSES]
+
+    with pytest.raises(ValueError, match="gradient that is not finite"):
+        fgsm(Rooted(), *batch(), eps=EPS)

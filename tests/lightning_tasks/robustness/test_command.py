@@ -52,7 +52,11 @@ def test_the_standard_table_of_a_classifier(images, capsys):
     main(command)
     rows = read_csv("runs/tiny/version_1/robustness.csv")
     attacks = [each if isinstance(each, str) else each["name"] for each in standard()["attacks"]]
-    expected = [("clean", "", ""), *(("attack", name, eps) for name in attacks for eps in standard()["eps"])]
+    expected = [
+        ("clean", "", ""),
+        *[("input gradient", "", "")] * 2,
+        *(("attack", name, eps) for name in attacks for eps in standard()["eps"]),
+    ]
     assert [(row.test, row.name, row.setting) for row in rows] == [*expected, ("mean corruption", "", "")]
     assert "rows kept in runs/tiny/robustness_rows.jsonl" in capsys.readouterr().out
     # The same command, in a run folder of its own, finds what is done; a twin transfers from a checkpoint.

@@ -8,7 +8,7 @@ from PIL import Image
 
 from lightning_tasks.robustness.class_folders import (
     class_subset,
-    folder_digest,
+    files_digest,
     folder_images,
     imagenet_wnids,
     read_wnids,
@@ -79,17 +79,28 @@ def test_folders_that_name_no_class_are_an_error(folder, tmp_path):
 
 
 def test_images_of_a_folder(folder):
+    (folder / "n01498041" / "more").mkdir()
+    Image.new("RGB", (9, 9)).save(folder / "n01498041" / "more" / "0.png")
     images = folder_images(folder, (16, 16))
-    assert [label for _, label in images] == [0, 1, 1]
-    assert torch.allclose(images[1][0], torch.tensor([1.0, 0, 0]).view(3, 1, 1).expand(3, 16, 16))  # not normalised
+    assert [images[index][1] for index in range(len(images))] == [0, 0, 1, 1]
+    assert torch.equal(images[2][0], torch.tensor([255, 0, 0]).view(3, 1, 1).expand(3, 16, 16))  # not normalised
     assert folder_images(folder, (16, 12), channels=1)[0][0].shape == (1, 16, 12)
 
 
 def test_the_digest_of_a_folder_changes_with_its_files(folder):
-    before = folder_digest(folder)
-    assert before == folder_digest(folder)
+    def digest():
+        return files_digest(folder_images(folder, (16, 16)).images, folder)
+
+    before = digest()
+    assert before == digest()
     Image.new("RGB", (9, 9)).save(folder / "n01498041" / "more.png")
-    assert folder_digest(folder) != before
+    more = digest()
+    assert more != before
+    path = folder / "n01498041" / "more.png"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert digest() not in (before, more)
+    path.rename(folder / "n01531178" / "more.png")
+    assert digest() not in (before, more)
 
 
 def test_wnids_from_a_file(tmp_path):
@@ -150,6 +161,17 @@ def test_the_seed_decides_and_the_share_has_its_limits():
     everything = swap_words(inputs, targets, share=1, token=7, keep=())
     assert (everything[1][targets != -100] == 7).all()
     assert everything[0].flatten()[1:].eq(7).all()
+
+
+def test_special_tokens_are_no_words():
+    inputs, targets = windows(count=400)
+    everything = swap_words(inputs, targets, share=1, token=7, keep=(1, 2))
+    special = torch.isin(targets, torch.tensor([7, 1, 2, -100]))
+    assert torch.equal(everything[2], ~special)
+    assert torch.equal(everything[1][special], targets[special])
+    changed = swap_words(inputs, targets, share=0.3, token=7)[1] != targets
+    words = ~torch.isin(targets, torch.tensor([7, 1, -100]))
+    assert changed.sum() / words.sum() == pytest.approx(0.3, abs=0.02)
 
 
 def test_random_state_and_text_are_left_alone():

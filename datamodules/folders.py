@@ -1,0 +1,65 @@
+"""Pictures in a folder a class, the layout of `torchvision.datasets.ImageFolder`."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+_NAMED = 3
+
+
+def class_folders(root: str | os.PathLike[str]) -> list[str]:
+    """The names of the folders in `root`, sorted; hidden ones are left out.
+
+    Raises:
+        ValueError: it is no folder, or holds none.
+    """
+    entries = os.scandir(root) if os.path.isdir(root) else ()
+    names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise ValueError(f"{root} must be a folder with one folder of images a class: it has no class folders")
+    return names
+
+
+def class_pictures(root: Path, names: Sequence[str], description: str) -> tuple[list[str], list[int]]:
+    """The picture files of each class, those in sub-folders too, and their labels: the places of the names.
+
+    Files that are no pictures by their names, and pictures outside of the class folders, are left out and counted in
+    a warning; hidden files are left out.
+
+    Raises:
+        ValueError: a class has no picture.
+    """
+    paths: list[str] = []
+    labels: list[int] = []
+    dropped = sorted(entry.path for entry in os.scandir(root) if entry.is_file() and _is_picture(entry.name))
+    for label, name in enumerate(tqdm(names, desc=description, disable=None)):
+        files = _files(root / name)
+        found = [path for path in files if _is_picture(path)]
+        if not found:
+            raise ValueError(f"{root / name} has no picture ({', '.join(IMG_EXTENSIONS)}): every class needs one")
+        dropped += [path for path in files if not _is_picture(path)]
+        paths += found
+        labels += [label] * len(found)
+    if dropped:
+        warnings.warn(
+            f"{root}: {len(dropped):,} files are left out, as they lie outside of the class folders or are no pictures "
+            f"by their names ({', '.join(IMG_EXTENSIONS)}): {', '.join(dropped[:_NAMED])}",
+            stacklevel=2,
+        )
+    return paths, labels
+
+
+def _files(folder: Path) -> list[str]:
+    files: list[str] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
+    return files
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(IMG_EXTENSIONS)
