@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -64,10 +65,15 @@ def parse_seeds(text: str) -> list[int]:
 def override_arguments(overrides: dict[str, Any]) -> tuple[str, ...]:
     """Overrides as the command line spells them: {"trainer.callbacks+": {...}} -> "--trainer.callbacks+={...}"."""
     return tuple(
-        # JSON is YAML but for its infinity.
-        f"--{key}={value if isinstance(value, str) else json.dumps(value).replace('Infinity', '.inf')}"
+        f"--{key}={value if isinstance(value, str) else _yaml_of(json.dumps(value))}"
         for key, value in overrides.items()
     )
+
+
+def _yaml_of(text: str) -> str:
+    """JSON as YAML reads it: the two differ in infinity and nan, which are also words that a string may hold."""
+    words = {"Infinity": ".inf", "NaN": ".nan"}
+    return re.sub(r'"(?:[^"\\]|\\.)*"|Infinity|NaN', lambda found: words.get(found[0], found[0]), text)
 
 
 def read_variants(name: str) -> list[Variant]:

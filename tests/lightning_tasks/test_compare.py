@@ -62,7 +62,13 @@ def test_overrides_are_spelled_as_on_the_command_line():
         '--trainer.callbacks+={"a": 1}',
         "--model.rate=0.1",
     )
-    assert override_arguments({"model.options": {"lam": math.inf}}) == ('--model.options={"lam": .inf}',)
+
+
+def test_only_numbers_are_infinite():
+    spelled = override_arguments({"model.options": {"lam": [math.inf, -math.inf], "Infinity": 'says "Infinity", NaN'}})
+    assert spelled == (r'--model.options={"lam": [.inf, -.inf], "Infinity": "says \"Infinity\", NaN"}',)
+    read = yaml.safe_load(spelled[0].partition("=")[2])
+    assert read == {"lam": [math.inf, -math.inf], "Infinity": 'says "Infinity", NaN'}
 
 
 def test_a_recipe_stands_for_itself(demo):
