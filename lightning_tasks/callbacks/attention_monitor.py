@@ -18,7 +18,8 @@ from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
 
@@ -61,7 +62,7 @@ class AttentionMonitor(Callback):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.every_n_steps = check_every_n_steps(every_n_steps)
+        self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.statistics = _some_of("statistics", statistics, STATISTICS)
         self.stages = _some_of("stages", stages, get_args(Stage))
         self.where, self.layers, self.exclude = where, layers, exclude
@@ -218,7 +219,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def _some_of(what: str, chosen: Sequence[_Name], known: Sequence[_Name]) -> tuple[_Name, ...]:
-    unknown = set(chosen) - set(known)
-    if unknown or not chosen or isinstance(chosen, str):
+    given = chosen if isinstance(chosen, (list, tuple, set, frozenset)) else ()
+    if not given or any(name not in known for name in given):
         raise ValueError(f"{what} must be a list of some of {', '.join(known)}, got {chosen!r}")
     return tuple(chosen)

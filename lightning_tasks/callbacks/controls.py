@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.limits import check_number
 from lightning_tasks.callbacks.locater import LocAteR
 
 
@@ -64,7 +64,7 @@ class QKWeightDecay(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``weight_decay`` is negative or not finite.
+        ValueError: if ``weight_decay`` is no finite number, or negative.
     """
 
     def __init__(
@@ -75,9 +75,7 @@ class QKWeightDecay(_QKControl):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(where, layers, exclude)
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
-        self.weight_decay = weight_decay
+        self.weight_decay = check_number("weight_decay", weight_decay, minimum=0.0)
 
     @torch.no_grad()
     def on_before_optimizer_step(

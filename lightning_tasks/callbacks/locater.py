@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.limits import check_number
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -23,13 +23,6 @@ _REFUSED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
     "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
 }
-
-
-def _number(what: str, value: object, minimum: float = -math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value or math.isinf(value):
-        limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
-        raise ValueError(f"{what} a finite number{limit}, got {value!r}")
-    return float(value)
 
 
 class LocAteR(Callback):
@@ -77,11 +70,11 @@ class LocAteR(Callback):
         super().__init__()
         if not isinstance(scale, str) or scale not in _SCALES:
             raise ValueError(f"scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-        self.weight = _number("weight must be", weight, minimum=0.0)
+        self.weight = check_number("weight", weight, minimum=0.0)
         self.scale = scale
-        self.gamma = _number("gamma must be", gamma, minimum=0.0)
+        self.gamma = check_number("gamma", gamma, minimum=0.0)
         initial = isinstance(mean_target, str) and mean_target == "initial"
-        self.mean_target = mean_target if initial else _number("mean_target must be 'initial' or", mean_target)
+        self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
         self.observe_only = observe_only
         self.where, self.layers, self.exclude = where, layers, exclude
         self._layers: list[AttentionLayer] = []

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.steps import layer_label
 
 
@@ -33,16 +34,14 @@ class PursuitMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``num_samples`` is below 1; when the first batch comes, if no chosen layer has RPC attention.
+        ValueError: if ``num_samples`` is no integer of at least 1; when the first batch comes, if no chosen layer has RPC attention.
     """
 
     def __init__(
         self, num_samples: int = 32, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()
     ) -> None:
         super().__init__()
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        self.num_samples = num_samples
+        self.num_samples = check_integer("num_samples", num_samples, 1)
         self.where, self.layers, self.exclude = where, layers, exclude
         self._hooks: ExitStack | None = None
         self._seen: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.robustness.attack_table import AttackSetting, read_eps
 from lightning_tasks.robustness.class_folders import class_folders, imagenet_wnids, read_wnids
 from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
@@ -104,9 +105,13 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, limit in (("num_images", num_images, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value is not None and value < limit:
-                raise ValueError(f"{name} is {value!r}: give an integer of at least {limit}")
+        if num_images is not None:
+            check_integer("num_images", num_images, 1)
+        check_integer("batch_size", batch_size, 1)
+        for name, value in (("num_workers", num_workers), ("seed", seed), ("word_swap_token", word_swap_token)):
+            check_integer(name, value, 0)
+        for value in word_swap_keep or ():
+            check_integer("an id of word_swap_keep", value, 0)
         self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
         self.attacks = [AttackSetting.read(each) for each in (["fgsm", "pgd"] if attacks is None else attacks)]
         self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
@@ -123,8 +128,8 @@ class RobustnessEvaluation(Callback):
         for setting in self.attacks:
             if setting.source is not None and not Path(setting.source).is_file():
                 raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
-        if word_swap is not None and not 0 <= word_swap <= 1:
-            raise ValueError(f"word_swap is {word_swap!r}: give the share of words to swap, in [0, 1]")
+        if word_swap is not None:
+            check_number("word_swap, the share of words that are swapped,", word_swap, minimum=0.0, maximum=1.0)
         self.word_swap, self.word_swap_token = word_swap, word_swap_token
         self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)
         self.rows = None if rows is None else Path(rows)

@@ -174,10 +174,12 @@ def test_bf16_mixed():
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "at least 1, got 0"),
+        ({"every_n_steps": "2"}, "every_n_steps must be .* got '2'"),
         ({"statistics": ["entropie"]}, "entropie"),
         ({"stages": ["predict"]}, "predict"),
         ({"stages": []}, "stages"),
         ({"statistics": "entropy"}, "must be a list"),
+        ({"statistics": 2}, "must be a list of some of entropy.* got 2"),
     ],
 )
 def test_bad_arguments(options, message):

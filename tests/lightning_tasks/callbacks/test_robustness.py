@@ -372,9 +372,14 @@ def test_perplexity_with_words_swapped(tmp_path):
         ({"eps": ["1/0"]}, "eps is '1/0'"),
         ({"corruptions": ["blurr"]}, "'blurr' is unknown"),
         ({"severities": [6]}, "severity is 6"),
-        ({"num_images": 0}, "num_images is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"word_swap": 2.5}, "word_swap is 2.5"),
+        ({"num_images": 0}, "num_images must be an integer of at least 1, got 0"),
+        ({"num_images": "5"}, "num_images must be .* got '5'"),
+        ({"batch_size": 0}, "batch_size must be .* got 0"),
+        ({"num_workers": -1}, "num_workers must be .* got -1"),
+        ({"seed": None}, "seed must be .* got None"),
+        ({"word_swap_keep": [0.5]}, "word_swap_keep must be .* got 0.5"),
+        ({"word_swap": 2.5}, "word_swap, .* at least 0 and at most 1, got 2.5"),
+        ({"word_swap": "0.5"}, "word_swap, .* got '0.5'"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_runs(options, says):

@@ -1,0 +1,30 @@
+"""Numbers among the arguments of callbacks, checked."""
+
+from __future__ import annotations
+
+import math
+
+
+def check_integer(name: str, value: object, limit: int) -> int:
+    """The same number.
+
+    Raises:
+        ValueError: if it is no integer of at least ``limit``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < limit:
+        raise ValueError(f"{name} must be an integer of at least {limit}, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> float:
+    """The same number.
+
+    Raises:
+        ValueError: if it is no finite number from ``minimum`` to ``maximum``.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and minimum <= value <= maximum and math.isfinite(value)):
+        limits = "" if minimum == -math.inf else f" of at least {minimum:g}"
+        limits += "" if maximum == math.inf else f" and at most {maximum:g}"
+        raise ValueError(f"{name} must be a finite number{limits}, got {value!r}")
+    return float(value)
