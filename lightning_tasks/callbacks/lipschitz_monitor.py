@@ -48,8 +48,8 @@ class LipschitzMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when it fires, if no layer matches, or a layer's input is not
-            finite or no sequence of tokens.
+        ValueError: if a number is out of its limits; when a fit or validation starts, if no layer matches; when it
+            fires, if a layer's input is not finite or no sequence of tokens.
     """
 
     def __init__(
@@ -76,6 +76,12 @@ class LipschitzMonitor(Callback):
         self._warned: set[str] = set()
         self._hooks: ExitStack | None = None
         self._calls: dict[int, _Call] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._chosen(pl_module)  # refused here, before anything is written
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._chosen(pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

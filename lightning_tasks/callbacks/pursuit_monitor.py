@@ -34,7 +34,8 @@ class PursuitMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``num_samples`` is no integer of at least 1; when the first batch comes, if no chosen layer has RPC attention.
+        ValueError: if ``num_samples`` is no integer of at least 1; when a fit, validation or test starts, if no chosen
+            layer has RPC attention.
     """
 
     def __init__(
@@ -45,6 +46,15 @@ class PursuitMonitor(Callback):
         self.where, self.layers, self.exclude = where, layers, exclude
         self._hooks: ExitStack | None = None
         self._seen: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)  # refused here, before anything is written
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -70,7 +80,7 @@ class PursuitMonitor(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close()
 
-    def _open(self, pl_module: pl.LightningModule) -> None:
+    def _pursuing(self, pl_module: pl.LightningModule) -> list[RPCAttention]:
         chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
         pursuing = [layer.mechanism for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
         if not pursuing:
@@ -78,6 +88,10 @@ class PursuitMonitor(Callback):
                 "PursuitMonitor found no layer with RPC attention among "
                 f"{', '.join(layer.name for layer in chosen)}; swap one to 'rpc', or leave this callback out"
             )
+        return pursuing
+
+    def _open(self, pl_module: pl.LightningModule) -> None:
+        pursuing = self._pursuing(pl_module)
         self._hooks = ExitStack()
         for index, mechanism in enumerate(pursuing):
             hook = mechanism.register_forward_pre_hook(partial(self._observe, layer_label(index)), with_kwargs=True)

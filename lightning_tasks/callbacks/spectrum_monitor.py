@@ -52,6 +52,9 @@ class SpectrumMonitor(Callback):
         self.where, self.layers, self.exclude = where, layers, exclude
         self._last_step = -1
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        attention_layers(pl_module, self.where, self.layers, self.exclude)  # refused here, before anything is written
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = -1
         for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
