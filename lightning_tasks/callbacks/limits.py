@@ -22,9 +22,9 @@ def check_number(name: str, value: object, minimum: float = -math.inf, maximum: 
     Raises:
         ValueError: if it is no finite number from ``minimum`` to ``maximum``.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and minimum <= value <= maximum and math.isfinite(value)):
+    number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+    if not (minimum <= number <= maximum and math.isfinite(number)):
         limits = "" if minimum == -math.inf else f" of at least {minimum:g}"
         limits += "" if maximum == math.inf else f" and at most {maximum:g}"
         raise ValueError(f"{name} must be a finite number{limits}, got {value!r}")
-    return float(value)
+    return number
