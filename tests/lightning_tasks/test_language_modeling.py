@@ -274,6 +274,17 @@ def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
         run.predict(task(model=TOO_SHORT[model], vocab_size=VOCAB), data())
 
 
+def test_a_pretrained_model_that_cannot_be_reached_names_the_cure(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    def fail(name):
+        raise OSError(f"no network\nfor {name}")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"'nobody/gpt' .*\(OSError: no network for nobody/gpt\).*folder of a saved"):
+        built(model="nobody/gpt")
+
+
 def test_rope_takes_windows_of_any_length(tmp_path):
     pytest.importorskip("transformers")
     trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(task(model=LLAMA), DemoText())
