@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,11 @@ def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, chec
     resumes = trainer.state.fn == "fit" and bool(checkpoint.get("optimizer_states"))
     saved = checkpoint.get("state_dict", {})
     for name, layer in pl_module.named_modules():
-        prefix = f"{name}." if name else ""
-        before = {key.removeprefix(prefix): value for key, value in saved.items() if _is_tensor_in(prefix, key, value)}
-        if isinstance(layer, Swapped) and resumes:
-            _refuse_swapped(name, layer, before)
-        elif isinstance(layer, SelfAttention) and not isinstance(layer, Swapped):
-            _refuse_built(name, layer, before)
+        if isinstance(layer, Swapped):
+            if resumes:
+                _refuse_swapped(name, layer, _state_of(name, saved))
+        elif isinstance(layer, SelfAttention):
+            _refuse_built(name, layer, _state_of(name, saved))
 
 
 _AS_BEFORE = "the attention that it was trained with"
@@ -112,20 +112,22 @@ def plain_weights_for(layer: SelfAttention, state: dict[str, Tensor]) -> dict[st
     return adopted
 
 
-def _is_tensor_in(prefix: str, key: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(key, str) and key.startswith(prefix)
+def _state_of(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a model's state that belong to one of its modules, by the module's own keys."""
+    prefix = f"{name}." if name else ""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def adopt_plain_weights(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """A model's state with :func:`plain_weights_for` where that makes it fit, and the names of these layers."""
-    adopted, names = dict(state), []
+    adopted, names = copy.copy(state), []  # with the versions that torch keeps beside the tensors
     for name, layer in model.named_modules():
         if not isinstance(layer, SelfAttention) or isinstance(layer, Swapped):
             continue
-        prefix = f"{name}." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in adopted.items() if _is_tensor_in(prefix, key, value)}
+        own = _state_of(name, adopted)
         fitting = plain_weights_for(layer, own)
         if own and _unlike(layer, own) and not _unlike(layer, fitting):
-            adopted |= {prefix + key: value for key, value in fitting.items()}
+            adopted.update({f"{name}.{key}" if name else key: value for key, value in fitting.items()})
             names.append(name)
     return adopted, names
