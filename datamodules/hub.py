@@ -1,37 +1,68 @@
 """Fetching data sets from the Hugging Face hub into files of its own layout."""
 
+import contextlib
 import os
 import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def download_parquet(repository: str, name: str, folder: Path, splits: Sequence[str]) -> None:
     """Loads configuration `name` of `repository` and writes `SPLIT-00000-of-00001.parquet` files into `folder`.
 
-    The files get their names when all are complete.
+    The files get their names when all are complete; folders that a failure would leave empty are taken away.
 
     Raises:
-        OSError: `folder` cannot be written (found before anything is fetched).
+        OSError: `folder` cannot be written (found before anything is fetched), or the hub cannot be read; the text
+            says what to do instead.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with _scratch(repository, folder) as scratch:
+            loaded = _load(repository, name, folder)
+            missing = [split for split in splits if not _is_whole(folder, split)]
+            for split in missing:
+                loaded[split].to_parquet(Path(scratch) / split)
+            for split in missing:
+                os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")
+    except BaseException:
+        _remove_empty(made)
+        raise
+
+
+def _scratch(repository: str, folder: Path) -> tempfile.TemporaryDirectory[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".download-", dir=folder)
+        return tempfile.TemporaryDirectory(prefix=".download-", dir=folder)
     except OSError as error:
         raise OSError(
             f"{repository} cannot be downloaded to {folder} ({error.strerror}): "
             "give a writable folder as root=... or in $ATTNSWAP_DATA"
         ) from error
-    with temporary as scratch:
-        import datasets
 
-        loaded = datasets.load_dataset(repository, name)
-        missing = [split for split in splits if not _is_whole(folder, split)]
-        for split in missing:
-            loaded[split].to_parquet(Path(scratch) / split)
-        for split in missing:
-            os.replace(Path(scratch) / split, folder / f"{split}-00000-of-00001.parquet")
+
+def _load(repository: str, name: str, folder: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(repository, name)
+    except Exception as error:  # of the hub's client, its transport or the file system
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise OSError(
+            f"{repository} ({name}) could not be fetched from the Hugging Face hub ({reason}). Check the network and "
+            "$HF_HUB_OFFLINE; or put the parquet files of "
+            f"https://huggingface.co/datasets/{repository}/tree/main/{folder.name} into {folder}, "
+            "or name another folder as root=... or in $ATTNSWAP_DATA"
+        ) from error
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those that are there and empty, the deepest given first."""
+    for path in folders:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _is_whole(folder: Path, split: str) -> bool:

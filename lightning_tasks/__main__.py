@@ -17,6 +17,7 @@ Change what happens between the projections of any attention layer, train it wit
 commands:
   fit, validate, test, predict  run a recipe: attnswap fit --config quickstart/language_modeling
                                 any key of the recipe can follow: --trainer.max_steps 100 --model.attention rpc
+                                a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
   recipes                       list the shipped recipes: name, summary, paper, what each needs
   compare                       run configurations x seeds, paired, resumable, into one table
@@ -28,7 +29,7 @@ options:
                                 `attnswap fit --model.help CLASS` those of a task
   --version                     show the version
 
-Errors in what was asked for are one line; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
+Errors in what was asked for have no traceback; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
 """
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -58,6 +59,15 @@ def refusal_in(error: BaseException | None) -> BaseException | None:
         return refusal_in(error.__cause__)
     meant = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return error if meant and package in ("attention_modules", "lightning_tasks", "datamodules") else None
+
+
+def refusal_text(refusal: BaseException, hint: str = "") -> str:
+    """What the command prints: one line, or the first one and the others indented below it, none of them empty."""
+    lines = [line.rstrip() for line in str(refusal).expandtabs(4).splitlines() if line.strip()]
+    first, *others = lines or [type(refusal).__name__]
+    if not others:
+        return f"attnswap: error: {first}" + (f" ({hint})" if hint else "")
+    return "\n    ".join([f"attnswap: error: {first}", *others, *([f"({hint})"] if hint else [])])
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -102,8 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if refusal is None or os.environ.get("ATTNSWAP_TRACEBACK"):
             raise
         wraps = refusal.__cause__ is not None and not isinstance(error, RecipeError)
-        more = " (ATTNSWAP_TRACEBACK=1 shows where)" if wraps else ""
-        print(f"attnswap: error: {refusal}{more}", file=sys.stderr)
+        print(refusal_text(refusal, "ATTNSWAP_TRACEBACK=1 shows where" if wraps else ""), file=sys.stderr)
         raise SystemExit(2) from error
 
 

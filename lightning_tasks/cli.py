@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+import lightning_tasks.models as own_models
+from attention_modules.mechanism import mechanism_class
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.hparams import import_object, join_arguments
+from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resuming import read_checkpoint
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
+_MECHANISMS = ("attention", "other_attention")
 _CKPT_WORDS = ("best", "last", "hpc", "registry")  # what Lightning resolves itself
 
 
@@ -54,6 +62,35 @@ def _expand(option: str, value: str) -> str:
         return value  # --model and --data also take a class
     (check_recipe if option in ("-c", "--config") else read_settings)(path)
     return str(path)
+
+
+def spell_out_classes(arguments: Sequence[str]) -> list[str]:
+    """`--model.optimizer SGD --model.optimizer.lr 0.5` with `{"class_path": "torch.optim.SGD"}`, which the key joins.
+
+    jsonargparse does so itself for arguments that are classes only; where a string is allowed too, as for ours, the key
+    would replace it.
+    """
+    spelled = list(arguments)
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        place = index if equals else index + 1
+        if not option.startswith("--model.") or place >= len(arguments):
+            continue
+        path = _class_path(option.rsplit(".", 1)[-1], value if equals else arguments[place])
+        if path is not None and any(later.startswith(f"{option}.") for later in arguments[place + 1 :]):
+            spelled[place] = (f"{option}=" if equals else "") + json.dumps({"class_path": path})
+    return spelled
+
+
+def _class_path(name: str, value: str) -> str | None:
+    """The dotted path that `value` is, or that the argument `name` of our tasks knows by it; None where it is none."""
+    if "." in value:
+        return value if _DOTTED.fullmatch(value) and not Path(value).exists() else None
+    try:
+        known = mechanism_class(value) if name in _MECHANISMS else import_object(value, _CLASSES[name])
+        return import_path(known)
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 class SaveConfig(SaveConfigCallback):
@@ -214,7 +251,7 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
         RecipeError: a recipe or part that does not exist.
         SystemExit: arguments that the parser refuses; its message names them.
     """
-    expanded = expand_recipe_names(arguments)
+    expanded = spell_out_classes(expand_recipe_names(arguments))
     return AttnswapCLI(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},

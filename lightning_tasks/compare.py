@@ -6,9 +6,11 @@ import argparse
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_tasks.compare_cell import Cell, end_with_parent, run_cell
+from lightning_tasks.compare_cell import Cell, end_with_parent, last_error, run_cell
 from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_table import summarise, write_summary
+from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 
 RESULTS = "results.csv"
@@ -64,10 +67,15 @@ def parse_seeds(text: str) -> list[int]:
 def override_arguments(overrides: dict[str, Any]) -> tuple[str, ...]:
     """Overrides as the command line spells them: {"trainer.callbacks+": {...}} -> "--trainer.callbacks+={...}"."""
     return tuple(
-        # JSON is YAML but for its infinity.
-        f"--{key}={value if isinstance(value, str) else json.dumps(value).replace('Infinity', '.inf')}"
+        f"--{key}={value if isinstance(value, str) else _yaml_of(json.dumps(value))}"
         for key, value in overrides.items()
     )
+
+
+def _yaml_of(text: str) -> str:
+    """JSON as YAML reads it: the two differ in infinity and nan, which are also words that a string may hold."""
+    words = {"Infinity": ".inf", "NaN": ".nan"}
+    return re.sub(r'"(?:[^"\\]|\\.)*"|Infinity|NaN', lambda found: words.get(found[0], found[0]), text)
 
 
 def read_variants(name: str) -> list[Variant]:
@@ -133,7 +141,7 @@ def plan_cells(
 
 
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
-    """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, error) of failures."""
+    """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures."""
     waiting = [cell for cell in cells if not cell.is_finished()]
     failures: list[tuple[Cell, str]] = []
     with (
@@ -144,11 +152,19 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
         for future in as_completed(futures):
             cell = futures[future]
             if (error := future.exception()) is not None:
-                failures.append((cell, f"{type(error).__name__}: {error}"))
-                tqdm.write(f"failed: {cell.label}: {error} (log: {cell.folder / 'log.txt'})", file=sys.stderr)
+                failures.append((cell, failure(cell, error)))
+                tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
             bar.set_postfix_str(cell.label)
             bar.update()
     return failures
+
+
+def failure(cell: Cell, error: BaseException) -> str:
+    """Why a cell failed, in one line, and where its log is; what only ends a process says why in the log."""
+    text = reason(error)
+    if isinstance(error, (SystemExit, BrokenProcessPool)):
+        text = f"{last_error(cell.log) or 'nothing was printed'} ({text})"
+    return f"{text}; log: {cell.log}"
 
 
 def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
@@ -225,4 +241,7 @@ def main(arguments: Sequence[str]) -> None:
         summary = summarise(rows, names, metrics)
         print(write_summary(summary, unpaired_seeds(cells), options.output))
     if failures:
-        raise SystemExit(f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again")
+        reasons = "".join(f"\n  {cell.label}: {text}" for cell, text in failures)
+        raise SystemExit(
+            f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again:{reasons}"
+        )

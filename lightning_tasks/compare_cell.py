@@ -48,6 +48,11 @@ class Cell:
         return Path(self.output) / "cells" / slug / f"seed_{self.seed}"
 
     @property
+    def log(self) -> Path:
+        """What the cell's run printed."""
+        return self.folder / "log.txt"
+
+    @property
     def arguments(self) -> list[str]:
         """The command line of this cell, folders apart."""
         fixed = ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
@@ -97,7 +102,7 @@ def run_cell(cell: Cell) -> None:
     cell.folder.mkdir(parents=True)
     started = time.monotonic()
     pairing = RecordPairing()
-    with _output_to(cell.folder / "log.txt"):
+    with _output_to(cell.log):
         cli = run([*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"], callbacks=[pairing])
         if cell.test:
             cli.trainer.test(cli.model, datamodule=cli.datamodule)
@@ -134,6 +139,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             for metric, text in line.items()
             if metric not in ("step", "epoch") and text
         ]
+
+
+def last_error(log: Path) -> str:
+    """The error that a log ends with, in one line: from its last "error:" on, else its last line; "" where none is."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    starts = [index for index, line in enumerate(lines) if re.match(r"(\S+: )?error:|[\w.]*(Error|Exception)\b", line)]
+    return " ".join(lines[starts[-1] if starts else -1 :])
 
 
 @contextlib.contextmanager

@@ -122,7 +122,11 @@ def plain_spec(value: Any, *modules: ModuleType, what: str = "value") -> Spec:
         return {"class_path": import_path(import_object(value, *modules)), "init_args": {}}
     if isinstance(value, Mapping):
         if "class_path" not in value:
-            raise ValueError(f"{what} needs the key 'class_path', got {sorted(map(str, value))}")
+            keys = sorted(map(str, value))
+            example = f"--model.{what} CLASS" + "".join(f" --model.{what}.{key} ..." for key in keys[:1])
+            raise ValueError(
+                f"{what} needs the key 'class_path', got {keys}; on the command line the class comes first: {example}"
+            )
         arguments = join_arguments(value)["init_args"]
         spec = plain_spec(value["class_path"], *modules, what=what)
     elif isinstance(value, functools.partial):

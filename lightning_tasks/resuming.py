@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
+from attention_modules.layers import SelfAttention
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -31,29 +33,101 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Refuse to resume a fit in which swapped layers have other Parameters than in the checkpoint.
+    """Refuse to resume a fit in which attention has other Parameters than in the checkpoint.
 
-    Weights load in either layout; the optimizer's state belongs to the Parameters as they were.
+    Weights of swapped layers load in either layout; the optimizer's state belongs to the Parameters as they were.
+    Layers that were built with their mechanism load in its layout alone.
 
     Raises:
-        ValueError: if a swapped layer's Parameters differ and the checkpoint holds the state of an optimizer.
+        ValueError: if a swapped layer's Parameters differ and the checkpoint holds the state of an optimizer, or those
+            of a layer that was built with its mechanism differ.
     """
-    if trainer.state.fn != "fit" or not checkpoint.get("optimizer_states"):
-        return
-    saved = {key: value.shape for key, value in checkpoint.get("state_dict", {}).items() if isinstance(value, Tensor)}
+    resumes = trainer.state.fn == "fit" and bool(checkpoint.get("optimizer_states"))
+    saved = checkpoint.get("state_dict", {})
     for name, layer in pl_module.named_modules():
-        if not isinstance(layer, Swapped):
+        if isinstance(layer, Swapped):
+            if resumes:
+                _refuse_swapped(name, layer, _state_of(name, saved))
+        elif isinstance(layer, SelfAttention):
+            _refuse_built(name, layer, _state_of(name, saved))
+
+
+_AS_BEFORE = "the attention that it was trained with"
+_WEIGHTS_ONLY = (
+    "take its weights only: --init_from in place of --ckpt_path (from Python: the callback "
+    "lightning_tasks.callbacks.init_from.InitFromCheckpoint)"
+)
+
+
+def _refuse_swapped(name: str, layer: Any, before: dict[str, Tensor]) -> None:
+    trained = {key: value for key, value in layer.named_parameters() if value.requires_grad or key in before}
+    gone = set(before) - set(layer.state_dict())
+    other = [key for key, value in trained.items() if key not in before or before[key].shape != value.shape]
+    if before and (gone or other):
+        changed = ", ".join(sorted({*gone, *other}))
+        raise ValueError(
+            f"the checkpoint cannot be resumed: {name!r} now has {type(layer.mechanism).__name__}, and the "
+            f"optimizer's state is one of other Parameters (not as they were: {changed}). "
+            f"Resume with {_AS_BEFORE}, or {_WEIGHTS_ONLY}"
+        )
+
+
+def _refuse_built(name: str, layer: SelfAttention, before: dict[str, Tensor]) -> None:
+    proj = before.get("proj.weight")
+    if proj is None or proj.shape != layer.proj.weight.shape:  # another model altogether: torch says what differs
+        return
+    changed = _unlike(layer, before)
+    if changed:
+        adopted = plain_weights_for(layer, before)
+        cure = f", or {_WEIGHTS_ONLY}" if not _unlike(layer, adopted) else ""
+        raise ValueError(
+            f"the checkpoint does not fit: {name!r} is built with {type(layer.mechanism).__name__}, and was trained "
+            f"with attention of other Parameters (not as they were: {', '.join(changed)}). "
+            f"Use {_AS_BEFORE}{cure}"
+        )
+
+
+def _unlike(layer: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Keys of the state that are not in both, or of another shape."""
+    now = layer.state_dict()
+    return sorted(
+        key
+        for key in now.keys() | before.keys()
+        if key not in now or key not in before or now[key].shape != before[key].shape
+    )
+
+
+def plain_weights_for(layer: SelfAttention, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of plain attention as a layer that is built with another mechanism takes it; any other as it is.
+
+    Where the mechanism uses no query, the query's rows are left out; its own tensors keep the layer's values.
+    """
+    adopted = dict(state)
+    width = layer.num_heads * layer.head_dim
+    for key in ("qkv.weight", "qkv.bias"):
+        if not layer.mechanism.uses_query and key in state and len(state[key]) == 3 * width:
+            adopted[key] = state[key][width:]
+    if not any(key.startswith("mechanism.") for key in state):
+        adopted |= {key: value for key, value in layer.state_dict().items() if key.startswith("mechanism.")}
+    return adopted
+
+
+def _state_of(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a model's state that belong to one of its modules, by the module's own keys."""
+    prefix = f"{name}." if name else ""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def adopt_plain_weights(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """A model's state with :func:`plain_weights_for` where that makes it fit, and the names of these layers."""
+    adopted, names = copy.copy(state), []  # with the versions that torch keeps beside the tensors
+    for name, layer in model.named_modules():
+        if not isinstance(layer, SelfAttention) or isinstance(layer, Swapped):
             continue
-        prefix = f"{name}." if name else ""
-        before = {key.removeprefix(prefix): shape for key, shape in saved.items() if key.startswith(prefix)}
-        trained = {key: value for key, value in layer.named_parameters() if value.requires_grad or key in before}
-        gone = set(before) - set(layer.state_dict())
-        other = [key for key, parameter in trained.items() if before.get(key) != parameter.shape]
-        if before and (gone or other):
-            changed = ", ".join(sorted({*gone, *other}))
-            raise ValueError(
-                f"the checkpoint cannot be resumed: {name!r} now has {type(layer.mechanism).__name__}, and the "
-                f"optimizer's state is one of other Parameters (not as they were: {changed}). "
-                "Resume with the attention that it was trained with, or take its weights only: --init_from in place of "
-                "--ckpt_path (from Python: the callback lightning_tasks.callbacks.init_from.InitFromCheckpoint)"
-            )
+        own = _state_of(name, adopted)
+        fitting = plain_weights_for(layer, own)
+        if own and _unlike(layer, own) and not _unlike(layer, fitting):
+            adopted.update({f"{name}.{key}" if name else key: value for key, value in fitting.items()})
+            names.append(name)
+    return adopted, names

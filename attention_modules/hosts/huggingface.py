@@ -110,7 +110,7 @@ def _check_no_adapted_query(module: Any) -> None:
         if not isinstance(owner, WithoutQuery) and not sharded:
             raise RuntimeError(
                 f"the query projection {part.owner!r} was replaced by a {type(owner).__name__} after the swap, but "
-                f"{WithoutQuery.CURE}"
+                "its mechanism uses no query: adapt other projections, or call restore_attention() first"
             )
 
 

@@ -60,17 +60,15 @@ class QueryPart:
 class WithoutQuery(nn.Module):
     """A projection whose query rows were taken out.
 
-    It is no nn.Linear or Conv1D, so that peft leaves it out of "all-linear", and refuses it by this name and text where
+    It is no nn.Linear or Conv1D, so that peft leaves it out of "all-linear", and refuses it by its printed form where
     ``target_modules`` names it: an adapter would change a query that nothing reads.
     """
 
-    CURE = (
-        "its mechanism uses no query: leave it out of target_modules, adapt other projections, or call "
-        "restore_attention() first"
-    )
-
     def extra_repr(self) -> str:
-        return self.CURE
+        return (
+            "its mechanism uses no query; for adapters: leave it out of target_modules, or call restore_attention() "
+            "first"
+        )
 
 
 class QuerylessLinear(WithoutQuery):
@@ -84,7 +82,10 @@ class QuerylessLinear(WithoutQuery):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise AttributeError(f"this query projection has no weight, as {self.CURE}")
+            raise AttributeError(
+                "this query projection has no weight, as its mechanism uses no query; call restore_attention() first "
+                "to read or change it"
+            )
         return super().__getattr__(name)
 
 

@@ -18,7 +18,8 @@ from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.steps import check_every_n_steps, current_step, layer_label, log_now
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
 
@@ -29,9 +30,10 @@ class AttentionMonitor(Callback):
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
     ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
-    heads and batches, whatever the padding; ``mean`` is that of the layers. Definitions:
-    :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the mechanism is
-    given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
+    heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that it is the mean of the
+    layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages).
+    Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the
+    mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
@@ -61,7 +63,7 @@ class AttentionMonitor(Callback):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.every_n_steps = check_every_n_steps(every_n_steps)
+        self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.statistics = _some_of("statistics", statistics, STATISTICS)
         self.stages = _some_of("stages", stages, get_args(Stage))
         self.where, self.layers, self.exclude = where, layers, exclude
@@ -201,15 +203,16 @@ class AttentionMonitor(Callback):
         self._hooks, self._in_backward = None, False
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.statistics:
-            by_layer = {}
-            for index, calls in enumerate(self._observed):
-                if calls:
-                    total, rows = torch.stack([call[name] for call in calls]).sum(0)
-                    by_layer[f"attention/{name}/{layer_label(index)}"] = (total / rows, rows)
-            if by_layer:
-                values |= by_layer
-                means, counts = (torch.stack(part) for part in zip(*by_layer.values(), strict=True))
-                values[f"attention/{name}/mean"] = (means.nanmean(), counts.sum())
+            sums = {
+                layer_label(index): torch.stack([call[name] for call in calls]).sum(0)
+                for index, calls in enumerate(self._observed)
+                if calls
+            }
+            if sums:
+                # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.
+                sums["mean"] = torch.stack(list(sums.values())).sum(0)
+            for label, (total, rows) in sums.items():
+                values[f"attention/{name}/{label}"] = (total / rows, rows)
         self._observed = []
         return values
 
@@ -218,7 +221,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def _some_of(what: str, chosen: Sequence[_Name], known: Sequence[_Name]) -> tuple[_Name, ...]:
-    unknown = set(chosen) - set(known)
-    if unknown or not chosen or isinstance(chosen, str):
+    given = chosen if isinstance(chosen, (list, tuple, set, frozenset)) else ()
+    if not given or any(name not in known for name in given):
         raise ValueError(f"{what} must be a list of some of {', '.join(known)}, got {chosen!r}")
     return tuple(chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.limits import check_number
 from lightning_tasks.callbacks.locater import LocAteR
 
 
@@ -47,7 +47,7 @@ class _QKControl(Callback):
         self.where, self.layers, self.exclude = where, layers, exclude
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._entries = qk_entries(attention_layers(pl_module, self.where, self.layers, self.exclude))
 
 
@@ -64,7 +64,8 @@ class QKWeightDecay(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``weight_decay`` is negative or not finite.
+        ValueError: if ``weight_decay`` is no finite number, or negative; when a fit starts, if no layer matches or its
+            weights cannot be decayed alone, see :func:`qk_entries`.
     """
 
     def __init__(
@@ -75,9 +76,7 @@ class QKWeightDecay(_QKControl):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(where, layers, exclude)
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
-        self.weight_decay = weight_decay
+        self.weight_decay = check_number("weight_decay", weight_decay, minimum=0.0)
 
     @torch.no_grad()
     def on_before_optimizer_step(
@@ -101,10 +100,12 @@ class FreezeQK(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: when a fit starts, if :class:`LocAteR` trains one of the same layers.
+        ValueError: when a fit starts, if :class:`LocAteR` trains one of the same layers, no layer matches, or its
+            weights cannot be told apart, see :func:`qk_entries`.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         frozen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(other, LocAteR) or not other.trains:
@@ -121,7 +122,7 @@ class FreezeQK(_QKControl):
                 )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+        # Not in on_fit_start: some strategies load the checkpoint after it.
         self._initial = [parameter.detach().clone() for parameter, _ in self._entries]
 
     def on_before_optimizer_step(

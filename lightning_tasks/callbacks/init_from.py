@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configuring import after_configure_model
-from lightning_tasks.resuming import read_checkpoint
+from lightning_tasks.resuming import adopt_plain_weights, read_checkpoint
 
 
 class InitFromCheckpoint(Callback):
     """Load the weights of the checkpoint at `path` once the model is built and swapped; optimizer and step stay new.
 
     The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint or a bare state_dict.
+    Weights of plain attention also fill layers that are built with another mechanism (which layers is said): without a
+    query its rows are left out, and what the mechanism alone has stays as it is.
     Put it after the callbacks that change the model.
 
     Raises:
@@ -37,11 +40,14 @@ class InitFromCheckpoint(Callback):
         if self._loaded:
             return
         content = read_checkpoint(self.path)
+        state, adopted = adopt_plain_weights(pl_module, content.get("state_dict", content))
         try:
-            pl_module.load_state_dict(content.get("state_dict", content))
+            pl_module.load_state_dict(state)
         except RuntimeError as error:
             raise ValueError(
                 f"--init_from {self.path}: its weights do not fit {type(pl_module).__name__}; give the model the "
                 f"settings that it was trained with. {error}"
             ) from error
         self._loaded = True
+        if adopted:
+            rank_zero_info(f"--init_from {self.path}: weights of plain attention now fill {', '.join(adopted)}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.steps import layer_label
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
@@ -47,8 +48,8 @@ class LipschitzMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when it fires, if no layer matches, or a layer's input is not
-            finite or no sequence of tokens.
+        ValueError: if a number is out of its limits; when a fit or validation starts, if no layer matches; when it
+            fires, if a layer's input is not finite or no sequence of tokens.
     """
 
     def __init__(
@@ -65,9 +66,8 @@ class LipschitzMonitor(Callback):
         super().__init__()
         limits = {"every_n_validations": every_n_validations, "num_samples": num_samples, "max_iter": max_iter}
         for name, value in {**limits, "max_tokens": 1 if max_tokens is None else max_tokens}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not tol > 0:
+            check_integer(name, value, 1)
+        if check_number("tol", tol, minimum=0.0) == 0:
             raise ValueError(f"tol must be above 0, got {tol!r}")
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter
@@ -76,6 +76,12 @@ class LipschitzMonitor(Callback):
         self._warned: set[str] = set()
         self._hooks: ExitStack | None = None
         self._calls: dict[int, _Call] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._chosen(pl_module)  # refused here, before anything is written
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._chosen(pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

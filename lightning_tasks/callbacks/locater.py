@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.limits import check_number
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -23,13 +23,6 @@ _REFUSED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
     "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
 }
-
-
-def _number(what: str, value: object, minimum: float = -math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value or math.isinf(value):
-        limit = "" if minimum == -math.inf else f" of at least {minimum:g}"
-        raise ValueError(f"{what} a finite number{limit}, got {value!r}")
-    return float(value)
 
 
 class LocAteR(Callback):
@@ -77,11 +70,11 @@ class LocAteR(Callback):
         super().__init__()
         if not isinstance(scale, str) or scale not in _SCALES:
             raise ValueError(f"scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-        self.weight = _number("weight must be", weight, minimum=0.0)
+        self.weight = check_number("weight", weight, minimum=0.0)
         self.scale = scale
-        self.gamma = _number("gamma must be", gamma, minimum=0.0)
+        self.gamma = check_number("gamma", gamma, minimum=0.0)
         initial = isinstance(mean_target, str) and mean_target == "initial"
-        self.mean_target = mean_target if initial else _number("mean_target must be 'initial' or", mean_target)
+        self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
         self.observe_only = observe_only
         self.where, self.layers, self.exclude = where, layers, exclude
         self._layers: list[AttentionLayer] = []
@@ -111,17 +104,31 @@ class LocAteR(Callback):
                 raise ValueError(f"LocAteR cannot add to gradients here: {_REFUSED_STRATEGIES[kind.__name__]}")
         self._initial_traces = {}  # of an earlier fit; those of a resumed run are loaded after this
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._choose(trainer, pl_module)  # refused here, before anything is written
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        # Again: since on_fit_start the module may have frozen weights, and a strategy loaded the checkpoint.
+        self._choose(trainer, pl_module)
         self._backward_passes = 0
         for layer in self._layers:
             if layer.spectrum_caveat is not None:
                 rank_zero_warn(f"LocAteR on {layer.name}: {layer.spectrum_caveat}")
-        if not self.observe_only:
-            self._check_trained(trainer)
-        if self.gamma and self.mean_target == "initial":
+        if self._holds_initial:
             for layer in self._layers:
                 self._initial_trace(layer)
+
+    def _choose(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        if not self.observe_only:
+            self._check_trained(trainer)
+        if self._holds_initial:
+            for layer in self._layers:
+                self._check_heads(layer)
+
+    @property
+    def _holds_initial(self) -> bool:
+        return bool(self.gamma) and self.mean_target == "initial"
 
     def _check_trained(self, trainer: pl.Trainer) -> None:
         held = {id(parameter) for optimizer in trainer.optimizers for parameter in _parameters_of(optimizer)}
@@ -132,18 +139,19 @@ class LocAteR(Callback):
                     "penalty would change nothing; train them, name the layer in exclude=, or set observe_only=True"
                 )
 
-    def _initial_trace(self, layer: AttentionLayer) -> Tensor:
-        """tr W of each head at the start, ``[H]``, on the layer's device."""
+    def _check_heads(self, layer: AttentionLayer) -> None:
+        saved = self._initial_traces.get(layer.name)
+        if saved is not None and saved.numel() != layer.spec.num_heads:
+            raise ValueError(
+                f"LocAteR: the checkpoint holds tr W of {saved.numel()} heads for {layer.name!r}, which has "
+                f"{layer.spec.num_heads}; resume with the model that was saved"
+            )
+
+    def _initial_trace(self, layer: AttentionLayer) -> None:
+        """Keep tr W of each head at the start, ``[H]``, on the layer's device."""
         with torch.no_grad():
             now = trace(*_full_precision(layer.qk_weights()))
-        target = self._initial_traces.setdefault(layer.name, now)
-        if target.shape != now.shape:
-            raise ValueError(
-                f"LocAteR: the checkpoint holds tr W of {target.numel()} heads for {layer.name!r}, which has "
-                f"{now.numel()}; resume with the model that was saved"
-            )
-        self._initial_traces[layer.name] = target.to(now)
-        return self._initial_traces[layer.name]
+        self._initial_traces[layer.name] = self._initial_traces.get(layer.name, now).to(now)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._backward_passes += 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.steps import layer_label
 
 
@@ -33,19 +34,27 @@ class PursuitMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``num_samples`` is below 1; when the first batch comes, if no chosen layer has RPC attention.
+        ValueError: if ``num_samples`` is no integer of at least 1; when a fit, validation or test starts, if no chosen
+            layer has RPC attention.
     """
 
     def __init__(
         self, num_samples: int = 32, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()
     ) -> None:
         super().__init__()
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        self.num_samples = num_samples
+        self.num_samples = check_integer("num_samples", num_samples, 1)
         self.where, self.layers, self.exclude = where, layers, exclude
         self._hooks: ExitStack | None = None
         self._seen: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)  # refused here, before anything is written
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pursuing(pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -71,7 +80,7 @@ class PursuitMonitor(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close()
 
-    def _open(self, pl_module: pl.LightningModule) -> None:
+    def _pursuing(self, pl_module: pl.LightningModule) -> list[RPCAttention]:
         chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
         pursuing = [layer.mechanism for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
         if not pursuing:
@@ -79,6 +88,10 @@ class PursuitMonitor(Callback):
                 "PursuitMonitor found no layer with RPC attention among "
                 f"{', '.join(layer.name for layer in chosen)}; swap one to 'rpc', or leave this callback out"
             )
+        return pursuing
+
+    def _open(self, pl_module: pl.LightningModule) -> None:
+        pursuing = self._pursuing(pl_module)
         self._hooks = ExitStack()
         for index, mechanism in enumerate(pursuing):
             hook = mechanism.register_forward_pre_hook(partial(self._observe, layer_label(index)), with_kwargs=True)

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from datamodules.base import check_at_least
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.robustness.attack_table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders, imagenet_wnids, read_wnids
 from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
@@ -39,7 +39,7 @@ from lightning_tasks.robustness.image_suite import (
     ood_measurement,
     shift_measurement,
 )
-from lightning_tasks.robustness.linf import check_batch, is_share
+from lightning_tasks.robustness.linf import check_batch
 from lightning_tasks.robustness.suite import Measurement, RowStore, fingerprint, run_suite
 from lightning_tasks.robustness.table import COLUMNS, Row, corruption_errors, markdown, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, word_swap_measurement
@@ -107,14 +107,13 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, limit in (
-            ("num_images", num_images, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", seed, 0),
-        ):
-            if value is not None:
-                check_at_least(name, value, limit)
+        if num_images is not None:
+            check_integer("num_images", num_images, 1)
+        check_integer("batch_size", batch_size, 1)
+        for name, value in (("num_workers", num_workers), ("seed", seed), ("word_swap_token", word_swap_token)):
+            check_integer(name, value, 0)
+        for value in word_swap_keep or ():
+            check_integer("an id of word_swap_keep", value, 0)
         self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
         self.attacks = read_attacks(["fgsm", "pgd"] if attacks is None else attacks)
         self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
@@ -132,8 +131,8 @@ class RobustnessEvaluation(Callback):
         for setting in self.attacks:
             if setting.source is not None and not Path(setting.source).is_file():
                 raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
-        if word_swap is not None and not is_share(word_swap):
-            raise ValueError(f"word_swap is {word_swap!r}: give the share of words to swap, in [0, 1]")
+        if word_swap is not None:
+            check_number("word_swap, the share of words that are swapped,", word_swap, minimum=0.0, maximum=1.0)
         self.word_swap = None if word_swap is None else float(word_swap)
         self.word_swap_token = word_swap_token
         self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)

@@ -31,14 +31,3 @@ def log_now(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None
     scalars = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))  # one transfer
     for logger in pl_module.trainer.loggers:
         logger.log_metrics(scalars, step=current_step(pl_module.trainer))
-
-
-def check_every_n_steps(every_n_steps: int) -> int:
-    """The same number.
-
-    Raises:
-        ValueError: if it is not a positive integer.
-    """
-    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-        raise ValueError(f"every_n_steps must be an integer of at least 1, got {every_n_steps!r}")
-    return every_n_steps

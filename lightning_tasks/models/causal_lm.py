@@ -16,6 +16,7 @@ from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
 from lightning_tasks.hparams import Spec, build, import_object, plain_data, plain_spec
 from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
+from lightning_tasks.reason import reason
 
 
 def model_spec(value: Any) -> str | Spec:
@@ -55,7 +56,7 @@ def build_causal_lm(
     A class whose constructor takes ``attention`` gets it there; in any other model plain attention is swapped.
 
     Raises:
-        ValueError: if a pretrained model has fewer token ids than ``vocab_size``.
+        ValueError: if a pretrained model cannot be loaded, or has fewer token ids than ``vocab_size``.
     """
     if isinstance(spec, dict) and "class_path" in spec:
         accepted = inspect.signature(import_object(spec["class_path"])).parameters
@@ -76,7 +77,14 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
 
     if isinstance(spec, dict):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
-    model: Any = AutoModelForCausalLM.from_pretrained(spec).train()  # it comes in eval mode, without dropout
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(spec).train()  # it comes in eval mode, without dropout
+    except Exception as error:  # of the hub's client, its transport, or a folder that holds something else
+        raise ValueError(
+            f"{spec!r} names no class of lightning_tasks.models, and could not be loaded as a pretrained Hugging Face "
+            f"model ({reason(error)}). Check the name, the network and $HF_HUB_OFFLINE; or give the folder of a saved "
+            "model, or a configuration (a dict with 'model_type') to start from new weights"
+        ) from error
     known = model.get_input_embeddings().weight.size(0)
     if known < vocab_size:
         raise ValueError(

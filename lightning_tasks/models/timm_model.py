@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
+from lightning_tasks.reason import reason
 
-_ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")
+_HUB = ("hf-hub:", "hf_hub:")
+_ELSEWHERE = (*_HUB, "local-dir:")
 
 
 def check_model_name(name: str) -> str:
@@ -39,13 +41,21 @@ def build_timm_model(name: str, num_classes: int, pretrained: bool, options: Map
     """The model that `timm.create_model` makes.
 
     Raises:
-        ValueError: if it does not take ``options``.
+        ValueError: if it does not take ``options``, or what it is to start from cannot be fetched.
     """
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **options)
     except (TypeError, AssertionError) as error:
         given = f"model_options {dict(options)}" if options else "these settings"
         raise ValueError(f"{name} could not be built with {given}: {error or type(error).__name__}") from error
+    except Exception as error:  # of the hub's client or its transport
+        if not (pretrained or name.startswith(_HUB)):
+            raise
+        raise ValueError(
+            f"{name} could not be built from published weights or settings ({reason(error)}). Check the network and "
+            "$HF_HUB_OFFLINE; or start from new weights (pretrained: false), or from those of a folder (the name "
+            "'local-dir:FOLDER')"
+        ) from error
 
 
 def swap_layers(

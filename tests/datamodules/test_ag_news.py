@@ -60,3 +60,10 @@ def test_a_missing_file_is_named_and_downloaded_where_asked(root, cache, monkeyp
         data.setup()
     assert calls == [("fancyzhx/ag_news", "default")]
     assert lines(data, "test") == ARTICLES["test"]
+
+
+def test_a_hub_that_cannot_be_read_leaves_nothing(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: 1 / 0)
+    with pytest.raises(OSError, match=r"fancyzhx/ag_news .*ZeroDivisionError.*tree/main/data into .*ag_news/data"):
+        AGNewsDataModule(root=tmp_path / "new", cache_dir=cache, download=True).setup()
+    assert list(tmp_path.iterdir()) == []

@@ -182,14 +182,27 @@ class TestDownload:
             WikiTextDataModule(NAME, root=tmp_path, download=True).prepare_data()
         assert hub == []
 
-    def test_a_failed_fetch_leaves_nothing(self, monkeypatch, tmp_path, contents):
+    def test_a_failed_fetch_leaves_nothing(self, monkeypatch, tmp_path):
         def fail(repository, name):
             raise ConnectionError("no network")
 
         monkeypatch.setattr(datasets, "load_dataset", fail)
-        with pytest.raises(ConnectionError, match="no network"):
+        cure = rf"Salesforce/wikitext .*\(ConnectionError: no network\).*tree/main/{NAME} into .*{NAME}"
+        with pytest.raises(OSError, match=cure):
+            WikiTextDataModule(NAME, root=tmp_path / "new", download=True).prepare_data()
+        assert os.listdir(tmp_path) == []
+
+    def test_a_failed_fetch_takes_no_file_of_the_user_s(self, monkeypatch, tmp_path):
+        def fail(repository, name):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(datasets, "load_dataset", fail)
+        write_split(tmp_path / "wikitext" / NAME, "train", LINES["train"])
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(KeyboardInterrupt):
             WikiTextDataModule(NAME, root=tmp_path, download=True).prepare_data()
-        assert not [name for name in contents(tmp_path) if "." in name]
+        assert sorted(os.listdir(tmp_path)) == ["empty", "wikitext"]
+        assert os.listdir(tmp_path / "wikitext" / NAME) == ["train-00000-of-00001.parquet"]
 
 
 BAD = {

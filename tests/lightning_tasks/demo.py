@@ -1,6 +1,7 @@
 """A module that trains in milliseconds and logs, for tests of the command."""
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.lightning_tasks.language_data import TOKENS, RandomText
@@ -31,6 +32,15 @@ class DemoModule(BoringModel):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+
+class FreezeAll(Callback):
+    """Leaves nothing to train in attention layers."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.configure_model()
+        for name, parameter in pl_module.named_parameters():
+            parameter.requires_grad_("attn" not in name)
 
 
 class DemoText(RandomText):

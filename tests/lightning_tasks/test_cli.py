@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_tasks.__main__ import HELP, main, refusal_in
-from lightning_tasks.cli import expand_recipe_names, fill
+from lightning_tasks.__main__ import HELP, main, refusal_in, refusal_text
+from lightning_tasks.cli import expand_recipe_names, fill, spell_out_classes
 from lightning_tasks.loggers import wandb_offline_without_key
 from lightning_tasks.models import TransformerLM
 from lightning_tasks.recipes import CONFIGS, RecipeError
@@ -253,6 +253,11 @@ def test_init_from_refuses_weights_that_do_not_fit(demo, capsys):
         main(["fit", "--config", demo, "--init_from", str(path)])
     error = capsys.readouterr().err
     assert "other.ckpt: its weights do not fit DemoModule" in error
+    first, *others = error[error.index("attnswap: error: ") :].splitlines()
+    assert first.startswith("attnswap: error: --init_from other.ckpt")
+    assert others  # torch's, a line for each weight
+    assert all(line.startswith("    ") and line.strip() for line in others)
+    assert others[-1] == "    (ATTNSWAP_TRACEBACK=1 shows where)"
     assert "Traceback" not in error
     assert not Path("runs").exists()
 
@@ -297,6 +302,98 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
     assert stop.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert text in line
+    assert not Path("runs").exists()
+
+
+def test_a_refusal_of_several_lines_is_indented():
+    assert refusal_text(ValueError("one")) == "attnswap: error: one"
+    assert refusal_text(ValueError("one"), "more") == "attnswap: error: one (more)"
+    assert refusal_text(ValueError("one:\n\n\ttwo\nthree \n"), "more") == (
+        "attnswap: error: one:\n        two\n    three\n    (more)"
+    )
+    assert refusal_text(ValueError()) == "attnswap: error: ValueError"
+
+
+@pytest.mark.parametrize(
+    ("option", "further"),
+    [
+        ("--model.optimizer SGD", "--model.optimizer.lr"),
+        ("--model.optimizer=SGD", "--model.optimizer.init_args.lr"),
+        ("--model.optimizer torch.optim.SGD", "--model.optimizer.lr"),
+    ],
+)
+def test_a_class_and_then_its_arguments(option, further):
+    """jsonargparse's usual short form; the arguments of the recipe's own class are gone with it."""
+    recipe = {"model": {"class_path": "lightning_tasks.LanguageModelingTask", "init_args": {}}}
+    recipe["model"]["init_args"]["optimizer"] = {"class_path": "AdamW", "init_args": {"lr": 3.0, "amsgrad": True}}
+    recipe["data"] = {"class_path": "tests.lightning_tasks.demo.DemoText"}
+    recipe["trainer"] = {"accelerator": "cpu", "max_steps": 1, "limit_val_batches": 0, "enable_progress_bar": False}
+    Path("lm.yaml").write_text(yaml.safe_dump(recipe))
+    main(["fit", "--config", "lm.yaml", *option.split(), further, "0.5"])
+    chosen = saved_config("lm")["model"]["init_args"]["optimizer"]
+    assert chosen["class_path"].rsplit(".", 1)[-1] == "SGD"
+    assert chosen["init_args"] == {"lr": 0.5}
+    hparams = torch.load(checkpoint("lm"), weights_only=True)["hyper_parameters"]
+    assert hparams["optimizer"] == {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+
+
+def test_arguments_without_their_class_name_the_form_that_works(capsys):
+    with pytest.raises(SystemExit):
+        main([*TASK, "--model.optimizer.lr", "0.5"])
+    assert "--model.optimizer CLASS --model.optimizer.lr ..." in capsys.readouterr().err
+
+
+def test_only_classes_with_further_keys_are_spelled_out():
+    for plain in (
+        ["--model", DEMO, "--model.rate", "1"],
+        ["--model.note", "x", "--model.notes.y", "1"],
+        ["--model.note", "demo.yaml/x", "--model.note.y", "1"],
+        ["--model.optimizer.y", "1", "--model.optimizer", "SGD"],
+        ["--model.other", "SGD", "--model.other.y", "1"],
+        ["--model.a"],
+    ):
+        assert spell_out_classes(plain) == plain
+    assert spell_out_classes(["--model.a=b.C", "--model.a.y=1"]) == ['--model.a={"class_path": "b.C"}', "--model.a.y=1"]
+    for name, value, path in (
+        ("optimizer", "SGD", "torch.optim.SGD"),
+        ("scheduler", "StepLR", "torch.optim.lr_scheduler.StepLR"),
+        ("attention", "rpc", "attention_modules.RPCAttention"),
+        ("model", "TransformerLM", "lightning_tasks.models.TransformerLM"),
+    ):
+        _, spelled, *_ = spell_out_classes([f"--model.{name}", value, f"--model.{name}.key", "1"])
+        assert json.loads(spelled) == {"class_path": path}
+
+
+REFUSED = {
+    "SwapAttention": {"mechanism": "rpc", "where": "nothing"},
+    "LocAteR": {"weight": 1.0, "where": "nothing"},
+    "QKWeightDecay": {"weight_decay": 1.0, "where": "nothing"},
+    "FreezeQK": {"where": "nothing"},
+    "SpectrumMonitor": {"where": "nothing"},
+    "AttentionMonitor": {"where": "nothing"},
+    "LipschitzMonitor": {"where": "nothing"},
+    "PursuitMonitor": {},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_callback_that_refuses_leaves_no_folder(name, capsys):
+    callback = {"class_path": f"lightning_tasks.callbacks.{name}", "init_args": REFUSED[name]}
+    with pytest.raises(SystemExit) as stop:
+        main([*TASK, OWN_MODEL % '{"num_layers": 1, "dim": 8}', f"--trainer.callbacks={json.dumps(callback)}"])
+    assert stop.value.code == 2
+    assert "attnswap: error: " in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_frozen_layer_leaves_no_folder(capsys):
+    callbacks = [
+        {"class_path": "tests.lightning_tasks.demo.FreezeAll"},
+        {"class_path": "lightning_tasks.callbacks.LocAteR", "init_args": {"weight": 1.0}},
+    ]
+    with pytest.raises(SystemExit):
+        main([*TASK, f"--trainer.callbacks={json.dumps(callbacks)}"])
+    assert "frozen or in no optimizer" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare import Variant, override_arguments, parse_seeds, plan_cells, read_variants, unpaired_seeds
-from lightning_tasks.compare_cell import RESULT, read_metrics, run_cell
+from lightning_tasks.compare_cell import RESULT, last_error, read_metrics, run_cell
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.recipes import RecipeError
 
@@ -62,7 +62,13 @@ def test_overrides_are_spelled_as_on_the_command_line():
         '--trainer.callbacks+={"a": 1}',
         "--model.rate=0.1",
     )
-    assert override_arguments({"model.options": {"lam": math.inf}}) == ('--model.options={"lam": .inf}',)
+
+
+def test_only_numbers_are_infinite():
+    spelled = override_arguments({"model.options": {"lam": [math.inf, -math.inf], "Infinity": 'says "Infinity", NaN'}})
+    assert spelled == (r'--model.options={"lam": [.inf, -.inf], "Infinity": "says \"Infinity\", NaN"}',)
+    read = yaml.safe_load(spelled[0].partition("=")[2])
+    assert read == {"lam": [math.inf, -math.inf], "Infinity": 'says "Infinity", NaN'}
 
 
 def test_a_recipe_stands_for_itself(demo):
@@ -232,13 +238,39 @@ def test_a_killed_comparison_leaves_nobody_at_work():
     assert not is_alive(worker)
 
 
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        ("usage: x\nerror: Parser key:\n  Key 'a' is not expected\n\n", "error: Parser key: Key 'a' is not expected"),
+        ("step 1\nattnswap: error: no such file\n", "attnswap: error: no such file"),
+        ("Traceback:\n  line\nKeyError: 'x'\nValueError: bad\n", "ValueError: bad"),
+        ("Killed\n", "Killed"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_the_error_that_a_log_ends_with(printed, error, tmp_path):
+    if printed is not None:
+        (tmp_path / "log.txt").write_text(printed)
+    assert last_error(tmp_path / "log.txt") == error
+
+
 def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):
     content = yaml.safe_load(comparison.read_text())
     content["variants"]["broken"] = {"model.rate": -1.0}
+    content["variants"]["refused"] = {"model.nothing": 1}
     comparison.write_text(yaml.safe_dump(content, sort_keys=False))
-    with pytest.raises(SystemExit, match="1 of 4 cells failed"):
+    with pytest.raises(SystemExit, match="2 of 5 cells failed") as stop:
         main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
-    assert "broken seed 0" in capfd.readouterr().err
+    for text in (capfd.readouterr().err, str(stop.value)):
+        logs = {name: str(tmp_path / "out" / "cells" / name / "seed_0" / "log.txt") for name in ("broken", "refused")}
+        (broken,) = [line for line in text.splitlines() if "broken seed 0: " in line]
+        assert "ValueError: Invalid learning rate: -1.0" in broken
+        assert logs["broken"] in broken
+        (refused,) = [line for line in text.splitlines() if "refused seed 0: " in line]
+        assert "error: " in refused
+        assert "nothing" in refused
+        assert logs["refused"] in refused
     assert "slow" in (tmp_path / "out" / "results.csv").read_text()
 
 

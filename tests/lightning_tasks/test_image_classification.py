@@ -7,6 +7,7 @@ import json
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import timm
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -386,6 +387,18 @@ def test_weights_are_averaged_in_swapped_models(tmp_path, swapping, averaging):
 def test_bad_arguments(options, text):
     with pytest.raises(ValueError, match=text):
         task(**options)
+
+
+@pytest.mark.parametrize("options", [{"pretrained": True}, {"model": "hf-hub:nobody/vit"}])
+def test_weights_that_cannot_be_reached_name_the_cure(options, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(ValueError, match=r"\(ConnectionError: no network\).*pretrained: false.*local-dir:FOLDER"):
+        built(**options)
+    with pytest.raises(ConnectionError):
+        built()  # nothing was to be fetched
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torchmetrics.text import Perplexity
 
 from attention_modules import RPCAttention
 from lightning_tasks import LanguageModelingTask
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 
@@ -273,9 +274,47 @@ def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
         run.predict(task(model=TOO_SHORT[model], vocab_size=VOCAB), data())
 
 
+def test_a_pretrained_model_that_cannot_be_reached_names_the_cure(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    def fail(name):
+        raise OSError(f"no network\nfor {name}")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"'nobody/gpt' .*\(OSError: no network for nobody/gpt\).*folder of a saved"):
+        built(model="nobody/gpt")
+
+
 def test_rope_takes_windows_of_any_length(tmp_path):
     pytest.importorskip("transformers")
     trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(task(model=LLAMA), DemoText())
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "key"), [("rpc", {}, "qkv.weight"), ("scaled", {"variant": "scalar"}, "mechanism")]
+)
+def test_resuming_a_plain_run_of_our_own_model_names_the_cure_which_works(mechanism, options, key, tmp_path):
+    plain, path = task(), tmp_path / "plain.ckpt"
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(plain, RandomText())
+    run.save_checkpoint(path)
+    other = {"attention": mechanism, "attention_options": options}
+    with pytest.raises(ValueError, match=rf"is built with .*not as they were: .*{key}.*--init_from"):
+        trainer(tmp_path, max_steps=2).fit(task(**other), RandomText(), ckpt_path=path)
+    started = task(**other)
+    start = InitFromCheckpoint(str(path))
+    trainer(tmp_path, max_steps=0, callbacks=[start], limit_val_batches=0).fit(started, RandomText())
+    own, taken = plain.model.layers[0].attn, started.model.layers[0].attn
+    assert torch.equal(taken.qkv.weight, own.qkv.weight[-len(taken.qkv.weight) :])
+    assert torch.equal(taken.proj.weight, own.proj.weight)
+
+
+def test_resuming_a_run_without_a_query_with_plain_attention_promises_no_weights(tmp_path):
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(task(attention="rpc"), RandomText())
+    run.save_checkpoint(tmp_path / "rpc.ckpt")
+    with pytest.raises(ValueError, match=r"is built with SoftmaxAttention.* that it was trained with$"):
+        trainer(tmp_path, max_steps=2).fit(task(), RandomText(), ckpt_path=tmp_path / "rpc.ckpt")
 
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -242,8 +242,9 @@ def test_reading_the_weight_of_a_dropped_query_names_the_cure() -> None:
     model = built("llama")
     swap_attention(model, "symmetric")
     projection = attention_layers(model)[0].module.q_proj
-    with pytest.raises(AttributeError, match=r"no weight.*restore_attention\(\) first"):
+    with pytest.raises(AttributeError, match=r"no weight.*restore_attention\(\) first") as refusal:
         projection.weight  # noqa: B018
+    assert "target_modules" not in str(refusal.value)  # nobody spoke of adapters
     assert not hasattr(projection, "weight")
     restore_attention(model)
     assert projection.weight.shape == (DIM, DIM)

@@ -57,6 +57,33 @@ def test_validation_is_averaged_over_all_batches():
     assert not any(name.startswith("attention/") for name in trainer.callback_metrics)
 
 
+def test_the_mean_counts_rows_in_training_and_evaluation(tmp_path):
+    """The second layer sees only the first tokens, of each batch another number of them."""
+
+    class Shortens(TinyLM):
+        def forward(self, tokens):
+            first, second = self.net["encoder"].layers
+            x = self.net["embed"](tokens)
+            x = second(first(x)[:, : 1 + int(tokens.sum()) % 5])
+            return self.net["head"](x.mean(1, keepdim=True)).expand(-1, tokens.shape[1], -1)
+
+    kept = [1 + int(tokens.sum()) % 5 for tokens, _ in batches(3)]
+    assert len(set(kept)) > 1
+    logger = CSVLogger(tmp_path)
+    trainer = fit(
+        Shortens(lr=0.0), [AttentionMonitor(every_n_steps=1)], batches(3), batches(3), logger=logger, max_epochs=1
+    )
+    layers = [logged(logger, f"attention/entropy/layer_0{index}") for index in range(2)]
+    mean = logged(logger, "attention/entropy/mean")
+    for step, rows in enumerate(kept):  # of 6 rows in the first layer
+        by_rows = (6 * layers[0][step] + rows * layers[1][step]) / (6 + rows)
+        assert mean[step] == pytest.approx(by_rows, rel=1e-5)
+    whole = [trainer.callback_metrics[f"val/attention/entropy/{label}"].item() for label in ("layer_00", "layer_01")]
+    by_rows = (6 * 3 * whole[0] + sum(kept) * whole[1]) / (6 * 3 + sum(kept))
+    assert trainer.callback_metrics["val/attention/entropy/mean"].item() == pytest.approx(by_rows, rel=1e-5)
+    assert by_rows != pytest.approx(sum(whole) / 2, rel=1e-2)
+
+
 def test_test_stage_has_its_own_names():
     trainer = fit(TinyLM(), [AttentionMonitor(stages=["test"])], val_loader=batches(1))
     assert not any("attention" in name for name in trainer.callback_metrics)
@@ -174,10 +201,12 @@ def test_bf16_mixed():
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "at least 1, got 0"),
+        ({"every_n_steps": "2"}, "every_n_steps must be .* got '2'"),
         ({"statistics": ["entropie"]}, "entropie"),
         ({"stages": ["predict"]}, "predict"),
         ({"stages": []}, "stages"),
         ({"statistics": "entropy"}, "must be a list"),
+        ({"statistics": 2}, "must be a list of some of entropy.* got 2"),
     ],
 )
 def test_bad_arguments(options, message):

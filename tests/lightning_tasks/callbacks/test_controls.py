@@ -114,7 +114,7 @@ def test_frozen_already_is_an_error():
         qk_entries(attention_layers(module))
 
 
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan"), "1", None, True])
 def test_bad_weight_decay(value):
     with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
         QKWeightDecay(value)

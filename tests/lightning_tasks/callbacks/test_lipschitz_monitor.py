@@ -208,3 +208,5 @@ def test_a_layer_that_is_not_called_is_said(tmp_path):
 def test_limits(name):
     with pytest.raises(ValueError, match=f"{name} must be .*got 0"):
         LipschitzMonitor(**{name: 0})
+    with pytest.raises(ValueError, match=f"{name} must be .*got '1'"):
+        LipschitzMonitor(**{name: "1"})

@@ -73,8 +73,10 @@ def test_no_layer_to_watch_is_an_error(tmp_path):
 
 
 def test_num_samples_is_checked():
-    with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 1, got 0"):
         PursuitMonitor(num_samples=0)
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 1, got '3'"):
+        PursuitMonitor(num_samples="3")
 
 
 def test_an_exception_leaves_no_hook(tmp_path):

@@ -1,0 +1,31 @@
+"""Numbers among the arguments of callbacks, checked."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+
+def check_integer(name: str, value: object, limit: int) -> int:
+    """The same number.
+
+    Raises:
+        ValueError: if it is no integer of at least ``limit``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < limit:
+        raise ValueError(f"{name} must be an integer of at least {limit}, got {value!r}")
+    return int(value)
+
+
+def check_number(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> float:
+    """The same number.
+
+    Raises:
+        ValueError: if it is no finite number from ``minimum`` to ``maximum``.
+    """
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not (minimum <= number <= maximum and math.isfinite(number)):
+        limits = "" if minimum == -math.inf else f" of at least {minimum:g}"
+        limits += "" if maximum == math.inf else f" and at most {maximum:g}"
+        raise ValueError(f"{name} must be a finite number{limits}, got {value!r}")
+    return number
