@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
@@ -141,6 +142,8 @@ class AttnswapCLI(LightningCLI):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        if self.config.subcommand == "predict":
+            self.trainer_defaults["callbacks"].append(PredictionTable())
         trainer = section.trainer
         if trainer.logger is False or trainer.fast_dev_run:
             return

@@ -18,20 +18,21 @@ from torchmetrics.classification import (
 )
 
 from lightning_tasks.base import BaseTask, Buildable
-from lightning_tasks.class_report import draw_confusion, write_class_table
+from lightning_tasks.class_report import class_table, draw_confusion
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.mixing import Mixing, step_seed
 from lightning_tasks.models.timm_model import (
+    InputLimits,
     build_timm_model,
     check_batch,
-    check_image_shape,
     check_model_name,
+    head_names,
     normalisation,
     swap_layers,
 )
 from lightning_tasks.optimization import model_groups
-from lightning_tasks.pictures import run_folder, save_picture
+from lightning_tasks.pictures import run_folder, save_picture, save_table
 
 Batch = tuple[Tensor, Tensor]
 TOP_K = 5
@@ -143,11 +144,11 @@ class ImageClassificationTask(BaseTask):
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
         options = self.hparams["model_options"] or {}
-        self.in_chans = int(options.get("in_chans", 3))
         model = build_timm_model(self.hparams["model"], num_classes, self.hparams["pretrained"], options)
+        self._limits = InputLimits.of(model, self.hparams["model"], options)
+        self.in_chans = self._limits.channels
         if getattr(datamodule, "img_size", None) is not None and hasattr(datamodule, "in_chans"):
-            shape = (datamodule.in_chans, datamodule.img_size, datamodule.img_size)
-            check_image_shape(model, shape, self.in_chans)
+            self._limits.check((datamodule.in_chans, datamodule.img_size, datamodule.img_size))
         attention, attention_options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
         other, other_options = mechanism_from(self.hparams["other_attention"], None)
         swap_layers(model, attention, attention_options, self.hparams["attention_layers"], other, other_options)
@@ -199,7 +200,7 @@ class ImageClassificationTask(BaseTask):
         """
         if images.ndim != 4:
             raise ValueError(f"images must be [B, C, H, W], got {list(images.shape)}")
-        check_image_shape(self.model, images.shape[1:], self.in_chans)
+        self._limits.check(images.shape[1:])
         return (images - self.image_mean) / self.image_std
 
     def forward(self, images: Tensor) -> Tensor:
@@ -241,6 +242,21 @@ class ImageClassificationTask(BaseTask):
         """Probabilities ``[B, num_classes]``, float32."""
         return self(batch[0]).float().softmax(-1)
 
+    def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """A row a sample of probabilities ``[B, num_classes]``: class, name, probability, and the best five."""
+        names, size = self.class_names, min(TOP_K, prediction.shape[1])
+        probabilities, classes = (part.tolist() for part in prediction.topk(size))
+        return [
+            {
+                "class": best[0],
+                "name": names[best[0]],
+                "probability": f"{shares[0]:.6f}",
+                f"top{size}": " ".join(map(str, best)),
+                f"top{size}_probabilities": " ".join(f"{share:.6f}" for share in shares),
+            }
+            for best, shares in zip(classes, probabilities, strict=True)
+        ]
+
     def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> None:
         images, labels = batch
         repeated = repeated_rows(dataloader, batch_idx, len(labels))
@@ -267,8 +283,14 @@ class ImageClassificationTask(BaseTask):
         if folder is None or not self.trainer.is_global_zero:
             return
         names = self.class_names
-        write_class_table(folder / "test_classes.csv", names, confusion.sum(1), accuracy)
+        table = class_table(names, confusion.sum(1), accuracy)
+        save_table(self.trainer, folder / "test_classes.csv", "test/classes", table)
         save_picture(self.trainer, draw_confusion(confusion, names), "test/confusion")
+
+    @property
+    def head_names(self) -> list[str]:
+        """Names of the modules whose shape follows from the number of classes."""
+        return [f"model.{name}" for name in head_names(self.model)]
 
     @property
     def class_names(self) -> Sequence[str]:
