@@ -52,13 +52,13 @@ def build_timm_model(name: str, num_classes: int, pretrained: bool, options: Map
         if not pretrained and not name.startswith(_ELSEWHERE):
             raise
         source = _source(name, options)
+        first, *more = str(error).splitlines() or ["no reason given"]
         if source and isinstance(error, RuntimeError):  # read, but of another shape
             raise ValueError(
                 f"the pretrained weights of {name} do not fit the model with {given}: leave out of model_options what "
-                f"changes its layers, or give pretrained: false. {error}"
+                f"changes its layers, or give pretrained: false. {first} {' '.join(more[:1])}"
             ) from error
-        said = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
-        problem = f"cannot be had from {source} ({said})" if source else "do not exist"
+        problem = f"cannot be had from {source} ({type(error).__name__}: {first})" if source else "do not exist"
         raise ValueError(
             f"the pretrained weights of {name} {problem}. Give a local file of them by "
             "model_options={'pretrained_cfg_overlay': {'file': PATH}}, or pretrained: false, with --init_from PATH for "
