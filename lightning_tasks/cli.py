@@ -113,7 +113,8 @@ class AttnswapCLI(LightningCLI):
             "--init_from",
             type=str | None,
             default=None,
-            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run).",
+            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run). A "
+            "classifier's head of other classes is left out, with a warning.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -45,8 +45,8 @@ class ImageClassificationTask(BaseTask):
     ``train/loss`` (of the mixed targets) and ``train/top1`` (against the class with the largest share); over the whole
     split ``{val,test}/loss`` (cross-entropy in nats, without smoothing), ``top1``, ``top5`` (only where there are more
     than five classes), ``calibration_error`` (expected, 15 bins) and ``class_accuracy`` (the mean over classes). After
-    a test the run's folder has ``test_classes.csv`` (accuracy a class) and ``test_confusion.png``. With several
-    processes each sample counts once.
+    a test the run's folder has ``test_classes.csv`` (accuracy a class) and ``test_confusion.png``, and W&B has both
+    where its logger is there. With several processes each sample counts once.
 
     Args:
         model: the name of a timm model, ``NAME`` or ``NAME.WEIGHTS``.
@@ -69,7 +69,8 @@ class ImageClassificationTask(BaseTask):
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
         ValueError: if timm has no such model (the nearest names are given), a mechanism is unknown, or a value is out
-            of its limits; on building, if the number of classes, the channels or the size do not fit the data.
+            of its limits; on building, if the number of classes, the channels or the size do not fit the data, or
+            timm's weights cannot be had.
     """
 
     image_mean: Tensor
