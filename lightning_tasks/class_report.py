@@ -11,10 +11,10 @@ _MOST_NAMES = 40
 
 
 def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:
-    """A row a class: its number and name, how many samples, and their accuracy; that is empty where there are none."""
+    """A row a class: its number and name, how many samples, and their accuracy, None where there are none."""
     rows = zip(names, counts.tolist(), accuracy.tolist(), strict=True)
     return [
-        {"class": index, "name": name, "samples": count, "accuracy": f"{share:.4f}" if count else ""}
+        {"class": index, "name": name, "samples": count, "accuracy": round(share, 4) if count else None}
         for index, (name, count, share) in enumerate(rows)
     ]
 
