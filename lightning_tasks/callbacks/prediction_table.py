@@ -29,7 +29,7 @@ class PredictionTable(BasePredictionWriter):
         self._path: Path | None = None
         self._count = 0
 
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Find the place of the table, the same one in every process."""
         self._path, self._count = None, 0
         if trainer.fast_dev_run:

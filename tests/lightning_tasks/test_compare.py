@@ -379,7 +379,7 @@ def test_a_named_reference_is_paired_as_the_first_is():
     assert (to_named.low, to_named.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
     assert to_named.detectable == pytest.approx(minimum_detectable_effect(1.0, 3))
     assert to_named.verdict == "budget too small"
-    assert "| c | 3 | 370.67 ± 5.5e+02 | b | +2 [-0.4841, +4.484] |" in markdown([to_named])
+    assert "| c | 3 | 371.67 ± 5.5e+02 | b | +2 [-0.4841, +4.484] |" in markdown([to_named])
 
 
 def test_one_seed_has_no_interval():
