@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +10,13 @@ from torch import Tensor
 _MOST_NAMES = 40
 
 
-def write_class_table(path: Path, names: Sequence[str], counts: Tensor, accuracy: Tensor) -> None:
-    """A CSV file with name, number of samples and accuracy of each class; accuracy is empty where there are none."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["class", "name", "samples", "accuracy"])
-        for index, (name, count, share) in enumerate(zip(names, counts.tolist(), accuracy.tolist(), strict=True)):
-            writer.writerow([index, name, count, f"{share:.4f}" if count else ""])
+def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:
+    """A row a class: its number and name, how many samples, and their accuracy, None where there are none."""
+    rows = zip(names, counts.tolist(), accuracy.tolist(), strict=True)
+    return [
+        {"class": index, "name": name, "samples": count, "accuracy": round(share, 4) if count else None}
+        for index, (name, count, share) in enumerate(rows)
+    ]
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> Any:

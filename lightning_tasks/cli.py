@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import mechanism_class
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
@@ -149,7 +150,8 @@ class AttnswapCLI(LightningCLI):
             "--init_from",
             type=str | None,
             default=None,
-            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run).",
+            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run). A "
+            "classifier's head of other classes is left out, with a warning.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -178,6 +180,8 @@ class AttnswapCLI(LightningCLI):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        if self.config.subcommand == "predict":
+            self.trainer_defaults["callbacks"].append(PredictionTable())
         trainer = section.trainer
         if trainer.logger is False or trainer.fast_dev_run:
             return

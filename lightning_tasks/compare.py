@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import difflib
 import json
 import os
 import re
@@ -26,6 +27,16 @@ from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, rec
 
 RESULTS = "results.csv"
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
+KEYS = {"base", "variants", "settings", "test", "metrics", "references"}
+FILE_FORM = """\
+a comparison file:
+  base: RECIPE                              what every variant starts from
+  variants: {NAME: {KEY: VALUE}}            what each changes, spelled as on the command line without the dashes
+  settings: {KEY: VALUE}                    for all variants
+  references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
+  test: true                                test each model after its fit
+  metrics: [METRIC]                         of the summary
+"""
 METRICS = (
     "val/perplexity",
     "val/loss",
@@ -83,10 +94,11 @@ def read_variants(name: str) -> list[Variant]:
 
     A recipe stands for itself. A file with the keys `base` and `variants` stands for one configuration a variant,
     each the base with the overrides listed, spelled as on the command line without the two dashes. Those under
-    `settings` are for every variant; `test: true` tests each model after its fit; `metrics` are those of the summary.
+    `settings` are for every variant; `test: true` tests each model after its fit; `metrics` are those of the summary,
+    and `references` the variants whose difference to others than the first one stands there too.
 
     Raises:
-        RecipeError: no such file, or a comparison file of another shape.
+        RecipeError: no such file, a comparison file of another shape, or a reference that is no variant of the file.
     """
     path = find_recipe(name)
     content = read_settings(path)
@@ -95,7 +107,7 @@ def read_variants(name: str) -> list[Variant]:
     variants, settings, test = content["variants"], content.get("settings", {}), content.get("test", False)
     metrics = content.get("metrics", [])
     if (
-        not {"base", "variants"} <= set(content) <= {"base", "variants", "settings", "test", "metrics"}
+        not {"base", "variants"} <= set(content) <= KEYS
         or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
         or not all(value is None or isinstance(value, dict) for value in variants.values())
         or not isinstance(test, bool)
@@ -103,9 +115,10 @@ def read_variants(name: str) -> list[Variant]:
     ):
         raise RecipeError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
-            "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, and "
-            "`metrics: [name]`"
+            "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
+            "`metrics: [name]`, and `references: {name: [name]}`"
         )
+    check_references(path, content.get("references", {}), [str(key) for key in variants])
     base = str(find_recipe(str(content["base"])))
     if "variants" in read_settings(Path(base)):
         raise RecipeError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
@@ -113,6 +126,30 @@ def read_variants(name: str) -> list[Variant]:
     return [
         Variant(str(key), base, (*shared, *override_arguments(value or {})), test) for key, value in variants.items()
     ]
+
+
+def check_references(path: Path, references: Any, variants: Sequence[str]) -> None:
+    """Check that `references` names, for some of the `variants` of the file at `path`, lists of others of them.
+
+    Raises:
+        RecipeError: it has another shape, a name that is no variant (the nearest is given), or one twice.
+    """
+    if not isinstance(references, dict) or not all(isinstance(others, list) for others in references.values()):
+        raise RecipeError(f"{path}: `references` must be `{{name: [other names]}}`, got {references!r}")
+    for name, others in references.items():
+        for given in map(str, (name, *others)):
+            if given not in variants:
+                near = difflib.get_close_matches(given, variants, n=3, cutoff=0.4)
+                hint = f"the nearest are {', '.join(near)}" if near else f"they are {', '.join(variants)}"
+                raise RecipeError(f"{path}: `references` has {given!r}, which is none of the variants; {hint}")
+        if len({str(name), *map(str, others)}) <= len(others):
+            raise RecipeError(f"{path}: `references` of {name!r} must be other variants, each once, got {others}")
+
+
+def summary_references(names: Sequence[str]) -> dict[str, list[str]]:
+    """The references that comparison files ask for, by variant."""
+    asked = [read_settings(find_recipe(name)).get("references", {}) for name in names]
+    return {str(name): [str(other) for other in others] for each in asked for name, others in each.items()}
 
 
 def summary_metrics(names: Sequence[str]) -> list[str]:
@@ -188,19 +225,26 @@ def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
-    """What breaks the pairing: a sentence for each configuration whose weights or data differ from the first one's."""
+    """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
     finished = [cell for cell in cells if cell.is_finished()]
-    first = {cell.seed: cell.result() for cell in finished if cell.name == finished[0].name}
+    first: dict[int, Cell] = {}
+    for cell in finished:
+        first.setdefault(cell.seed, cell)
     return [
-        f"{cell.label}: {what.replace('_', ' ')} differ from those of {finished[0].name}"
+        f"{cell.label}: {what.replace('_', ' ')} differ from those of {first[cell.seed].name}"
         for cell in finished
         for what in ("initial_weights", "training_data")
-        if cell.seed in first and cell.result()[what] != first[cell.seed][what]
+        if cell.result()[what] != first[cell.seed].result()[what]
     ]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnswap compare", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="attnswap compare",
+        description=__doc__,
+        epilog=FILE_FORM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
     parser.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
@@ -238,7 +282,7 @@ def main(arguments: Sequence[str]) -> None:
         if absent := [metric for metric in metrics if metric not in logged]:
             print(f"never logged: {', '.join(absent)}; --metrics takes some of {', '.join(logged)}", file=sys.stderr)
         draw_comparison(rows, names, metrics, options.output / "curves.png")
-        summary = summarise(rows, names, metrics)
+        summary = summarise(rows, names, metrics, summary_references(options.configs))
         print(write_summary(summary, unpaired_seeds(cells), options.output))
     if failures:
         reasons = "".join(f"\n  {cell.label}: {text}" for cell, text in failures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One metric of one configuration over its seeds; differences are to the first configuration, seed by seed.
+    """One metric of one configuration over its seeds; differences are to the configuration `reference`, seed by seed.
 
     `detectable` is the smallest true difference that a paired t-test at level 0.05 finds with probability 0.8, given
-    the spread seen here. The last five are nan for the first configuration and where fewer than two seeds are paired.
+    the spread seen here. The last four are nan where there is no reference or fewer than two seeds are paired.
     """
 
     metric: str
@@ -25,6 +25,7 @@ class SummaryRow:
     seeds: int
     mean: float
     std: float
+    reference: str = ""
     pairs: int = 0
     difference: float = math.nan
     low: float = math.nan
@@ -108,23 +109,32 @@ def _scipy_stats() -> Any:
     return stats
 
 
-def summarise(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[SummaryRow]:
-    """A row for each metric that was logged and each configuration that has it; `configs[0]` is the reference."""
+def summarise(
+    rows: Sequence[dict[str, Any]],
+    configs: Sequence[str],
+    metrics: Sequence[str],
+    references: Mapping[str, Sequence[str]] | None = None,
+) -> list[SummaryRow]:
+    """A row for each metric that was logged, each configuration that has it, and each of its references.
+
+    Those are `configs[0]` for all but itself, and then those that `references` has for the configuration.
+    """
     summary = []
     for metric in metrics:
         values = last_values(rows, metric)
-        reference = values.get(configs[0], {})
         for config in configs:
-            own = values.get(config, {})
-            if own:
-                summary.append(_summary_row(metric, config, own, reference if config != configs[0] else {}))
+            if config in values:
+                first = configs[0] if config != configs[0] else ""
+                named = dict.fromkeys([first, *(references or {}).get(config, ())])
+                summary += [_summary_row(metric, config, values, reference) for reference in named]
     return summary
 
 
-def _summary_row(metric: str, config: str, own: dict[int, float], reference: dict[int, float]) -> SummaryRow:
+def _summary_row(metric: str, config: str, values: Mapping[str, dict[int, float]], reference: str) -> SummaryRow:
+    own, other = values[config], values.get(reference, {})
     std = float(np.std(list(own.values()), ddof=1)) if len(own) > 1 else math.nan
-    row = SummaryRow(metric, config, len(own), float(np.mean(list(own.values()))), std)
-    differences = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+    row = SummaryRow(metric, config, len(own), float(np.mean(list(own.values()))), std, reference)
+    differences = [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
     if len(differences) < 2:
         return row
     low, high = paired_interval(differences)
@@ -140,14 +150,15 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
         lines += [
             f"### {metric}",
             "",
-            "| configuration | seeds | mean ± std | difference to the first [95%] | detectable | verdict |",
+            "| configuration | seeds | mean ± std | compared with | difference [95%] | detectable | verdict |",
         ]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|---|"]
         for row in (row for row in summary if row.metric == metric):
             difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
             detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
             mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
-            lines.append(f"| {row.config} | {row.seeds} | {mean} | {difference} | {detectable} | {row.verdict} |")
+            cells = (row.config, row.seeds, mean, row.reference, difference, detectable, row.verdict)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -18,20 +18,21 @@ from torchmetrics.classification import (
 )
 
 from lightning_tasks.base import BaseTask, Buildable
-from lightning_tasks.class_report import draw_confusion, write_class_table
+from lightning_tasks.class_report import class_table, draw_confusion
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.mixing import Mixing, step_seed
 from lightning_tasks.models.timm_model import (
+    InputLimits,
     build_timm_model,
     check_batch,
-    check_image_shape,
     check_model_name,
+    head_names,
     normalisation,
     swap_layers,
 )
 from lightning_tasks.optimization import model_groups
-from lightning_tasks.pictures import run_folder, save_picture
+from lightning_tasks.pictures import run_folder, save_picture, save_table
 
 Batch = tuple[Tensor, Tensor]
 TOP_K = 5
@@ -44,8 +45,8 @@ class ImageClassificationTask(BaseTask):
     ``train/loss`` (of the mixed targets) and ``train/top1`` (against the class with the largest share); over the whole
     split ``{val,test}/loss`` (cross-entropy in nats, without smoothing), ``top1``, ``top5`` (only where there are more
     than five classes), ``calibration_error`` (expected, 15 bins) and ``class_accuracy`` (the mean over classes). After
-    a test the run's folder has ``test_classes.csv`` (accuracy a class) and ``test_confusion.png``. With several
-    processes each sample counts once.
+    a test the run's folder has ``test_classes.csv`` (accuracy a class) and ``test_confusion.png``, and W&B has both
+    where its logger is there. With several processes each sample counts once.
 
     Args:
         model: the name of a timm model, ``NAME`` or ``NAME.WEIGHTS``.
@@ -68,7 +69,8 @@ class ImageClassificationTask(BaseTask):
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
         ValueError: if timm has no such model (the nearest names are given), a mechanism is unknown, or a value is out
-            of its limits; on building, if the number of classes, the channels or the size do not fit the data.
+            of its limits; on building, if the number of classes, the channels or the size do not fit the data, or
+            timm's weights cannot be had.
     """
 
     image_mean: Tensor
@@ -143,11 +145,11 @@ class ImageClassificationTask(BaseTask):
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
         options = self.hparams["model_options"] or {}
-        self.in_chans = int(options.get("in_chans", 3))
         model = build_timm_model(self.hparams["model"], num_classes, self.hparams["pretrained"], options)
+        self._limits = InputLimits.of(model, self.hparams["model"], options)
+        self.in_chans = self._limits.channels
         if getattr(datamodule, "img_size", None) is not None and hasattr(datamodule, "in_chans"):
-            shape = (datamodule.in_chans, datamodule.img_size, datamodule.img_size)
-            check_image_shape(model, shape, self.in_chans)
+            self._limits.check((datamodule.in_chans, datamodule.img_size, datamodule.img_size))
         attention, attention_options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
         other, other_options = mechanism_from(self.hparams["other_attention"], None)
         swap_layers(model, attention, attention_options, self.hparams["attention_layers"], other, other_options)
@@ -199,7 +201,7 @@ class ImageClassificationTask(BaseTask):
         """
         if images.ndim != 4:
             raise ValueError(f"images must be [B, C, H, W], got {list(images.shape)}")
-        check_image_shape(self.model, images.shape[1:], self.in_chans)
+        self._limits.check(images.shape[1:])
         return (images - self.image_mean) / self.image_std
 
     def forward(self, images: Tensor) -> Tensor:
@@ -241,6 +243,21 @@ class ImageClassificationTask(BaseTask):
         """Probabilities ``[B, num_classes]``, float32."""
         return self(batch[0]).float().softmax(-1)
 
+    def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """A row a sample of probabilities ``[B, num_classes]``: class, name, probability, and the best five."""
+        names, size = self.class_names, min(TOP_K, prediction.shape[1])
+        probabilities, classes = (part.tolist() for part in prediction.topk(size))
+        return [
+            {
+                "class": best[0],
+                "name": names[best[0]],
+                "probability": f"{shares[0]:.6f}",
+                f"top{size}": " ".join(map(str, best)),
+                f"top{size}_probabilities": " ".join(f"{share:.6f}" for share in shares),
+            }
+            for best, shares in zip(classes, probabilities, strict=True)
+        ]
+
     def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> None:
         images, labels = batch
         repeated = repeated_rows(dataloader, batch_idx, len(labels))
@@ -267,8 +284,14 @@ class ImageClassificationTask(BaseTask):
         if folder is None or not self.trainer.is_global_zero:
             return
         names = self.class_names
-        write_class_table(folder / "test_classes.csv", names, confusion.sum(1), accuracy)
+        table = class_table(names, confusion.sum(1), accuracy)
+        save_table(self.trainer, folder / "test_classes.csv", "test/classes", table)
         save_picture(self.trainer, draw_confusion(confusion, names), "test/confusion")
+
+    @property
+    def head_names(self) -> list[str]:
+        """Names of the modules whose shape follows from the number of classes."""
+        return [f"model.{name}" for name in head_names(self.model)]
 
     @property
     def class_names(self) -> Sequence[str]:

@@ -147,6 +147,13 @@ class LanguageModelingTask(BaseTask):
         """ln p of each target ``[B, T]`` in nats, 0 where the target is -100."""
         return log_probabilities(self.model, *batch, self._chunk_size)
 
+    def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """A row a window: how many of its tokens count, and their mean loss in nats (0 where none does)."""
+        counts = (batch[1] != IGNORE_INDEX).sum(1)
+        losses = -prediction.sum(1) / counts.clamp(min=1)
+        pairs = zip(counts.tolist(), losses.tolist(), strict=True)
+        return [{"tokens": count, "loss": f"{loss:.6f}"} for count, loss in pairs]
+
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the losses and number of the tokens that count."""
         return loss_sum(self.model, inputs, targets, self._chunk_size), (targets != IGNORE_INDEX).sum()

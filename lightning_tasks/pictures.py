@@ -1,7 +1,9 @@
-"""Pictures of a run: a PNG in its folder, and an image in W&B and TensorBoard where these log."""
+"""Pictures and tables of a run: files in its folder, and in W&B (pictures also in TensorBoard) where these log."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +39,17 @@ def save_picture(trainer: Any, figure: Any, name: str) -> Path | None:
             logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
     rank_zero_info(f"picture: {path}")
     return path
+
+
+def save_table(trainer: Any, path: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows of equal keys as a CSV file, and as the table ``name`` of loggers that take one (W&B's).
+
+    Call it on rank zero.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_table"):
+            logger.log_table(key=name, columns=list(rows[0]), data=[list(row.values()) for row in rows])

@@ -5,6 +5,7 @@ from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.run_summary import RunSummary
@@ -17,6 +18,7 @@ __all__ = [
     "FreezeQK",
     "LipschitzMonitor",
     "LocAteR",
+    "PredictionTable",
     "PursuitMonitor",
     "QKWeightDecay",
     "RobustnessEvaluation",

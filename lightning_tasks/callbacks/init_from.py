@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configuring import after_configure_model
@@ -15,10 +16,11 @@ from lightning_tasks.resuming import adopt_plain_weights, read_checkpoint
 class InitFromCheckpoint(Callback):
     """Load the weights of the checkpoint at `path` once the model is built and swapped; optimizer and step stay new.
 
-    The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint or a bare state_dict.
-    Weights of plain attention also fill layers that are built with another mechanism (which layers is said): without a
-    query its rows are left out, and what the mechanism alone has stays as it is.
-    Put it after the callbacks that change the model.
+    The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint or a bare state_dict,
+    of the module or of its `model`. Where the head (the modules in `head_names` of the module) has another number of
+    classes in the file, or is not there, it stays as it was made, with a warning; all else must fit. Weights of plain
+    attention also fill layers that are built with another mechanism (which layers is said): without a query its rows
+    are left out, and what the mechanism alone has stays as it is. Put it after the callbacks that change the model.
 
     Raises:
         FileNotFoundError: no file at `path`.
@@ -40,9 +42,10 @@ class InitFromCheckpoint(Callback):
         if self._loaded:
             return
         content = read_checkpoint(self.path)
-        state, adopted = adopt_plain_weights(pl_module, content.get("state_dict", content))
+        weights, left_out = _with_own_head(_of_the_module(content.get("state_dict", content), pl_module), pl_module)
+        weights, adopted = adopt_plain_weights(pl_module, weights)
         try:
-            pl_module.load_state_dict(state)
+            pl_module.load_state_dict(weights)
         except RuntimeError as error:
             raise ValueError(
                 f"--init_from {self.path}: its weights do not fit {type(pl_module).__name__}; give the model the "
@@ -51,3 +54,28 @@ class InitFromCheckpoint(Callback):
         self._loaded = True
         if adopted:
             rank_zero_info(f"--init_from {self.path}: weights of plain attention now fill {', '.join(adopted)}")
+        if left_out:
+            rank_zero_warn(f"--init_from {self.path}: {left_out}. The head starts from new weights; all else was taken")
+
+
+def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tuple[dict[str, Any], str]:
+    """The weights with the module's own head where theirs is another one, and what was left out, "" for nothing."""
+    prefixes = tuple(f"{name}." for name in getattr(pl_module, "head_names", ()))
+    own = {name: value for name, value in pl_module.state_dict().items() if name.startswith(prefixes)}
+    other = {name: value for name, value in weights.items() if name.startswith(prefixes)}
+    here, there = _shapes(own), _shapes(other)
+    if here == there:
+        return weights, ""
+    rest = {name: value for name, value in weights.items() if name not in other}
+    return {**rest, **own}, f"its head ({there or 'none'}) is not that of this model ({here}) and is left out"
+
+
+def _of_the_module(weights: dict[str, Any], pl_module: pl.LightningModule) -> dict[str, Any]:
+    """A state_dict of the module, also where ``weights`` is one of its ``model`` (timm's, say)."""
+    inside = {name for name in pl_module.state_dict() if name.startswith("model.")}
+    is_inner = inside and not inside & weights.keys() and any(f"model.{name}" in inside for name in weights)
+    return {f"model.{name}": value for name, value in weights.items()} if is_inner else weights
+
+
+def _shapes(weights: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in sorted(weights.items()))

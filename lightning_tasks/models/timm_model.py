@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import timm
 from timm.data import resolve_model_data_config
+from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
 from lightning_tasks.reason import reason
 
-_HUB = ("hf-hub:", "hf_hub:")
-_ELSEWHERE = (*_HUB, "local-dir:")
+_ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")
 
 
 def check_model_name(name: str) -> str:
@@ -41,21 +43,46 @@ def build_timm_model(name: str, num_classes: int, pretrained: bool, options: Map
     """The model that `timm.create_model` makes.
 
     Raises:
-        ValueError: if it does not take ``options``, or what it is to start from cannot be fetched.
+        ValueError: if it does not take ``options``, or its weights cannot be had or do not fit.
     """
+    given = f"model_options {dict(options)}" if options else "these settings"
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **options)
     except (TypeError, AssertionError) as error:
-        given = f"model_options {dict(options)}" if options else "these settings"
         raise ValueError(f"{name} could not be built with {given}: {error or type(error).__name__}") from error
-    except Exception as error:  # of the hub's client or its transport
-        if not (pretrained or name.startswith(_HUB)):
+    except Exception as error:  # a download can fail in any way
+        if not pretrained and not name.startswith(_ELSEWHERE):
             raise
+        source = _source(name, options)
+        if source and isinstance(error, RuntimeError):  # read, but of another shape
+            raise ValueError(
+                f"the pretrained weights of {name} do not fit the model with {given}: leave out of model_options what "
+                f"changes its layers, or give pretrained: false. {shorten(reason(error), 300)}"
+            ) from error
+        problem = f"cannot be had from {source} ({reason(error)})" if source else "do not exist"
         raise ValueError(
-            f"{name} could not be built from published weights or settings ({reason(error)}). Check the network and "
-            "$HF_HUB_OFFLINE; or start from new weights (pretrained: false), or from those of a folder (the name "
-            "'local-dir:FOLDER')"
+            f"the pretrained weights of {name} {problem}. Give a local file of them by "
+            "model_options={'pretrained_cfg_overlay': {'file': PATH}}, or pretrained: false, with --init_from PATH for "
+            f"a checkpoint{', or see that this machine reaches the network' if source else ''}"
         ) from error
+
+
+def _source(name: str, options: Mapping[str, Any]) -> str:
+    if name.startswith(_ELSEWHERE):
+        return name
+    known = timm.models.get_pretrained_cfg(name, allow_unregistered=True)
+    places = {**(known.to_dict() if known else {}), **(options.get("pretrained_cfg_overlay") or {})}
+    if places.get("file"):
+        return f"the file {places['file']}"
+    if places.get("hf_hub_id"):
+        return f"the Hugging Face hub ({places['hf_hub_id']})"
+    return str(places.get("url") or "")
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Names of the layers of a timm model whose shape follows from the number of classes."""
+    names = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    return [names] if isinstance(names, str) else list(names)
 
 
 def swap_layers(
@@ -99,25 +126,35 @@ def normalisation(
     return found[0], found[1]
 
 
-def check_image_shape(model: nn.Module, shape: Sequence[int], in_chans: int) -> None:
-    """Raise a ValueError where images of ``shape`` (C, H, W) are not what the model was built for.
+@dataclass(frozen=True)
+class InputLimits:
+    """What images a model takes: its name, C, and (H, W), None where it takes several sizes."""
 
-    The size is checked where the model has patches of a fixed number (``patch_embed`` says so).
-    """
-    channels, *size = shape
-    if channels != in_chans:
-        raise ValueError(
-            f"images have {channels} channels, the model takes {in_chans}: give the data module in_chans={in_chans}, "
-            f"or the task model_options={{'in_chans': {channels}}}"
-        )
-    patches = getattr(model, "patch_embed", None)
-    expected = getattr(patches, "img_size", None)
-    if expected is None or not getattr(patches, "strict_img_size", True) or tuple(size) == tuple(expected):
-        return
-    raise ValueError(
-        f"images have {size[0]} x {size[1]} pixels, the model takes {expected[0]} x {expected[1]}: give the data "
-        f"module img_size={expected[0]}, or the task model_options={{'img_size': {size[0]}}}"
-    )
+    name: str
+    channels: int
+    size: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> InputLimits:
+        """What timm says of a model that it built as ``name`` with ``options``."""
+        config = get_model_input_config(model)
+        channels, *size = config["input_size"]
+        return cls(name, int(options.get("in_chans", channels)), tuple(size) if config["fixed_input_size"] else None)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise a ValueError where images of ``shape`` (C, H, W) are not what the model was built for."""
+        channels, *size = shape
+        if channels != self.channels:
+            raise ValueError(
+                f"images have {channels} channels, the model {self.name} takes {self.channels}: give the data module "
+                f"in_chans={self.channels}, or the task model_options={{'in_chans': {channels}}}"
+            )
+        if self.size is not None and tuple(size) != self.size:
+            raise ValueError(
+                f"images have {size[0]} x {size[1]} pixels, the model {self.name} takes {self.size[0]} x "
+                f"{self.size[1]}: give the data module img_size={self.size[0]}, or the task "
+                f"model_options={{'img_size': {size[0]}}}"
+            )
 
 
 def check_batch(batch: Any, num_classes: int) -> None:

@@ -13,7 +13,16 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare import Variant, override_arguments, parse_seeds, plan_cells, read_variants, unpaired_seeds
+from lightning_tasks.compare import (
+    KEYS,
+    Variant,
+    override_arguments,
+    parse_seeds,
+    plan_cells,
+    read_variants,
+    summary_references,
+    unpaired_seeds,
+)
 from lightning_tasks.compare_cell import RESULT, last_error, read_metrics, run_cell
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.recipes import RecipeError
@@ -95,6 +104,8 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
         "base: demo\nvariants: {a: {}}\nmore: 1",
         "base: demo\nvariants: {a: [1]}",
         "base: demo\nvariants: {a: {}}\nmetrics:",
+        "base: demo\nvariants: {a: {}, b: {}}\nreferences: [a, b]",
+        "base: demo\nvariants: {a: {}, b: {}}\nreferences: {b: a}",
         "[1]",
     ],
 )
@@ -103,6 +114,43 @@ def test_a_comparison_of_another_shape(tmp_path, content):
     path.write_text(content)
     with pytest.raises(RecipeError, match=r"wrong\.yaml"):
         read_variants(str(path))
+
+
+@pytest.mark.parametrize(
+    ("references", "text"),
+    [
+        ({"fast": ["slow"]}, "'fast', which is none of the variants; the nearest are fast 1e-1"),
+        ({"watched": ["slwo"]}, "'slwo', which is none of the variants; the nearest are slow"),
+        ({"watched": ["zzzz"]}, "'zzzz', which is none of the variants; they are slow, fast 1e-1, watched"),
+        ({"slow": ["slow"]}, "must be other variants, each once"),
+        ({"slow": ["watched", "watched"]}, "must be other variants, each once"),
+    ],
+)
+def test_references_that_are_no_variants_are_refused_before_anything_runs(comparison, tmp_path, references, text):
+    comparison.write_text(comparison.read_text() + yaml.safe_dump({"references": references}))
+    with pytest.raises(SystemExit):
+        main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
+    with pytest.raises(RecipeError, match=text):
+        read_variants(str(comparison))
+    assert not (tmp_path / "out").exists()
+
+
+def test_references_make_no_other_cells_and_may_be_numbers(comparison, tmp_path):
+    content = yaml.safe_load(comparison.read_text())
+    content["variants"][0.5] = None
+    comparison.write_text(yaml.safe_dump(content))
+    before = plan_cells(read_variants(str(comparison)), [0], tmp_path)
+    comparison.write_text(yaml.safe_dump({**content, "references": {0.5: ["watched"]}}))
+    after = plan_cells(read_variants(str(comparison)), [0], tmp_path)
+    assert [cell.fingerprint for cell in after] == [cell.fingerprint for cell in before]
+    assert summary_references([str(comparison)]) == {"0.5": ["watched"]}
+
+
+def test_help_says_what_a_comparison_file_holds(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    printed = capsys.readouterr().out
+    assert not [key for key in KEYS if f"  {key}: " not in printed]
 
 
 def test_a_run_that_diverged_is_in_the_table(tmp_path):
@@ -175,6 +223,15 @@ def test_cells_that_are_no_pair_are_named(demo, tmp_path):
     assert unpaired_seeds(cells) == ["wide seed 0: initial weights differ from those of plain"]
 
 
+def test_cells_that_are_no_pair_are_named_where_the_first_configuration_is_missing(demo, tmp_path):
+    """References pair what is there: the second with the third, say."""
+    wide = Variant("wide", str(demo), ("--model.init_bias=true",))
+    cells = plan_cells([Variant("plain", str(demo)), Variant("other", str(demo)), wide], [0, 1], tmp_path / "out")
+    for cell in cells[:2] + cells[4:]:
+        run_cell(cell)
+    assert unpaired_seeds(cells) == ["wide seed 1: initial weights differ from those of other"]
+
+
 def test_another_setting_makes_another_cell(cells, comparison, tmp_path):
     run_cell(cells[0])
     changed = plan_cells(read_variants(str(comparison)), [0], tmp_path / "out", ["--trainer.max_steps=1"])
@@ -203,6 +260,7 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     pytest.importorskip("scipy")
     output = tmp_path / "out"
     command = ["compare", str(comparison), "--seeds", "0:2", "--output", str(output), "--jobs", "2"]
+    comparison.write_text(comparison.read_text() + "references: {watched: [fast 1e-1]}\n")
     main(command)
     with (output / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -211,6 +269,9 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     }
     assert "| fast 1e-1 | 2 |" in (output / "summary.md").read_text()
     assert "Not paired" not in (output / "summary.md").read_text()
+    with (output / "summary.csv").open() as file:
+        pairs = [(row["config"], row["reference"]) for row in csv.DictReader(file) if row["metric"] == "val/loss"]
+    assert pairs == [("slow", ""), ("fast 1e-1", "slow"), ("watched", "slow"), ("watched", "fast 1e-1")]
 
     kept, killed = (output / "cells" / name / "seed_1" / RESULT for name in ("slow", "watched"))
     times, seconds = kept.stat().st_mtime_ns, json.loads(killed.read_text())["rows"]
@@ -339,7 +400,18 @@ def test_differences_are_paired_by_seed():
     assert (first.pairs, second.pairs, second.difference) == (0, 3, 2.0)
     assert (second.low, second.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
     assert math.isnan(first.difference)
-    assert "| b | 3 | 369.67 ± 5.5e+02 | +2 [-0.4841, +4.484] |" in markdown(summary)
+    assert "| b | 3 | 369.67 ± 5.5e+02 | a | +2 [-0.4841, +4.484] |" in markdown(summary)
+
+
+def test_a_named_reference_is_paired_as_the_first_is():
+    rows = rows_of({"a": [0.0, 0.0, 0.0], "b": [1.0, 102.0, 1003.0], "c": [2.0, 104.0, 1006.0]})
+    *_, to_first, to_named = summarise(rows, ["a", "b", "c"], ["m"], {"c": ["b"]})
+    assert (to_first.config, to_first.reference, to_first.difference) == ("c", "a", pytest.approx(1112 / 3))
+    assert (to_named.config, to_named.reference, to_named.pairs, to_named.difference) == ("c", "b", 3, 2.0)
+    assert (to_named.low, to_named.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
+    assert to_named.detectable == pytest.approx(minimum_detectable_effect(1.0, 3))
+    assert to_named.verdict == "budget too small"
+    assert "| c | 3 | 371.67 ± 5.5e+02 | b | +2 [-0.4841, +4.484] |" in markdown([to_named])
 
 
 def test_one_seed_has_no_interval():

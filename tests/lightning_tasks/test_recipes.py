@@ -22,6 +22,7 @@ from lightning_tasks.recipes import (
     shipped_names,
     shipped_recipes,
 )
+from tests.lightning_tasks.recipe_table import README, readme
 
 TWINS = Path(__file__).resolve().parents[1] / "conf"
 RECIPES = [recipe.name for recipe in shipped_recipes() if "variants" not in read_settings(recipe.path)]
@@ -119,6 +120,10 @@ def test_the_name_of_a_file_elsewhere_is_its_stem(tmp_path):
 @pytest.mark.parametrize("recipe", shipped_recipes(), ids=lambda recipe: recipe.name)
 def test_every_shipped_recipe_says_what_it_is(recipe):
     assert "-" not in (recipe.summary, recipe.paper, recipe.needs)
+
+
+def test_readme_lists_every_recipe():
+    assert README.read_text(encoding="utf-8") == readme(), "run python -m tests.lightning_tasks.recipe_table"
 
 
 def test_parts_are_no_recipes():
@@ -221,6 +226,15 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
     assert (run / "run.png").stat().st_size > 1000
     for command in ("validate", "test", "predict"):
         main([command, "--config", twin, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
+    assert (run.parent / "version_3" / "predictions.csv").read_text().startswith("index,")
+
+
+def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
+    main_one, other = (
+        read_settings(CONFIGS / "rpc" / f"compare_classification{end}.yaml") for end in ("", "_exploratory")
+    )
+    for key in ("base", "test", "settings", "metrics"):
+        assert main_one[key] == other[key], key
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -239,6 +253,8 @@ def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys)
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
     assert all(re.search("pgd|square|corruption", metric) for metric in never_logged)  # left out above
     assert all(f"| {variant} | 2 |" in printed for variant in variants)
+    for variant, references in content.get("references", {}).items():
+        assert all(re.search(rf"\| {variant} \| 2 \| [^|]+ \| {other} \| [+-]", printed) for other in references)
     assert "Not paired" not in printed
 
 

@@ -1,0 +1,108 @@
+"""What `attnswap predict` leaves: a table with a row a sample."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_warn
+
+TABLE = "predictions.csv"
+
+
+class PredictionTable(BasePredictionWriter):
+    """Write what a task predicts to `predictions.csv` in the run's folder, and print where.
+
+    A task says what a row holds: ``prediction_rows(prediction, batch)`` gives a dictionary a sample of the batch, in
+    order, of what ``predict_step`` returned for it. Before that stand ``index``, the sample's place in its data set,
+    and ``sample``, its name (the file, say) where the data set's ``images.name(index)`` tells it. Where nothing is
+    logged the table goes into the trainer's ``default_root_dir``, under a name that is still free. With several
+    processes each sample is there once, and each needs to see the same folder. The table is there whole or not at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self._path: Path | None = None
+        self._count = 0
+
+    def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Find the place of the table, the same one in every process."""
+        self._path, self._count = None, 0
+        if trainer.fast_dev_run:
+            return
+        if not hasattr(pl_module, "prediction_rows"):
+            rank_zero_warn(f"predictions are not written: {type(pl_module).__name__} has no prediction_rows")
+            return
+        path = Path(trainer.log_dir or trainer.default_root_dir) / TABLE
+        self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _part(self._path, trainer.global_rank).unlink(missing_ok=True)
+
+    def write_on_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Add a batch to this process's part of the table."""
+        if self._path is None:
+            return
+        rows: list[dict[str, Any]] = pl_module.prediction_rows(prediction, batch)  # type: ignore[operator]
+        dataset = getattr(trainer.predict_dataloaders, "dataset", None)
+        indices = list(batch_indices or range(self._count, self._count + len(rows)))
+        if len(indices) != len(rows):  # what cannot be read is left out of its batch
+            indices = [index for index in indices if dataset[index] is not None]  # type: ignore[index]
+        self._count += len(rows)
+        name = getattr(getattr(dataset, "images", None), "name", None)
+        named = [{"index": index, **({"sample": name(index)} if name else {})} for index in indices]
+        _append(_part(self._path, trainer.global_rank), [{**one, **row} for one, row in zip(named, rows, strict=True)])
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Join the parts of all processes, in the order of the data set."""
+        if self._path is None:
+            return
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            parts = [part for rank in range(trainer.world_size) if (part := _part(self._path, rank)).is_file()]
+            rows = {int(row["index"]): row for part in parts for row in _read(part)}  # a sampler may repeat some
+            for part in parts:
+                part.unlink()
+            whole = _part(self._path, 0)
+            _append(whole, [rows[index] for index in sorted(rows)])
+            whole.replace(self._path)
+            print(f"predictions: {len(rows):,} in {self._path}")
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_suffix(f".part_{rank}")
+
+
+def _free(path: Path) -> Path:
+    number = 0
+    while path.exists():
+        number += 1
+        path = path.with_stem(f"{Path(TABLE).stem}_{number}")
+    return path
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        if rows:
+            writer = csv.DictWriter(file, list(rows[0]))
+            if is_new or path.stat().st_size == 0:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

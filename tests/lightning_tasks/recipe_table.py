@@ -1,0 +1,26 @@
+"""README's table of recipes; ``python -m tests.lightning_tasks.recipe_table`` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_tasks.recipes import shipped_recipes
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+MARKS = ("<!-- recipes: made by `python -m tests.lightning_tasks.recipe_table` -->\n", "<!-- /recipes -->")
+
+
+def table() -> str:
+    """A row a shipped recipe: what the head of its file says."""
+    rows = [f"| `{recipe.name}` | {recipe.summary} |" for recipe in shipped_recipes()]
+    return "\n".join(["| recipe | what |", "|---|---|", *rows]) + "\n"
+
+
+def readme() -> str:
+    """README with the table between its marks."""
+    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+if __name__ == "__main__":
+    README.write_text(readme(), encoding="utf-8")
