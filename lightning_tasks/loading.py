@@ -10,6 +10,7 @@ import torch
 
 from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import carry_out, saved_plans
+from lightning_tasks.hparams import import_object
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -70,3 +71,21 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             f"was not swapped; give {type(module).__name__}"
         )
     return module
+
+
+def load_module(path: str | Path, default: type[pl.LightningModule] | None = None) -> pl.LightningModule:
+    """The module in a checkpoint, swapped as it was there, of the class that the checkpoint names.
+
+    Args:
+        path: the checkpoint.
+        default: the class where the checkpoint names none, as that of a module of no task of ours.
+
+    Raises:
+        ValueError: if there is no class, and as :func:`load_swapped`.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    named = content.get("hyper_parameters", {}).get("_class_path")
+    cls = default if named is None else import_object(named)
+    if cls is None:
+        raise ValueError(f"{path} does not say what module it holds: give a checkpoint of one of our tasks")
+    return load_swapped(cls, path) if saved_plans(content) else cls.load_from_checkpoint(path)
