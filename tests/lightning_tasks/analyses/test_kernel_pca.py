@@ -73,7 +73,7 @@ def test_vision_models(texts, tmp_path):
     ("arguments", "words"),
     [
         (["--samples", "0"], "--samples must be at least 1"),
-        (["--length", "30"], "--length 30: .* has 24 positions"),
+        (["--length", "30"], "30 tokens are asked for, and .* has 24 positions: give fewer"),
         (["--length", "5"], "layer 'encoder.layer.0.attention.self': 5 tokens have at most 4 principal components"),
         (["--layers", "embeddings"], "embeddings"),
         (["--model", "test_resnet", "--random", "--data", "cifar10"], "the model has no attention layer"),

@@ -168,7 +168,7 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--lengths", "2:30:2"], "--lengths go to 30, and .* has 24 positions"),
+        (["--lengths", "2:30:2"], "30 tokens are asked for, and .* has 24 positions: give fewer"),
         (["--lengths", "2:x"], "neither a range such as 2:100:2 nor a list"),
         (["--lengths", "0,2"], "lengths of at least 1"),
         (["--sequences", "0"], "--sequences must be at least 1, got 0"),
