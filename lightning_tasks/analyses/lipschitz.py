@@ -124,15 +124,19 @@ def _measure(
 
 
 def seconds_a_token(subject: Subject, layers: Sequence[Layer], settings: Settings) -> float:
-    """About how long a measurement takes, divided by its length, from a short one; nan where that fails."""
+    """About how long a measurement takes, divided by its length, from a short one; nan where that fails.
+
+    Raises:
+        ValueError: if the model or a layer does not take the greatest length, before anything is measured.
+    """
     length = settings.lengths[-1]
+    call = layer_calls(subject, settings.shown(length), layers, length)[0]
+    started = time.monotonic()
     try:
-        (call,) = layer_calls(subject, settings.shown(length), layers[:1], length)
-        started = time.monotonic()
         iterations = local_lipschitz(call, call.x, tol=1e-9, max_iter=2).iterations
     except (RuntimeError, TypeError, ValueError):  # said when its turn comes, with what could be measured before
         return math.nan
-    return 12 / iterations * (time.monotonic() - started) / length  # 6 to 15 are usual
+    return 12 / iterations * (time.monotonic() - started) / length  # 6 to 25 are usual
 
 
 def _parser() -> argparse.ArgumentParser:

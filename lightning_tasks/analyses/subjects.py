@@ -143,6 +143,8 @@ def _img_size(model: Any) -> int:
 
 def token_embedding(model: Any) -> nn.Embedding | None:
     """The embedding of token ids, the first one where the model does not say; None where there is none."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
@@ -180,7 +182,7 @@ class _Seen(Exception):
     """All layers were called: the rest of the forward pass is not needed."""
 
 
-def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_tokens: int | None) -> list[LayerCall]:
+def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_tokens: int) -> list[LayerCall]:
     """The call of each layer in one forward pass, cut to ``max_tokens`` tokens.
 
     Raises:
@@ -213,7 +215,7 @@ def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_t
     for index, layer in enumerate(layers):
         if index not in calls:
             raise ValueError(f"layer {layer.name!r} is not called on its own: choose others with --layers")
-        if max_tokens is not None and calls[index].tokens < max_tokens:
+        if calls[index].tokens < max_tokens:
             raise ValueError(
                 f"layer {layer.name!r} is given {calls[index].tokens} tokens, {max_tokens} were asked for: give "
                 "shorter --lengths"

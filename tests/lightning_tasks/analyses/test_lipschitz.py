@@ -120,13 +120,15 @@ def test_adversarial_inputs_are_less_smooth_and_have_the_norms_of_the_text(tmp_p
     assert "| adversarial |" in (tmp_path / "summary.md").read_text()
 
 
-def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path):
+def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
     few = ["--data", "cifar10", "--root", texts, "--sequences", 2, "--lengths", "2,3"]
     rows = analyze(tmp_path, "--model", "test_vit", "--random", *few)
     assert {row["input"] for row in rows} == {"pictures"}
     assert len(rows) == 2 * 2 * len({row["layer"] for row in rows})
-    with pytest.raises(SystemExit):
-        analyze(tmp_path, "--model", "test_vit", "--random", *few[:-1], "2,5000")
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path / "long", "--model", "test_vit", "--random", *few[:-1], "2,5000")
+    assert re.search("is given [0-9]+ tokens, 5000 were asked for: give shorter --lengths", capsys.readouterr().err)
+    assert not (tmp_path / "long" / "rows.jsonl").exists()
 
 
 def test_a_checkpoint_of_a_task_is_a_model(texts, tmp_path, monkeypatch):
