@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,9 @@ def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) 
     def calls(length: int) -> list[LayerCall]:
         return layer_calls(subject, settings.shown(length), layers, length)
 
+    def call(length: int, index: int) -> LayerCall:
+        return calls(length)[index]
+
     kinds = [settings.inputs.kind, ADVERSARIAL] if settings.adversarial else [settings.inputs.kind]
     planned = []
     for length in settings.lengths:
@@ -94,7 +97,7 @@ def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) 
             for kind in kinds:
                 steps = settings.adversarial if kind == ADVERSARIAL else 0
                 what = {"layer": layer.name, "length": length, "input": kind, "steps": steps, "data": digest}
-                measure = _measure(lambda n=length, i=index: calls(n)[i], layer, kind, length, steps, settings)
+                measure = _measure(partial(call, length, index), layer, kind, length, steps, settings)
                 planned.append(Measurement(what, length * (1 + _ASCENT_STEP * steps), measure))
     return planned
 

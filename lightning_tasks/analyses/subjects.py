@@ -73,7 +73,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0) -> Subject:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _load(name, random).float().eval().requires_grad_(False)
+        model: Any = _load(name, random).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
         return Subject(model, model, _img_size(task), None)
