@@ -18,6 +18,7 @@ def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], publ
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(3.6 * len(published), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -29,7 +30,8 @@ def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], publ
         axes.axhline(1, color="black", linewidth=0.8, label="what the reading predicts")
         axes.set_ylim(-0.05, 1.08)
         axes.set_xlabel("layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(measure.replace("_", " "), loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(fontsize="small", frameon=False)
+    figure.axes[0].legend(fontsize="small", frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     figure.savefig(picture, dpi=110)

@@ -37,8 +37,7 @@ def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) 
         for color, (kind, (points, fit)) in zip(COLORS, kinds.items(), strict=False):
             _draw_kind(axes, color, kind, points, fit)
         _draw_guides(axes, *next(iter(kinds.values())))
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        _log_scales(axes)
         axes.set_title(layer, loc="left", fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize="x-small", frameon=False)
@@ -47,9 +46,21 @@ def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) 
     figure.savefig(picture, dpi=110)
 
 
+def _log_scales(axes: Any) -> None:
+    """Logarithmic axes with few ticks, written out: 4, 8, 16 and 1, 2, 5."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
 def _draw_kind(axes: Any, color: str, kind: str, points: Points, fit: Fit) -> None:
     lengths, values = points
-    axes.plot(lengths, values, ".", color=color, alpha=0.25, markersize=4, markeredgewidth=0)
+    axes.plot(lengths, values, ".", color=color, alpha=0.4, markersize=5, markeredgewidth=0)
     if math.isnan(fit.slope):
         axes.plot([], [], ".", color=color, label=kind)
         return
