@@ -30,7 +30,7 @@ from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subje
 from lightning_tasks.recipes import RecipeError
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
-# The largest that the reproduction study found, as our notes have it.
+# The largest means that the reproduction study reports.
 PUBLISHED = {"matched_cosine": 0.32, "linear_cka": 0.11, "rbf_cka": 0.32}
 VALUE_MEASURES = (
     *("direct_cosine", "matched_cosine", "linear_cka", "rbf_cka", "relative_error"),
