@@ -136,6 +136,14 @@ class TokenSelectionDataModule(DataModule):
         """The inputs, once."""
         return self._loader(1)
 
+    def test_dataloader(self) -> TRAIN_DATALOADERS:
+        """The inputs, once: there are no others."""
+        return self._loader(1)
+
+    def predict_dataloader(self) -> TRAIN_DATALOADERS:
+        """The inputs, once."""
+        return self._loader(1)
+
     def _loader(self, times: int) -> DataLoader[tuple[Tensor, ...]]:
         x, labels = self.problem.x, self.problem.labels
         shown = TensorDataset(x.expand(times, *x.shape), labels.expand(times, *labels.shape))

@@ -10,6 +10,8 @@ import torch
 
 from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import carry_out, saved_plans
+from lightning_tasks.hparams import import_object
+from lightning_tasks.recipes import read_settings
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -70,3 +72,31 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             f"was not swapped; give {type(module).__name__}"
         )
     return module
+
+
+def load_module(path: str | Path, default: type[pl.LightningModule] | None = None) -> pl.LightningModule:
+    """The module in a checkpoint, swapped as it was there.
+
+    Its class is the one that the checkpoint names, else ``default``, else that in the config.yaml of the run whose
+    folder ``checkpoints`` it lies in.
+
+    Raises:
+        ValueError: if there is no class, and as :func:`load_swapped`.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    named = content.get("hyper_parameters", {}).get("_class_path")
+    if named is None and default is None:
+        named = _class_path_of_run(Path(path).resolve().parent.parent)
+    cls = default if named is None else import_object(named)
+    if cls is None:
+        raise ValueError(f"{path} does not say what module it holds: leave it in its run's folder, beside config.yaml")
+    if saved_plans(content):
+        return load_swapped(cls, path, map_location="cpu")
+    return cls.load_from_checkpoint(path, map_location="cpu")
+
+
+def _class_path_of_run(folder: Path) -> str | None:
+    if not (folder / "config.yaml").is_file():
+        return None
+    model = read_settings(folder / "config.yaml").get("model")
+    return model.get("class_path") if isinstance(model, dict) else None

@@ -155,6 +155,10 @@ class TokenSelectionTask(BaseTask):
         """Log ``test/loss`` and ``test/probability``."""
         self._evaluate("test", batch)
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Probability of each token, ``[n, T]``."""
+        return self.model.probabilities(batch[0])
+
     def _loss(self, batch: Batch) -> Tensor:
         x, labels = batch
         return LOSSES[self.hparams["loss"]](labels * self.model(x)).mean()

@@ -1,6 +1,15 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.kernel_pca import (
+    KernelPCA,
+    ProjectionLoss,
+    compare_values,
+    gamma_constancy,
+    kernel_pca,
+    projection_loss,
+)
 from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
+from attention_modules.analysis.lipschitz_ascent import ascend_lipschitz
 from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
 from attention_modules.analysis.max_margin import (
     NotSeparableError,
@@ -27,14 +36,20 @@ from attention_modules.analysis.statistics import (
 
 __all__ = [
     "STATISTICS",
+    "KernelPCA",
     "LipschitzEstimate",
     "NotSeparableError",
+    "ProjectionLoss",
     "QKSpectrum",
     "Statistic",
+    "ascend_lipschitz",
     "attention_entropy",
     "attention_row_sums",
     "attention_statistics",
+    "compare_values",
     "frobenius_squared",
+    "gamma_constancy",
+    "kernel_pca",
     "layer_lipschitz_bound",
     "lipschitz_bound",
     "local_lipschitz",
@@ -42,6 +57,7 @@ __all__ = [
     "margin",
     "max_margin_direction",
     "max_margin_head",
+    "projection_loss",
     "qk_spectrum",
     "qk_statistics",
     "trace",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -65,24 +66,36 @@ def local_lipschitz(
         RuntimeError: if ``fn`` cannot be differentiated twice.
     """
     _check_options(tol, max_iter, method)
-    _check_input(x)
+    check_input(x)
+    with twice_differentiable(x.device):
+        jacobian = Jacobian(fn, x)
+        jacobian.check_samples_apart()
+        run = _golub_kahan if method == "golub-kahan" else _power
+        return run(jacobian, start_vectors(x, generator), tol, max_iter)
+
+
+@contextmanager
+def twice_differentiable(device: torch.device) -> Iterator[None]:
+    """Gradients of gradients: attention in PyTorch's MATH form, outside autocast and inference mode."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast(x.device.type, enabled=False),
+        torch.autocast(device.type, enabled=False),
         sdpa_kernel(SDPBackend.MATH),  # fused kernels have no double backward
     ):
-        jacobian = _Jacobian(fn, x)
-        jacobian.check_samples_apart()
-        if generator is None:
-            generator = torch.Generator(x.device).manual_seed(0)
-        start = torch.randn(x.shape, generator=generator, device=generator.device, dtype=x.dtype)
-        start = start.to(x.device).flatten(1)  # [B, n * d]
-        run = _golub_kahan if method == "golub-kahan" else _power
-        return run(jacobian, start / start.norm(dim=1, keepdim=True), tol, max_iter)
+        yield
 
 
-class _Jacobian:
+def start_vectors(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A random unit vector for each sample, ``[B, n * d]``; the same ones where ``generator`` is None."""
+    if generator is None:
+        generator = torch.Generator(x.device).manual_seed(0)
+    start = torch.randn(x.shape, generator=generator, device=generator.device, dtype=x.dtype)
+    start = start.to(x.device).flatten(1)
+    return start / start.norm(dim=1, keepdim=True)
+
+
+class Jacobian:
     """The Jacobian of ``fn`` at ``x`` as a linear map of each sample, between flat vectors ``[B, n * d]``."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -126,7 +139,7 @@ class _Jacobian:
             )
 
 
-def _golub_kahan(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate.
 
     Only V is kept and orthogonalised again, which keeps U orthogonal as well (Simon and Zha, 2000).
@@ -155,7 +168,7 @@ def _golub_kahan(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> L
     return LipschitzEstimate(value, step + 1, residual, converged)
 
 
-def _power(jacobian: _Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+def _power(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """Power iteration on JᵀJ."""
     zero = v.new_zeros(len(v))
     iterations = 0
@@ -212,7 +225,8 @@ def _check_options(tol: float, max_iter: int, method: str) -> None:
         raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
 
 
-def _check_input(x: Tensor) -> None:
+def check_input(x: Tensor) -> None:
+    """Raise a TypeError or ValueError where ``x`` is no finite ``[B, n, d]`` of 32 or 64 bits."""
     if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x must be a tensor of float32 or float64, got {kind}; half precision: use x.float()")

@@ -8,6 +8,8 @@ from importlib import import_module
 from lightning_tasks.recipes import RecipeError
 
 ANALYSES = {
+    "kernel-pca": "lightning_tasks.analyses.kernel_pca",
+    "lipschitz": "lightning_tasks.analyses.lipschitz",
     "token-selection": "lightning_tasks.analyses.token_selection",
 }
 

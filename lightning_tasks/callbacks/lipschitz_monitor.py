@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.steps import layer_label
-
-# Arguments that hold keys and values of earlier tokens: a second call would add to them.
-_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
+from lightning_tasks.layer_call import LayerCall, eager
 
 
 class LipschitzMonitor(Callback):
@@ -75,7 +71,7 @@ class LipschitzMonitor(Callback):
         self._validations = 0
         self._warned: set[str] = set()
         self._hooks: ExitStack | None = None
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, LayerCall] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)  # refused here, before anything is written
@@ -117,9 +113,9 @@ class LipschitzMonitor(Callback):
         for index, layer in enumerate(self._chosen(pl_module)):
             hook = partial(self._observe, index, layer)
             self._hooks.callback(layer.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        self._hooks.enter_context(_eager())
+        self._hooks.enter_context(eager())
 
-    def _close(self) -> dict[int, _Call]:
+    def _close(self) -> dict[int, LayerCall]:
         """Unhook; what was seen since :meth:`_open`."""
         if self._hooks is not None:
             self._hooks.close()
@@ -130,11 +126,15 @@ class LipschitzMonitor(Callback):
         self, index: int, layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if index not in self._calls:
-            self._calls[index] = _Call.of(layer, args, kwargs, self.num_samples, self.max_tokens)
+            try:
+                call = LayerCall.of(module, args, kwargs, layer.spec.num_heads, self.num_samples, self.max_tokens)
+            except ValueError as error:
+                raise ValueError(f"LipschitzMonitor on {layer.name!r}: {error}; leave it out with exclude") from error
+            self._calls[index] = call
 
-    def _estimate(self, layer: AttentionLayer, call: _Call) -> LipschitzEstimate:
+    def _estimate(self, layer: AttentionLayer, call: LayerCall) -> LipschitzEstimate:
         try:
-            with _eager():
+            with eager():
                 found = local_lipschitz(call, call.x, tol=self.tol, max_iter=self.max_iter)
         except (RuntimeError, TypeError, ValueError) as error:
             cut = f" (its first {call.x.shape[1]} of {call.tokens} tokens)" if call.x.shape[1] < call.tokens else ""
@@ -160,112 +160,3 @@ class LipschitzMonitor(Callback):
             pl_module.log(
                 f"val/{name}/{label}", value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1
             )
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled code sees no hook that came later, and has no second derivative."""
-    if "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
-
-
-class _Hole:
-    """Where the layer's input stands among its arguments."""
-
-
-_HOLE = _Hole()
-
-
-@dataclass
-class _Call:
-    """A layer's call on some samples and tokens, as a function of its input ``[B, N, C]`` alone."""
-
-    layer: AttentionLayer
-    x: Tensor
-    tokens: int  # before the cut
-    args: list[Any]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        layer: AttentionLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        num_samples: int,
-        max_tokens: int | None,
-    ) -> _Call:
-        """Copies of the arguments, cut.
-
-        Raises:
-            ValueError: if none of them is a sequence of tokens.
-        """
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is None or given.dim() != 3 or not given.is_floating_point():
-            shape = None if given is None else tuple(given.shape)
-            raise ValueError(
-                f"LipschitzMonitor takes layers whose input is [batch, tokens, features]; {layer.name!r} was given "
-                f"{shape}: leave it out with exclude"
-            )
-        x = given if _batch_first(layer) else given.transpose(0, 1)
-        batch, tokens, _ = x.shape
-        samples, kept = min(batch, num_samples), min(tokens, max_tokens or tokens)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-
-        def cut(name: str, value: Any) -> Any:
-            if value is given:
-                return _HOLE
-            if name in _CACHES:
-                return None
-            if isinstance(value, (tuple, list)):
-                return type(value)(cut(name, part) for part in value)
-            if not isinstance(value, Tensor):
-                return value
-            value = _cut_mask(name, value, (batch, samples), (tokens, kept), layer.spec.num_heads)
-            return _own(value.to(dtype) if value.is_floating_point() else value)
-
-        names = {name: cut(name, value) for name, value in kwargs.items()}
-        return cls(layer, _own(x[:samples, :kept].to(dtype)), tokens, [cut("", value) for value in args], names)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        inner = x if _batch_first(self.layer) else x.transpose(0, 1)
-        module = self.layer.module
-        state = {
-            name: tensor.detach().to(x.dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-        args = tuple(inner if value is _HOLE else value for value in self.args)
-        kwargs = {name: inner if value is _HOLE else value for name, value in self.kwargs.items()}
-        out = torch.func.functional_call(module, state, args, kwargs)
-        out = out[0] if isinstance(out, (tuple, list)) else out
-        return out if _batch_first(self.layer) else out.transpose(0, 1)
-
-
-def _batch_first(layer: AttentionLayer) -> bool:
-    return bool(getattr(layer.module, "batch_first", True))
-
-
-def _own(value: Tensor) -> Tensor:
-    """A copy that gradients may be taken through; validation runs in inference mode."""
-    with torch.inference_mode(False):
-        return value.detach().clone()
-
-
-def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[int, int], heads: int) -> Tensor:
-    """A mask or the like, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, for fewer of both."""
-    batch, batch_kept = samples
-    length, kept = tokens
-    square = value.dim() == 2 and value.shape == (length, length) and "padding" not in name
-    if value.dim() > 1 and not square:
-        if value.shape[0] == batch:
-            value = value[:batch_kept]
-        elif value.dim() == 3 and value.shape[0] == batch * heads:
-            value = value[: batch_kept * heads]
-    for dim in (-2, -1):
-        inner = value.dim() >= -dim and (square or value.dim() + dim > 0)
-        if inner and value.shape[dim] == length:
-            value = value.narrow(dim, 0, kept)
-    return value

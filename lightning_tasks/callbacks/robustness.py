@@ -237,7 +237,7 @@ class RobustnessEvaluation(Callback):
         self,
         trainer: pl.Trainer,
         pl_module: Any,
-        measurements: Sequence[Measurement],
+        measurements: Sequence[Measurement[Row]],
         one_pass: Callable[[], None],
         inputs: Tensor,
         targets: Tensor,
@@ -245,7 +245,7 @@ class RobustnessEvaluation(Callback):
     ) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        store = RowStore(self.rows or _beside_runs(folder) / ROWS)
+        store = RowStore(self.rows or _beside_runs(folder) / ROWS, Row)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
         identity = fingerprint(pl_module, settings, inputs, targets)
         one_pass()  # the first one also prepares what later ones find ready
@@ -383,13 +383,7 @@ def _twin(path: str, pl_module: Any, trainer: Any) -> nn.Module:
 
     Its class is the one that the checkpoint names, else that of the tested module.
     """
-    from lightning_tasks.callbacks.swap import saved_plans
-    from lightning_tasks.hparams import import_object
-    from lightning_tasks.loading import load_swapped
+    from lightning_tasks.loading import load_module
 
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    named = content.get("hyper_parameters", {}).get("_class_path")
-    cls = type(pl_module) if named is None else import_object(named)
-    load = (lambda: load_swapped(cls, path)) if saved_plans(content) else (lambda: cls.load_from_checkpoint(path))
-    module = load().to(pl_module.device).eval().requires_grad_(False)
+    module = load_module(path, type(pl_module)).to(pl_module.device).eval().requires_grad_(False)
     return _InPrecision(module, trainer)

@@ -94,18 +94,25 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
     return model
 
 
+def position_limit(model: Any) -> int | None:
+    """The longest input in tokens that a model has positions for; None where rope or ALiBi bound nothing."""
+    config = getattr(model, "config", None)
+    if getattr(config, "rope_parameters", None) is not None:
+        return None
+    own = getattr(model, "num_tokens", None)
+    limit = getattr(config, "max_position_embeddings", None) if own is None else own
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def check_window(model: Any, num_tokens: int) -> None:
     """Check that a model has a position for each token of a window; rope and ALiBi bound nothing.
 
     Raises:
         ValueError: if it has fewer positions.
     """
-    config = getattr(model, "config", None)
-    if getattr(config, "rope_parameters", None) is not None:
-        return
-    own = getattr(model, "num_tokens", None)
-    limit = getattr(config, "max_position_embeddings", None) if own is None else own
-    if isinstance(limit, int) and 0 < limit < num_tokens:
+    limit = position_limit(model)
+    if limit is not None and limit < num_tokens:
+        own = getattr(model, "num_tokens", None)
         cure = (
             "a larger num_tokens" if own is not None else "more positions (max_position_embeddings; GPT-2: n_positions)"
         )

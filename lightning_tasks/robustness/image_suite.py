@@ -97,7 +97,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(1) == labels).double().mean().item()
 
 
-def clean_measurement(subject: Subject) -> Measurement:
+def clean_measurement(subject: Subject) -> Measurement[Row]:
     """Accuracy on the images as they are."""
 
     def measure(advance: Advance) -> list[Row]:
@@ -107,7 +107,7 @@ def clean_measurement(subject: Subject) -> Measurement:
     return Measurement({"test": "clean"}, 1.0, measure)
 
 
-def gradient_measurement(subject: Subject, own: bool) -> Measurement:
+def gradient_measurement(subject: Subject, own: bool) -> Measurement[Row]:
     """Mean L1 and L2 norm of the input gradient, at the model's own predictions where ``own``, else at the labels."""
     at = "own prediction" if own else ""
 
@@ -125,7 +125,7 @@ def attack_measurement(
     eps: tuple[str, float],
     source: Callable[[], nn.Module] | None = None,
     source_digest: str = "",
-) -> Measurement:
+) -> Measurement[Row]:
     """Accuracy under an attack; ``source`` gives the twin of a transfer attack."""
     text, radius = eps
 
@@ -153,7 +153,7 @@ def attack_measurement(
     return Measurement(what, setting.passes, measure)
 
 
-def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement:
+def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement[Row]:
     """Accuracy under a corruption."""
 
     def measure(advance: Advance) -> list[Row]:
@@ -166,7 +166,7 @@ def corruption_measurement(subject: Subject, name: str, severity: int) -> Measur
     return Measurement(what, 3.0, measure)
 
 
-def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]) -> Measurement:
+def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]) -> Measurement[Row]:
     """Top-1 accuracy on a folder of images by wnid, among the classes that the folder has."""
     classes = class_subset(root, wnids)
     images, files = _folder(subject, root)
@@ -180,7 +180,7 @@ def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[st
     return Measurement(what, len(images) / len(subject.images), measure)
 
 
-def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str] | None) -> Measurement:
+def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str] | None) -> Measurement[Row]:
     """AUROC, AUPR and FPR95 of the test images against a folder of images that belong to none of the classes.
 
     Where the folders are wnids of the model's classes, as in ImageNet-O, both sides are restricted to those classes.

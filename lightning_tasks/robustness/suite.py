@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import Field, asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -20,18 +21,30 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_modules import __version__
-from lightning_tasks.robustness.table import Row
 
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow")
-_SHOWN = ("test", "name", "eps", "severity", "at", "share")
+_SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
 """Tell the progress bar that a share (of 1) of a measurement is done."""
 
 
+class Timed(Protocol):
+    """A row: a frozen dataclass of plain values, one of which is the time it took."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def seconds(self) -> float:
+        """Time of its measurement."""
+
+
+R = TypeVar("R", bound=Timed)
+
+
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Generic[R]):
     """Rows to measure.
 
     Args:
@@ -42,32 +55,33 @@ class Measurement:
 
     what: Mapping[str, Any]
     passes: float
-    measure: Callable[[Advance], list[Row]]
+    measure: Callable[[Advance], list[R]]
 
 
-class RowStore:
+class RowStore(Generic[R]):
     """Rows that are done, one measurement a line of a file that is only ever appended to.
 
     Args:
         path: the file; it is made with the first rows.
+        row: their class.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, row: type[R]) -> None:
         self.path = path
-        self._done: dict[str, list[Row]] = {}
+        self._done: dict[str, list[R]] = {}
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)
-                self._done[content["key"]] = [Row(**row) for row in content["rows"]]
+                self._done[content["key"]] = [row(**each) for each in content["rows"]]
             except (ValueError, KeyError, TypeError):  # a run that was killed while it wrote
                 rank_zero_warn(f"{path}, line {number}, is cut short or of another version: measured again")
 
-    def rows(self, key: str) -> list[Row] | None:
+    def rows(self, key: str) -> list[R] | None:
         """The rows under a key, None where there are none."""
         return self._done.get(key)
 
-    def add(self, key: str, rows: Sequence[Row]) -> None:
+    def add(self, key: str, rows: Sequence[R]) -> None:
         """Keep rows; they are on the disk when this returns."""
         self._done[key] = list(rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +128,14 @@ def measurement_key(identity: str, what: Mapping[str, Any]) -> str:
 
 
 def run_suite(
-    measurements: Sequence[Measurement],
+    measurements: Sequence[Measurement[R]],
     identity: str,
-    store: RowStore,
+    store: RowStore[R],
     seconds_a_pass: float,
     show: bool,
-    on_rows: Callable[[list[Row]], None],
-) -> list[Row]:
+    on_rows: Callable[[list[R]], None],
+    title: str = "robustness",
+) -> list[R]:
     """All rows in order: those in the store, the others measured, and stored one measurement after the other.
 
     Args:
@@ -130,16 +145,17 @@ def run_suite(
         seconds_a_pass: time of one forward pass over all samples, for the estimate.
         show: whether to draw a progress bar.
         on_rows: called with all rows so far after each measurement.
+        title: what messages and the progress bar call it.
     """
     keys = [measurement_key(identity, each.what) for each in measurements]
     todo = sum(each.passes for key, each in zip(keys, measurements, strict=True) if store.rows(key) is None)
     count = sum(store.rows(key) is None for key in keys)
     rank_zero_info(
-        f"robustness: {count} of {len(keys)} measurements to do, {len(keys) - count} done before; "
+        f"{title}: {count} of {len(keys)} measurements to do, {len(keys) - count} done before; "
         f"about {duration(todo * seconds_a_pass)}"
     )
-    rows: list[Row] = []
-    with tqdm(total=todo, bar_format=_BAR, disable=not (show and count), file=sys.stderr, desc="robustness") as bar:
+    rows: list[R] = []
+    with tqdm(total=todo, bar_format=_BAR, disable=not (show and count), file=sys.stderr, desc=title) as bar:
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:
@@ -161,7 +177,9 @@ def _advance(bar: Any, passes: float) -> Advance:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: "40 s", "12 min", "3.5 h"."""
+    """A time for people: "40 s", "12 min", "3.5 h"; nan where it is not known."""
+    if math.isnan(seconds):
+        return "a time not known"
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -55,7 +55,7 @@ def perplexity(log_probabilities: Tensor, counted: Tensor) -> tuple[float, int]:
     return (-log_probabilities[counted].mean()).exp().item(), int(counted.sum())
 
 
-def clean_text_measurement(text: Text) -> Measurement:
+def clean_text_measurement(text: Text) -> Measurement[Row]:
     """Perplexity of the text as it is."""
 
     def measure(advance: Advance) -> list[Row]:
@@ -65,7 +65,7 @@ def clean_text_measurement(text: Text) -> Measurement:
     return Measurement({"test": "clean"}, 1.0, measure)
 
 
-def word_swap_measurement(text: Text, share: float, token: int, keep: Sequence[int]) -> Measurement:
+def word_swap_measurement(text: Text, share: float, token: int, keep: Sequence[int]) -> Measurement[Row]:
     """Perplexity of the swapped text, and of those of its words that stayed."""
 
     def measure(advance: Advance) -> list[Row]:

@@ -35,6 +35,7 @@ SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size"
 SIZES |= {
     "max_bytes",
     "max_steps",
+    "steps_per_epoch",
     "val_check_interval",
     "log_every_n_steps",
     "every_n_steps",

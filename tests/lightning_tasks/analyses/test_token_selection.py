@@ -69,7 +69,7 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["kernel"], "unknown analysis 'kernel'; the analyses are token-selection"),
+        (["kernel"], "unknown analysis 'kernel'; the analyses are kernel-pca, lipschitz, token-selection"),
         (["token-selection", "--output", "x", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["token-selection", "--output", "x", "--experiment", "triple"], "invalid choice"),
     ],

@@ -1,0 +1,263 @@
+"""Whether attention is kernel PCA: the values and the projection that this reading predicts, and how far they are off.
+
+The reading is Teo and Nguyen's (NeurIPS 2024, arXiv 2406.13762); the measures are those of the reproduction study of
+Sarıtaş and Yıldız (arXiv 2505.07908), which finds it unsupported. All in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ProjectionLoss:
+    """What is left of the queries' images φ(q_i) outside of the projection h_i; each ``[B, H]``, means over rows.
+
+    Args:
+        signed: of ‖φ(q_i)‖² - ‖h_i‖², the loss J of the reading; below 0 a projection would be longer than what it
+            projects.
+        absolute: of |‖φ(q_i)‖² - ‖h_i‖²|.
+        phi: of ‖φ(q_i)‖².
+        h: of ‖h_i‖².
+    """
+
+    signed: Tensor
+    absolute: Tensor
+    phi: Tensor
+    h: Tensor
+
+
+def projection_loss(
+    q: Tensor,
+    k: Tensor,
+    h: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> ProjectionLoss:
+    """J = mean(‖φ(q_i)‖² - ‖h_i‖²) with ‖φ(q_i)‖² = exp(scale · q_i·q_i - 2 lse_i), as the study corrected its scale.
+
+    lse_i is the log-sum-exp of row i's logits over what it sees. Rows that see nothing are left out.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        h: what attention gave, before the output projection, ``[B, H, N, d_v]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _check(q=q, k=k, h=h)
+    q, k, h = q.double(), k.double(), h.double()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * q @ k.mT
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else None
+        logits = logits + attn_mask.double() if hidden is None else logits.masked_fill(hidden, -torch.inf)
+    if is_causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    lse = logits.logsumexp(-1)
+    phi, norm = torch.exp(scale * q.square().sum(-1) - 2 * lse), h.square().sum(-1)
+    seen = lse > -torch.inf
+
+    def mean(values: Tensor) -> Tensor:
+        return values.where(seen, 0.0).sum(-1) / seen.sum(-1)
+
+    return ProjectionLoss(mean(phi - norm), mean((phi - norm).abs()), mean(phi), mean(norm))
+
+
+@dataclass(frozen=True)
+class KernelPCA:
+    """Kernel PCA of the keys of each head.
+
+    Args:
+        eigenvalues: of the centred K_φ, largest first, ``[B, H, components]``.
+        vectors: A, its eigenvectors, of unit norm, the largest entry positive, ``[B, H, N, components]``.
+        values: V̂ = G A - G 1_N A, ``[B, H, N, components]``.
+    """
+
+    eigenvalues: Tensor
+    vectors: Tensor
+    values: Tensor
+
+
+def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None = None) -> KernelPCA:
+    """The values that the reading predicts from the keys alone, V̂ = G A - G 1_N A.
+
+    K = exp(scale · k kᵀ), g = K 1, K_φ = K/(g gᵀ), centred; A: its leading eigenvectors, of unit norm (our reading of
+    the normalisation, and that of the study's code); G = diag(1/g), 1_N = ones/N. Every key counts in every row's sum:
+    there is no causal or masked form.
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        components: how many values; d where None.
+        scale: as for :func:`projection_loss`.
+
+    Raises:
+        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1.
+    """
+    _check(k=k)
+    tokens, components = k.shape[2], k.shape[3] if components is None else components
+    if not 1 <= components < tokens:
+        raise ValueError(
+            f"{tokens} tokens have at most {tokens - 1} principal components, {components} are needed (the width of a "
+            "head): give longer sequences"
+        )
+    kernel, log_g = _kernel(k.double(), scale)
+    eigenvalues, vectors = torch.linalg.eigh(_centred(kernel))
+    eigenvalues, vectors = eigenvalues.flip(-1)[..., :components], vectors.flip(-1)[..., :components]
+    largest = vectors.abs().argmax(-2, keepdim=True)
+    vectors = vectors * vectors.gather(-2, largest).sign()  # an eigenvector has no sign of its own
+    values = (-log_g).exp().unsqueeze(-1) * (vectors - vectors.mean(-2, keepdim=True))
+    return KernelPCA(eigenvalues, vectors, values)
+
+
+def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+    """How alike the values of a layer and those predicted are, by the study's measures.
+
+    ``direct_cosine``: mean over tokens of the cosine of their rows. ``matched_cosine``: the same for the one-to-one
+    matching of tokens that makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment
+    over tokens; the Gaussian's σ² is the median of the squared distances that are not 0. ``relative_error``:
+    ‖v - predicted‖_F / ‖v‖_F. A predicted column has no sign of its own, on which cosines and error depend, as in the
+    study; alignment does not.
+
+    Args:
+        v: values ``[B, H, N, d]``.
+        predicted: as ``v``.
+
+    Returns:
+        By name, float64 ``[B, H]``.
+
+    Raises:
+        ValueError: if shapes do not fit.
+        ModuleNotFoundError: scipy is not installed.
+    """
+    _check(v=v, predicted=predicted)
+    if v.shape != predicted.shape:
+        raise ValueError(f"v and predicted must be alike, got {tuple(v.shape)} and {tuple(predicted.shape)}")
+    v, predicted = v.double(), predicted.double()
+    cosines = _unit(v) @ _unit(predicted).mT  # [B, H, N, N]
+    grams = [each @ each.mT for each in (v, predicted)]
+    return {
+        "direct_cosine": cosines.diagonal(dim1=-2, dim2=-1).mean(-1),
+        "matched_cosine": _matched(cosines),
+        "linear_cka": _alignment(*grams),
+        "rbf_cka": _alignment(*(_gaussian(gram) for gram in grams)),
+        "relative_error": (v - predicted).flatten(2).norm(dim=-1) / v.flatten(2).norm(dim=-1),
+    }
+
+
+def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict[str, Tensor]:
+    """Whether the coefficients that the values stand for, Â = centred(G⁻¹ v), are eigenvectors of the centred K_φ.
+
+    If they are, γ_i = (K_φ Â)_i / (N Â_i) is one number for all tokens i. ``gamma_absolute``: mean |γ_i - γ_j|, the
+    measure that was offered for the reading: small for any Â, as γ itself is (compare random values).
+    ``gamma_relative``: mean |γ_i - γ_j| / max(|γ_i|, |γ_j|), the study's: 0 if γ is constant, at most 2.
+    ``eigen_residual``: ‖K_φ Â - ρ Â‖ / ‖K_φ Â‖ with ρ the Rayleigh quotient, in [0, 1], where nothing is divided by a
+    small Â_i (ours). Means over pairs of tokens, and over columns. That Â is taken from the values is our reading; the
+    study's code perturbs the eigenvectors themselves.
+
+    Args:
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d_v]``.
+        scale: as for :func:`projection_loss`.
+
+    Returns:
+        By name, float64 ``[B, H]``.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _check(k=k, v=v)
+    kernel, log_g = _kernel(k.double(), scale)
+    # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
+    a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * v.double()
+    a = _unit(a - a.mean(-2, keepdim=True), dim=-2)
+    image = _centred(kernel) @ a
+    rayleigh = (a * image).sum(-2, keepdim=True)
+    residual = (image - rayleigh * a).norm(dim=-2) / image.norm(dim=-2).clamp(min=_tiny(image))
+    gamma = image / (a.shape[-2] * a)
+    absolute, relative = zip(*(_pairwise(column) for column in gamma.unbind(-1)), strict=True)
+    return {
+        "gamma_absolute": torch.stack(absolute, -1).mean(-1),
+        "gamma_relative": torch.stack(relative, -1).mean(-1),
+        "eigen_residual": residual.mean(-1),
+    }
+
+
+def _kernel(k: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """K_φ ``[B, H, N, N]`` and log g ``[B, H, N]``; from the logarithms, as exp(k·k) alone overflows."""
+    logits = (k.shape[-1] ** -0.5 if scale is None else scale) * k @ k.mT
+    log_g = logits.logsumexp(-1)
+    return torch.exp(logits - log_g.unsqueeze(-1) - log_g.unsqueeze(-2)), log_g
+
+
+def _centred(kernel: Tensor) -> Tensor:
+    rows, columns = kernel.mean(-1, keepdim=True), kernel.mean(-2, keepdim=True)
+    return kernel - rows - columns + rows.mean(-2, keepdim=True)
+
+
+def _alignment(one: Tensor, other: Tensor) -> Tensor:
+    one, other = (_centred(gram).flatten(2) for gram in (one, other))
+    return (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)).clamp(min=_tiny(one))
+
+
+def _gaussian(gram: Tensor) -> Tensor:
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    distances = (squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * gram).clamp(min=0)
+    apart = distances.flatten(2).masked_fill(distances.flatten(2) == 0, torch.nan)
+    median = apart.nanmedian(-1).values.nan_to_num(nan=1.0)  # all tokens alike: any width will do
+    return torch.exp(-distances / (2 * median[..., None, None]))
+
+
+def _matched(cosines: Tensor) -> Tensor:
+    assign = _scipy_optimize().linear_sum_assignment
+    flat = cosines.flatten(0, 1).cpu().numpy()
+    means = [matrix[assign(matrix, maximize=True)].mean() for matrix in flat]
+    return torch.tensor(means, dtype=cosines.dtype, device=cosines.device).view(cosines.shape[:2])
+
+
+def _scipy_optimize() -> Any:
+    try:
+        from scipy import optimize
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the matched cosine needs scipy: pip install 'attnswap[analysis]'") from error
+    return optimize
+
+
+def _pairwise(gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean absolute and relative difference of the pairs of ``[B, H, N]``."""
+    tokens = gamma.shape[-1]
+    apart = (gamma.unsqueeze(-1) - gamma.unsqueeze(-2)).abs()
+    largest = torch.maximum(gamma.abs().unsqueeze(-1), gamma.abs().unsqueeze(-2)).clamp(min=_tiny(gamma))
+    pairs = tokens * (tokens - 1)
+    return apart.sum((-2, -1)) / pairs, (apart / largest).sum((-2, -1)) / pairs
+
+
+def _unit(vectors: Tensor, dim: int = -1) -> Tensor:
+    return vectors / vectors.norm(dim=dim, keepdim=True).clamp(min=_tiny(vectors))
+
+
+def _tiny(values: Tensor) -> float:
+    return torch.finfo(values.dtype).tiny
+
+
+def _check(**tensors: Tensor) -> None:
+    """Raise a ValueError where tensors are not ``[B, H, N, d]`` of the same B, H and N, finite, with two tokens."""
+    (first, like), *_ = tensors.items()
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4 or tensor.shape[:3] != like.shape[:3] or tensor.shape[2] < 2:
+            raise ValueError(
+                f"{name} must be [B, H, N, d] with the B, H and N of {first}, at least 2 tokens, "
+                f"got {tuple(tensor.shape)} for {tuple(like.shape)}"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or infinite numbers")

@@ -1,0 +1,72 @@
+"""Inputs at which a function of token sequences is least smooth, by gradient ascent on its local Lipschitz constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attention_modules.analysis.lipschitz import Jacobian, check_input, start_vectors, twice_differentiable
+
+
+def ascend_lipschitz(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    steps: int = 30,
+    length: float = 0.3,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Gradient ascent on log ‖D_x fn‖₂ from ``x``, every token kept at its norm, all samples at once.
+
+    A step is one of the power method on JᵀJ, and one along the gradient of ‖Jv‖ for x with v and u = Jv/‖Jv‖ held,
+    which is that of the largest singular value once these are its vectors. It moves a sample by ``length`` times its
+    norm, less from step to step, down to a tenth. The adversarial inputs of Castin, Ablin and Peyré (ICML 2024) are
+    found by gradient ascent too; rate, number of steps and norms are our choice.
+
+    Args:
+        fn: ``[B, n, d] -> [B, n, d']``, three times differentiable, as :func:`local_lipschitz` asks else.
+        x: ``[B, n, d]``, float32 or float64.
+        steps: how many; 0 gives ``x``.
+        length: of the first step, in norms of the sample.
+        generator: draws the starting vectors; None for fixed ones.
+
+    Returns:
+        Of all inputs that were seen, that of the largest ‖Jv‖, ``[B, n, d]``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`local_lipschitz`, and if ``steps`` or ``length`` is out of its
+            limits.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")
+    if not length > 0:
+        raise ValueError(f"length must be above 0, got {length!r}")
+    check_input(x)
+    norms = x.norm(dim=2, keepdim=True)
+    found, largest = x, x.new_full((len(x),), -1.0)
+    with twice_differentiable(x.device):
+        v = start_vectors(x, generator)
+        for step in range(steps + 1):
+            jacobian = Jacobian(fn, x)
+            u = jacobian.times(v)
+            value = u.norm(dim=1)
+            better = value > largest
+            largest = value.where(better, largest)
+            found = torch.where(better.view(-1, 1, 1), jacobian.x.detach(), found)
+            if step == steps:
+                break
+            u = u / value.clamp(min=torch.finfo(u.dtype).tiny).unsqueeze(1)
+            (pulled,) = torch.autograd.grad(jacobian.y, jacobian.x, u.view_as(jacobian.y), create_graph=True)
+            (gradient,) = torch.autograd.grad((pulled.flatten(1) * v).sum(), jacobian.x)
+            v = _unit(pulled.detach().flatten(1))
+            stride = length * 0.1 ** (step / steps)
+            direction = _unit(gradient.flatten(1)).view_as(x)
+            moved = jacobian.x.detach() + stride * norms.norm(dim=1, keepdim=True) * direction
+            x = moved * (norms / moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
+    return found
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)

@@ -1,0 +1,164 @@
+"""What an analysis shows a model: sequences of a text that do not overlap, or pictures; and how they are named."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from datamodules import AGNewsDataModule, CIFAR10DataModule, GutenbergDataModule
+from datamodules.tokenizers import DEFAULT_BPE_SIZE
+from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
+from lightning_tasks.recipes import RecipeError
+
+TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
+PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule}
+OWN_TOKENIZERS = {"bpe": "BPE trained on it", "word": "its words"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is shown.
+
+    Args:
+        values: token ids ``[count, length]``, or pictures ``[count, 3, H, W]`` in [0, 1].
+        kind: "text" or "pictures".
+        described: what they are, in words.
+    """
+
+    values: Tensor
+    kind: str
+    described: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a model, its layers and what it is shown."""
+    parser.add_argument("--model", required=True, help="Hugging Face or timm model (folder or name), or a .ckpt file")
+    parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
+    parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of names (default: all)")
+    parser.add_argument("--data", required=True, choices=(*TEXTS, *PICTURES), help="text; pictures for a vision model")
+    parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
+    parser.add_argument(
+        "--tokenizer",
+        help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
+        "model's own; bpe for random weights)",
+    )
+
+
+def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inputs:
+    """What :func:`add_arguments` names: ``count`` sequences of ``length`` tokens, or pictures.
+
+    Raises:
+        RecipeError: if the data is not of the kind that the model takes, or the model has too few positions.
+        ValueError: as :func:`token_stream`, :func:`apart` and :func:`pictures`.
+        FileNotFoundError: missing data.
+    """
+    wanted = TEXTS if subject.img_size is None else PICTURES
+    kind = "text" if subject.img_size is None else "pictures"
+    if options.data not in wanted:
+        name = type(subject.model).__name__
+        raise RecipeError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")
+    if subject.img_size is not None:
+        shown = pictures(options.data, count, subject.img_size, options.root)
+        return Inputs(shown, kind, f"the first {count} test pictures, at {subject.img_size} pixels")
+    if subject.num_positions is not None and length > subject.num_positions:
+        raise RecipeError(
+            f"{length} tokens are asked for, and {options.model} has {subject.num_positions} positions: give fewer"
+        )
+    tokenizer = options.tokenizer or ("bpe" if options.random else None)
+    stream = token_stream(options.data, options.model, subject.model, tokenizer, options.root)
+    tokens = "the model's tokenizer" if tokenizer is None else OWN_TOKENIZERS.get(tokenizer, f"tokenizer {tokenizer}")
+    described = f"{count} sequences of the training text that do not overlap, {tokens}, no special tokens"
+    return Inputs(apart(stream, count, length, options.data), kind, described)
+
+
+def token_stream(
+    data: str, model_name: str, model: nn.Module, tokenizer: str | None = None, root: str | None = None
+) -> Tensor:
+    """The ids of the training text of ``data`` in one stream, ``[tokens]``.
+
+    Args:
+        data: a key of ``TEXTS``.
+        model_name: what the model was loaded from.
+        model: whose vocabulary bounds the ids.
+        tokenizer: "word" or "bpe", trained on this text; a name or folder of a Hugging Face tokenizer, which adds no
+            special tokens; None for the model's own.
+        root: folder with data sets, as the data module takes it.
+
+    Raises:
+        ValueError: if the text is empty, the tokenizer does not load, or the model has no embedding for an id.
+        FileNotFoundError: if the text is missing.
+    """
+    embedding = token_embedding(model)
+    size = 0 if embedding is None else embedding.num_embeddings
+    if tokenizer in OWN_TOKENIZERS:
+        limit = size if tokenizer == "word" else min(size, DEFAULT_BPE_SIZE)
+        module = TEXTS[data](root=root, tokenizer=tokenizer, vocab_size=limit)
+        module.setup()
+        ids = np.asarray(module.tokens("train"))
+    else:
+        module = TEXTS[data](root=root)
+        module.source_identity()  # says what is missing
+        lines = [f"{line.rstrip()}\n" for batch in module.lines("train") for line in batch if line.strip()]
+        if not lines:
+            raise ValueError(f"the text of {data} is empty: {module.where}")
+        encode = _pretrained_tokenizer(model_name if tokenizer is None else tokenizer)
+        ids = np.fromiter(chain.from_iterable(encode(lines)), dtype=np.int64)
+    if len(ids) and int(ids.max()) >= size:
+        raise ValueError(
+            f"the tokenizer gives id {int(ids.max())} and the model has embeddings for {size} ids: give --tokenizer "
+            "the model's own"
+        )
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _pretrained_tokenizer(name: str) -> Callable[[Sequence[str]], list[list[int]]]:
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds, as for models
+        raise ValueError(
+            f"no tokenizer could be loaded from {name}: give --tokenizer bpe (or word), trained on the text, or the "
+            f"folder or name of one. It was said: {shortened(error)}"
+        ) from error
+    return lambda lines: loaded(list(lines), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def apart(stream: Tensor, count: int, length: int, data: str) -> Tensor:
+    """``count`` sequences of ``length`` tokens that do not overlap, evenly over the stream, ``[count, length]``.
+
+    A shorter sequence is the beginning of a longer one.
+
+    Raises:
+        ValueError: if the stream is too short.
+    """
+    stride = len(stream) // count
+    if stride < length:
+        raise ValueError(
+            f"{data} has {len(stream)} tokens, and {count} sequences of {length} that do not overlap need "
+            f"{count * length}: give fewer --sequences, or shorter ones"
+        )
+    return torch.stack([stream[start * stride : start * stride + length] for start in range(count)])
+
+
+def pictures(data: str, count: int, img_size: int, root: str | None = None) -> Tensor:
+    """The first test pictures of ``data``, ``[count, 3, H, W]`` in [0, 1].
+
+    Raises:
+        ValueError: if there are fewer.
+        FileNotFoundError: if the data is missing.
+    """
+    module = PICTURES[data](root=root, batch_size=count, num_workers=0, img_size=img_size)
+    module.setup("test")
+    images = next(iter(module.test_dataloader()))[0]
+    if len(images) < count:
+        raise ValueError(f"{data} has {len(images)} test pictures that can be read, {count} were asked for")
+    return images

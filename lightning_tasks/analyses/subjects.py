@@ -1,0 +1,223 @@
+"""What an analysis looks at: a model of any origin, its layers, and what these are given in a forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules import AttentionSwapError
+from attention_modules.hosts import attention_layers
+from lightning_tasks.layer_call import LayerCall, eager
+from lightning_tasks.models.causal_lm import position_limit
+from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+from lightning_tasks.recipes import RecipeError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in eval mode, in float32.
+
+    Args:
+        model: the model.
+        run: the forward pass, of token ids ``[B, n]`` or of pictures ``[B, 3, H, W]`` in [0, 1].
+        img_size: H = W of its pictures; None for a model of text.
+        num_positions: the longest input in tokens, where the model bounds it.
+    """
+
+    model: nn.Module
+    run: Callable[[Tensor], Any]
+    img_size: int | None
+    num_positions: int | None
+
+    def forward(self, inputs: Tensor) -> None:
+        """Run the model on these inputs, for what its hooks see.
+
+        Raises:
+            ValueError: if it refuses them.
+        """
+        try:
+            with torch.no_grad(), eager():
+                self.run(inputs)
+        except RecipeError:  # a hook's
+            raise
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            shape = list(inputs.shape)
+            raise ValueError(f"{type(self.model).__name__} refuses inputs {shape}: {shortened(error)}") from error
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer by its name in the model; ``num_heads`` where a host knows it."""
+
+    name: str
+    module: nn.Module
+    num_heads: int | None
+
+
+def load_subject(name: str, random: bool = False, seed: int = 0) -> Subject:
+    """A model by name or path.
+
+    A checkpoint (``.ckpt``) of one of our tasks, a timm model by name, or a Hugging Face model by name or folder;
+    where ``random``, initialised with ``seed``, and then a Hugging Face model type ("bert", "gpt2") with its default
+    sizes is a name too. The global random state is not touched.
+
+    Raises:
+        ValueError: if it cannot be loaded, or takes neither text nor pictures.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = _load(name, random).float().eval().requires_grad_(False)
+    task = getattr(model, "model", None) if name.endswith(".ckpt") else None
+    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
+        return Subject(model, model, _img_size(task), None)
+    if hasattr(model, "pretrained_cfg"):
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation(model, 3, None, None))
+        return Subject(model, lambda x: model((x - mean.to(x)) / std.to(x)), _img_size(model), None)
+    if getattr(model, "main_input_name", None) == "pixel_values":
+        return Subject(model, lambda x: model((x - 0.5) / 0.5), int(model.config.image_size), None)
+    if token_embedding(model) is None:
+        raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor pictures, as far as can be told")
+    return Subject(model, model, None, position_limit(model if task is None else task))
+
+
+def _load(name: str, random: bool) -> nn.Module:
+    if name.endswith(".ckpt"):
+        from lightning_tasks.loading import load_module
+
+        if random:
+            raise ValueError(f"{name} is a checkpoint, which is trained: leave out --random, or name a model")
+        if not Path(name).is_file():
+            raise ValueError(f"--model {name}: no such file; give the path of a .ckpt file")
+        return load_module(name)
+    if _is_timm(name):
+        return _or_refuse(name, lambda: build_timm_model(check_model_name(name), 1000, not random, {}))
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+    except ImportError as error:
+        raise ValueError(f"{name} is no timm model, and Hugging Face's need: pip install 'attnswap[hf]'") from error
+
+    def build() -> nn.Module:
+        if not random:
+            model: Any = AutoModel.from_pretrained(name)
+        else:
+            known = name in CONFIG_MAPPING
+            model = AutoModel.from_config(AutoConfig.for_model(name) if known else AutoConfig.from_pretrained(name))
+        model.config.use_cache = False
+        return model
+
+    return _or_refuse(name, build)
+
+
+def _is_timm(name: str) -> bool:
+    import timm
+
+    return name.startswith(("hf-hub:timm/", "local-dir:")) or timm.is_model(name.partition(".")[0])
+
+
+def _or_refuse(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return build()
+    except Exception as error:  # hubs and their clients raise errors of many kinds
+        raise ValueError(
+            f"--model {name} could not be loaded. Give a folder with config.json and weights, a name that timm or "
+            f"Hugging Face know, or a .ckpt file; --random needs no weights. It was said: {shortened(error)}"
+        ) from error
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of what it says, on one line."""
+    return re.sub(r"\s+", " ", str(error))[:300]
+
+
+def _img_size(model: Any) -> int:
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or model.pretrained_cfg["input_size"][1:]
+    return int(size[0])
+
+
+def token_embedding(model: Any) -> nn.Embedding | None:
+    """The embedding of token ids, the first one where the model does not say; None where there is none."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def choose_layers(model: nn.Module, text: str | None) -> list[Layer]:
+    """Layers from "0,5,-1" (counted among the attention layers that a host understands), globs of names, or all.
+
+    Globs reach any module, so that a model whose attention no host knows can be looked at too.
+
+    Raises:
+        ValueError: if there is no such layer.
+    """
+    parts = [] if text in (None, "all") else [part.strip() for part in str(text).split(",")]
+    try:
+        indices = [int(part) for part in parts]
+    except ValueError:
+        named = dict(model.named_modules())
+        for part in parts:
+            if not any(fnmatchcase(name, part) for name in named):
+                raise ValueError(f"--layers {part!r} matches no module; names are like {list(named)[1:8]}") from None
+        return [
+            Layer(name, module, None)
+            for name, module in named.items()
+            if any(fnmatchcase(name, part) for part in parts)
+        ]
+    try:
+        found = attention_layers(model, layers=indices or None)
+    except AttentionSwapError as error:
+        raise ValueError(f"{error}. --layers also takes names of modules, as 'encoder.*.attention'") from error
+    return [Layer(layer.name, layer.module, layer.spec.num_heads) for layer in found]
+
+
+class _Seen(Exception):
+    """All layers were called: the rest of the forward pass is not needed."""
+
+
+def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_tokens: int) -> list[LayerCall]:
+    """The call of each layer in one forward pass, cut to ``max_tokens`` tokens.
+
+    Raises:
+        ValueError: if a layer is not called, its input is no sequence of tokens or too short, or the model refuses.
+    """
+    calls: dict[int, LayerCall] = {}
+
+    def observe(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index not in calls:
+                try:
+                    calls[index] = LayerCall.of(module, args, kwargs, layers[index].num_heads, max_tokens=max_tokens)
+                except ValueError as error:
+                    raise RecipeError(f"layer {layers[index].name!r}: {error}; choose others with --layers") from error
+                if len(calls) == len(layers):
+                    raise _Seen
+
+        return hook
+
+    handles = [
+        layer.module.register_forward_pre_hook(observe(index), with_kwargs=True) for index, layer in enumerate(layers)
+    ]
+    try:
+        subject.forward(inputs)
+    except _Seen:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    for index, layer in enumerate(layers):
+        if index not in calls:
+            raise ValueError(f"layer {layer.name!r} is not called on its own: choose others with --layers")
+        if calls[index].tokens < max_tokens:
+            raise ValueError(
+                f"layer {layer.name!r} is given {calls[index].tokens} tokens, {max_tokens} were asked for: give "
+                "shorter --lengths"
+            )
+    return [calls[index] for index in range(len(layers))]

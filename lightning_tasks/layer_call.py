@@ -1,0 +1,129 @@
+"""A layer's call in a model, kept as a function of its input alone: what Lipschitz constants are taken of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Arguments that hold keys and values of earlier tokens: a second call would add to them.
+_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled code sees no hook that came later, and has no second derivative."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+class _Hole:
+    """Where the layer's input stands among its arguments."""
+
+
+_HOLE = _Hole()
+
+
+@dataclass
+class LayerCall:
+    """A layer's call on some samples and tokens, as a function of its input ``[B, N, C]`` alone."""
+
+    module: nn.Module
+    x: Tensor
+    tokens: int  # before the cut
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_heads: int | None = None,
+        num_samples: int | None = None,
+        max_tokens: int | None = None,
+    ) -> LayerCall:
+        """Copies of what a forward pre-hook was given, the first samples and tokens of it, in 32 bits or more.
+
+        Args:
+            module: the layer.
+            args: its arguments.
+            kwargs: those by name.
+            num_heads: H where masks ``[B * H, N, N]`` are to be cut with the samples.
+            num_samples: how many; all where None.
+            max_tokens: how many at most; all where None.
+
+        Raises:
+            ValueError: if the first tensor among the arguments is no sequence of tokens.
+        """
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is None or given.dim() != 3 or not given.is_floating_point():
+            shape = None if given is None else tuple(given.shape)
+            raise ValueError(f"its input must be [batch, tokens, features], got {shape}")
+        x = given if _batch_first(module) else given.transpose(0, 1)
+        batch, tokens, _ = x.shape
+        samples, kept = min(batch, num_samples or batch), min(tokens, max_tokens or tokens)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+
+        def cut(name: str, value: Any) -> Any:
+            if value is given:
+                return _HOLE
+            if name in _CACHES:
+                return None
+            if isinstance(value, (tuple, list)):
+                return type(value)(cut(name, part) for part in value)
+            if not isinstance(value, Tensor):
+                return value
+            value = _cut_mask(name, value, (batch, samples), (tokens, kept), num_heads)
+            return _own(value.to(dtype) if value.is_floating_point() else value)
+
+        names = {name: cut(name, value) for name, value in kwargs.items()}
+        return cls(module, _own(x[:samples, :kept].to(dtype)), tokens, [cut("", value) for value in args], names)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inner = x if _batch_first(self.module) else x.transpose(0, 1)
+        state = {
+            name: tensor.detach().to(x.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers())
+        }
+        args = tuple(inner if value is _HOLE else value for value in self.args)
+        kwargs = {name: inner if value is _HOLE else value for name, value in self.kwargs.items()}
+        out = torch.func.functional_call(self.module, state, args, kwargs)
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        return out if _batch_first(self.module) else out.transpose(0, 1)
+
+
+def _batch_first(module: nn.Module) -> bool:
+    return bool(getattr(module, "batch_first", True))
+
+
+def _own(value: Tensor) -> Tensor:
+    """A copy that gradients may be taken through; validation runs in inference mode."""
+    with torch.inference_mode(False):
+        return value.detach().clone()
+
+
+def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[int, int], heads: int | None) -> Tensor:
+    """A mask or the like, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, for fewer of both."""
+    batch, batch_kept = samples
+    length, kept = tokens
+    square = value.dim() == 2 and value.shape == (length, length) and "padding" not in name
+    if value.dim() > 1 and not square:
+        if value.shape[0] == batch:
+            value = value[:batch_kept]
+        elif heads and value.dim() == 3 and value.shape[0] == batch * heads:
+            value = value[: batch_kept * heads]
+    for dim in (-2, -1):
+        inner = value.dim() >= -dim and (square or value.dim() + dim > 0)
+        if inner and value.shape[dim] == length:
+            value = value.narrow(dim, 0, kept)
+    return value

@@ -1,0 +1,41 @@
+"""Gradient ascent on the local Lipschitz constant."""
+
+import pytest
+import torch
+
+from attention_modules import SelfAttention
+from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constants_grow_and_norms_stay(dtype):
+    layer, x = SelfAttention(8, num_heads=2).to(dtype), 3 * torch.randn(3, 6, 8, dtype=dtype)
+    before = local_lipschitz(layer, x, max_iter=60).value
+    found = ascend_lipschitz(layer, x, steps=20)
+    assert (local_lipschitz(layer, found, max_iter=60).value > 1.2 * before).all()
+    torch.testing.assert_close(found.norm(dim=2), x.norm(dim=2))
+    assert not found.requires_grad
+    assert torch.equal(found, ascend_lipschitz(layer, x, steps=20))
+
+
+def test_samples_are_apart_and_no_step_is_no_change():
+    layer, x = SelfAttention(4, num_heads=1).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    assert torch.equal(ascend_lipschitz(layer, x, steps=0), x)
+    other = torch.cat([x[:1], torch.randn(1, 3, 4, dtype=torch.float64)])
+    torch.testing.assert_close(ascend_lipschitz(layer, x, steps=5)[0], ascend_lipschitz(layer, other, steps=5)[0])
+
+
+def test_a_known_maximum_is_reached():
+    """f(x) = x³/3 of one token has the Jacobian diag(x²): largest, at this norm, with all of it in one place."""
+    x = torch.tensor([[[1.0, 2.0, 2.0]]], dtype=torch.float64)
+    found = ascend_lipschitz(lambda x: x**3 / 3, x, steps=60)
+    assert local_lipschitz(lambda x: x**3 / 3, found).value.item() == pytest.approx(9, rel=1e-3)
+
+
+def test_refusals():
+    x = torch.randn(1, 2, 3)
+    for options in ({"steps": -1}, {"steps": True}, {"length": 0.0}):
+        with pytest.raises(ValueError, match="must be"):
+            ascend_lipschitz(torch.tanh, x, **options)
+    with pytest.raises(ValueError, match="NaN"):
+        ascend_lipschitz(torch.tanh, x * torch.nan)

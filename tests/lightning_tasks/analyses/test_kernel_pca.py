@@ -1,0 +1,86 @@
+"""`attnswap analyze kernel-pca`: its rows are the measures of what the layers see."""
+
+import csv
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+from transformers import BertModel, GPT2Config
+
+from attention_modules.analysis import compare_values, kernel_pca, projection_loss
+from lightning_tasks.__main__ import main
+
+
+def analyze(output, *arguments):
+    main(["analyze", "kernel-pca", "--output", str(output), *map(str, arguments)])
+    with (output / "kernel_pca.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_of_a_text_model(bert, texts, tmp_path, capsys):
+    given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
+    rows = analyze(tmp_path, *given)
+    assert len(rows) == 2 * 2 * 2 * 2  # layers, heads, samples, and the control
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "kernel_pca.png").stat().st_size > 10_000
+    # By hand, of the second head of the second layer on the first sample.
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().split()[:16]
+    ids = torch.tensor([[1 + int(word.removeprefix("word")) for word in words]])
+    model, seen = BertModel.from_pretrained(bert, attn_implementation="eager").eval(), {}
+    layer = model.encoder.layer[1].attention.self
+    for name in ("query", "key", "value"):
+        projection = getattr(layer, name)
+        projection.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+    layer.register_forward_hook(lambda module, args, out: seen.update(h=out[0]))
+    with torch.no_grad():
+        model(ids)
+    q, k, v, h = (seen[name][None, :, :, 6:] for name in ("query", "key", "value", "h"))
+    (row,) = (
+        row
+        for row in rows
+        if (row["layer"], row["head"], row["sample"], row["values"])
+        == ("encoder.layer.1.attention.self", "1", "0", "layer")
+    )
+    expected = {name: each.item() for name, each in compare_values(v, kernel_pca(k).values).items()}
+    expected |= {"signed_loss": projection_loss(q, k, h).signed.item(), "h": h.double().square().sum(-1).mean().item()}
+    for name, value in expected.items():
+        assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_causal_layers_have_a_projection_loss_and_no_predicted_values(texts, tmp_path):
+    GPT2Config(vocab_size=400, n_positions=32, n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "gpt2")
+    given = ["--data", "ag_news", "--root", texts, "--samples", 2, "--length", 12]
+    rows = analyze(tmp_path, "--model", tmp_path / "gpt2", "--random", *given)
+    assert len(rows) == 4
+    assert all(row["matched_cosine"] == "nan" and float(row["absolute_loss"]) > 0 for row in rows)
+    assert "Causal or masked, so that V̂ is not defined: h.0.attn." in (tmp_path / "summary.md").read_text()
+
+
+def test_vision_models(texts, tmp_path):
+    rows = analyze(
+        tmp_path, "--model", "test_vit", "--random", "--data", "cifar10", "--root", texts, "--samples", 1, "--layers", 0
+    )
+    assert {row["values"] for row in rows} == {"layer", "control"}
+    assert all(0 <= float(row["linear_cka"]) <= 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--length", "30"], "30 tokens are asked for, and .* has 24 positions: give fewer"),
+        (["--length", "5"], "layer 'encoder.layer.0.attention.self': 5 tokens have at most 4 principal components"),
+        (["--layers", "embeddings"], "embeddings"),
+        (["--model", "test_resnet", "--random", "--data", "cifar10"], "the model has no attention layer"),
+    ],
+)
+def test_refusals(arguments, words, bert, texts, tmp_path, capsys):
+    given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *given, *arguments)
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))

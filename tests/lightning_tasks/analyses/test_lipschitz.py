@@ -1,0 +1,232 @@
+"""`attnswap analyze lipschitz`: what it measures, what it goes on with, and what it refuses."""
+
+import csv
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.func import jacrev
+
+pytest.importorskip("transformers")
+
+from transformers import AutoTokenizer, BertModel, GPT2Config
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.analyses import lipschitz
+from lightning_tasks.analyses.lipschitz import parse_lengths
+from lightning_tasks.analyses.lipschitz_fit import fit_slope
+from lightning_tasks.recipes import RecipeError
+
+TWIN = Path(__file__).resolve().parents[2] / "conf" / "max_margin" / "cifar10_vit_base.yaml"
+
+
+def analyze(output, *arguments):
+    main(["analyze", "lipschitz", "--output", str(output), *map(str, arguments)])
+    return table(output)
+
+
+def table(output):
+    with (output / "lipschitz.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def tiny(bert, texts):
+    """The arguments of a small run."""
+    return ["--model", bert, "--root", texts, "--data", "gutenberg", "--sequences", 3, "--lengths", "2,4,8"]
+
+
+def test_rows_are_singular_values_of_the_layer_at_its_input(bert, texts, tmp_path, tiny, capsys):
+    rows = analyze(tmp_path, *tiny, "--layers", "1")
+    assert [(row["length"], row["sequence"]) for row in rows] == [(n, s) for n in "248" for s in "012"]
+    assert {row["converged"] for row in rows} == {"True"}
+    # By hand: the second of three sequences begins at a third of the training text.
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().splitlines()
+    words = " ".join(words[: len(words) * 8 // 10]).split()
+    stride = len(words) // 3
+    ids = AutoTokenizer.from_pretrained(bert)(" ".join(words[stride : stride + 8]))["input_ids"]
+    model, seen = BertModel.from_pretrained(bert, attn_implementation="eager").eval(), []
+    layer = model.encoder.layer[1].attention.self
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([ids[:4]]))
+    (x,) = seen
+    jacobian = jacrev(lambda x: layer(x)[0])(x).reshape(x.numel(), x.numel())
+    (row,) = (row for row in rows if (row["length"], row["sequence"]) == ("4", "1"))
+    assert float(row["value"]) == pytest.approx(torch.linalg.svdvals(jacobian)[0].item(), rel=1e-3)
+    assert float(row["radius"]) == pytest.approx(x.norm(dim=2).max().item(), rel=1e-5)
+    # The summary says what the rows say.
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "summary.md").read_text()
+    fit = fit_slope(*([float(row[name]) for row in rows] for name in ("length", "value", "sequence")))
+    assert f"| encoder.layer.1.attention.self | text | {fit} | 9 | 0 |" in printed
+    mean = np.mean([float(row["radius"]) for row in rows if row["length"] == "8"])
+    assert f"{mean:.3g}" in printed
+    assert (tmp_path / "lipschitz.png").stat().st_size > 10_000
+
+
+def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkeypatch, capsys):
+    whole = analyze(tmp_path / "whole", *tiny)
+    calls, real = [], lipschitz.local_lipschitz
+
+    def killed(*args, **kwargs):
+        calls.append(kwargs["max_iter"])
+        if sum(count > 2 for count in calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    def measured():
+        count = sum(count > 2 for count in calls)  # the first look at the time it takes has two
+        calls.clear()
+        return count
+
+    monkeypatch.setattr(lipschitz, "local_lipschitz", killed)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(tmp_path / "cut", *tiny)
+    assert len(table(tmp_path / "cut")) == 3 * 3
+    measured()
+    rows = analyze(tmp_path / "cut", *tiny)
+    assert measured() == 3
+    assert [{**row, "seconds": ""} for row in rows] == [{**row, "seconds": ""} for row in whole]
+    analyze(tmp_path / "cut", *tiny[:-2], "--lengths", "2,4")
+    assert measured() == 0
+    # Other weights, and another text, are measured anew; a line that was cut short too, with a warning.
+    monkeypatch.setattr(lipschitz, "local_lipschitz", lambda *a, **k: calls.append(k["max_iter"]) or real(*a, **k))
+    random = analyze(tmp_path / "cut", *tiny, "--random", "--seed", 1, "--tokenizer", tiny[1])  # the same ids
+    assert measured() == 6
+    assert random[0]["value"] != rows[0]["value"]
+    analyze(tmp_path / "cut", *tiny, "--data", "ag_news")
+    assert measured() == 6
+    kept = tmp_path / "cut" / "rows.jsonl"
+    lines = kept.read_text().splitlines()
+    kept.write_text("\n".join([*lines[1:], lines[0][:40]]))
+    with pytest.warns(UserWarning, match="cut short"):
+        again = analyze(tmp_path / "cut", *tiny)
+    assert measured() == 1
+    assert [row["value"] for row in again] == [row["value"] for row in rows]
+
+
+def test_adversarial_inputs_are_less_smooth_and_have_the_norms_of_the_text(tmp_path, tiny):
+    rows = analyze(tmp_path, *tiny, "--layers", "0", "--lengths", "4,8", "--adversarial", "12", "--max-iter", "100")
+    text, adversarial = ([row for row in rows if row["input"] == kind] for kind in ("text", "adversarial"))
+    assert len(text) == len(adversarial) == 6
+    for plain, ascended in zip(text, adversarial, strict=True):
+        assert float(ascended["value"]) > 1.2 * float(plain["value"])
+        assert float(ascended["radius"]) == pytest.approx(float(plain["radius"]), rel=1e-5)
+    assert "| adversarial |" in (tmp_path / "summary.md").read_text()
+
+
+def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
+    few = ["--data", "cifar10", "--root", texts, "--sequences", 2, "--lengths", "2,3"]
+    rows = analyze(tmp_path, "--model", "test_vit", "--random", *few)
+    assert {row["input"] for row in rows} == {"pictures"}
+    assert len(rows) == 2 * 2 * len({row["layer"] for row in rows})
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path / "long", "--model", "test_vit", "--random", *few[:-1], "2,5000")
+    assert re.search("is given [0-9]+ tokens, 5000 were asked for: give shorter --lengths", capsys.readouterr().err)
+    assert not (tmp_path / "long" / "rows.jsonl").exists()
+
+
+def test_a_checkpoint_of_a_task_is_a_model(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnswap"])
+    monkeypatch.setenv("ATTNSWAP_DATA", str(texts))
+    main(["fit", "--config", str(TWIN), "--trainer.max_steps=1", "--model.attention=symmetric"])
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    rows = analyze(tmp_path, "--model", checkpoint, "--data", "cifar10", "--sequences", 1, "--lengths", "3")
+    assert [row["layer"] for row in rows] == ["model.blocks.0.attn", "model.blocks.1.attn"]
+    assert "layers: SwappedAttention" in (tmp_path / "summary.md").read_text()
+
+
+def test_causal_models_random_weights_and_modules_by_name(texts, tmp_path):
+    GPT2Config(vocab_size=400, n_positions=32, n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "gpt2")
+    given = ["--model", tmp_path / "gpt2", "--random", "--root", texts, "--data", "ag_news", "--sequences", 2]
+    rows = analyze(tmp_path / "by_index", *given, "--lengths", "2:6:2")
+    named = analyze(tmp_path / "by_name", *given, "--lengths", "2:6:2", "--layers", "h.*.attn")
+    assert [row["value"] for row in rows] == [row["value"] for row in named]
+    assert {row["length"] for row in rows} == {"2", "4", "6"}
+    assert "BPE trained on it" in (tmp_path / "by_index" / "summary.md").read_text()
+
+
+def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tmp_path, tiny, capsys):
+    model = BertModel.from_pretrained(bert)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight[6] = torch.nan
+    shutil.copytree(bert, tmp_path / "nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path / "out", *tiny, "--model", tmp_path / "nan")
+    said = capsys.readouterr().err
+    assert "layer 'encoder.layer.0.attention.self' at 8 tokens: x holds NaN or infinite numbers" in said
+    assert f"the 12 rows before it are kept in {tmp_path / 'out'}" in said
+    assert {row["length"] for row in table(tmp_path / "out")} == {"2", "4"}
+    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lengths", "2:30:2"], "30 tokens are asked for, and .* has 24 positions: give fewer"),
+        (["--lengths", "2:x"], "neither a range such as 2:100:2 nor a list"),
+        (["--lengths", "0,2"], "lengths of at least 1"),
+        (["--sequences", "0"], "--sequences must be at least 1, got 0"),
+        (["--tol", "0"], "--tol must be above 0"),
+        (["--sequences", "99"], "has 640 tokens, and 99 sequences of 8 .* need 792"),
+        (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
+        (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
+        (["--layers", "decoder.*"], "'decoder.*' matches no module"),
+        (["--layers", "embeddings"], "layer 'embeddings': its input must be .batch, tokens, features."),
+        (["--layers", "pooler"], "layer 'pooler'.*fn must return .batch, tokens, features."),
+        (["--model", "test_resnet", "--random", "--data", "cifar10"], "the model has no attention layer"),
+        (["--tokenizer", "{empty}"], "no tokenizer could be loaded from .*: give --tokenizer bpe"),
+        (["--model", "gone.ckpt"], "gone.ckpt: no such file"),
+        (["--root", "{empty}"], "the text of gutenberg is empty"),
+        (["--model", "{empty}"], "could not be loaded. Give a folder with config.json and weights"),
+    ],
+)
+def test_refusals(arguments, words, tiny, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    (empty / "gutenberg").mkdir(parents=True)
+    (empty / "gutenberg" / "carroll-alice.txt").write_text("\n\n")
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path / "out", *tiny, *(each.format(empty=empty) for each in arguments))
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "out" / "lipschitz.csv").exists()
+
+
+def test_lengths():
+    assert parse_lengths("2:100:2") == tuple(range(2, 101, 2))
+    assert parse_lengths("3:5") == (3, 4, 5)
+    assert parse_lengths("8,4") == (4, 8)
+    for wrong in ("2:4:0", "1:2:3:4", "4,4", "5:2"):
+        with pytest.raises(RecipeError):
+            parse_lengths(wrong)
+
+
+def test_the_interval_is_that_of_a_bootstrap_over_whole_sequences():
+    random = np.random.default_rng(1)
+    lengths, clusters = np.tile(np.arange(2, 12, 2), 6), np.repeat(np.arange(6), 5)
+    own = random.normal(0.3, 0.2, size=6)
+    values = 2 * lengths ** own[clusters]
+    fit = fit_slope(lengths, values, clusters, draws=500)
+    assert fit.slope == pytest.approx(own.mean())
+    slopes = []
+    for drawn in np.random.default_rng(0).integers(6, size=(500, 6)):
+        kept = np.concatenate([np.flatnonzero(clusters == cluster) for cluster in drawn])
+        slopes.append(np.polyfit(np.log(lengths[kept]), np.log(values[kept]), 1)[0])
+    assert (fit.low, fit.high) == pytest.approx(tuple(np.quantile(slopes, [0.025, 0.975])))
+    assert np.exp(fit.intercept) * 5**fit.slope == pytest.approx(
+        np.exp(np.log(values).mean() + own.mean() * (np.log(5) - np.log(lengths).mean()))
+    )
+
+
+def test_what_cannot_be_fitted_is_not():
+    assert str(fit_slope([4, 4], [1.0, 2.0], [0, 1])) == "not fitted"
+    lonely = fit_slope([2, 8], [1.0, 2.0], [0, 0])
+    assert str(lonely) == "0.500"
+    assert np.isnan(lonely.low)
+    assert fit_slope([2, 4, 8], [1.0, 0.0, 2.0], [0, 1, 2]).points == 2
