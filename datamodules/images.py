@@ -193,7 +193,7 @@ class ImageDataset(Dataset):
         if index >= len(self.images):
             return None
         try:
-            image = self.images.read(index).convert(self.mode)
+            found = self.read(index)
         except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
             self._damaged[index] = True
             return None
@@ -202,7 +202,15 @@ class ImageDataset(Dataset):
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002 - timm's transforms draw from the global state
             torch.default_generator.manual_seed(seed)
-        return self.transform(image), int(self.images.labels[index])
+        return self.finish(found, index)
+
+    def read(self, index: int) -> Any:
+        """What is read of picture `index`; it counts as damaged where this raises."""
+        return self.images.read(index).convert(self.mode)
+
+    def finish(self, found: Any, index: int) -> tuple[Any, Any]:
+        """The item of what was read."""
+        return self.transform(found), int(self.images.labels[index])
 
 
 def collate_images(items: Sequence[tuple[Tensor, int] | None], *, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
