@@ -68,9 +68,7 @@ class VisionDataModule(ImageDataModule):
 
     def dataset(self, split: str, training: bool, multiple_of: int) -> ImageDataset:
         transform = self._transforms["train" if training else "validation"]
-        return ImageDataset(
-            self.images(split), transform, self.in_chans, is_random=training, multiple_of=multiple_of
-        )
+        return ImageDataset(self.images(split), transform, self.in_chans, is_random=training, multiple_of=multiple_of)
 
     def collate(self, training: bool) -> Callable[[Any], tuple[Tensor, Tensor]]:
         return partial(collate_images, shape=(self.in_chans, self.img_size, self.img_size))
