@@ -21,9 +21,10 @@ _CHECKED = 5
 class SegmentationDataModule(ImageDataModule):
     """Pictures with a class a pixel.
 
-    Batches are (pictures `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ... and 255 where a pixel does not count. Training pictures are scaled, cropped, flipped
-    and distorted together with their masks, in a new order each epoch; those of the other splits keep their size. One
-    that cannot be read is left out of its batch, and counted in a warning. See `docs/data.md`.
+    Batches are (pictures `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ...
+    and 255 where a pixel does not count. Training pictures are scaled, cropped, flipped and distorted together with
+    their masks, in a new order each epoch; those of the other splits keep their size. One that cannot be read is left
+    out of its batch, and counted in a warning. See `docs/data.md`.
 
     Args:
         batch_size: training pictures a batch and process.

@@ -8,6 +8,7 @@ from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.run_summary import RunSummary
+from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.swap import SwapAttention
 
@@ -21,6 +22,7 @@ __all__ = [
     "QKWeightDecay",
     "RobustnessEvaluation",
     "RunSummary",
+    "SegmentationOverlay",
     "SpectrumMonitor",
     "SwapAttention",
 ]
