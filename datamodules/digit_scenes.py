@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from datamodules.base import check_at_least
 from datamodules.digits import DigitsDataModule
@@ -11,6 +11,7 @@ from datamodules.scenes import Scenes
 from datamodules.segmentation import SegmentationDataModule
 
 _SMALLEST = 32
+_TRIES = 8  # places that are tried for a digit in a scene; most scenes get two or three
 _PLACES = {"train": 0, "validation": 1, "test": 2}
 
 
@@ -35,18 +36,20 @@ class DigitScenes(Scenes):
         generator = np.random.default_rng([*self.seed, index])
         canvas, colour = texture(self.size, generator)
         mask = np.zeros((self.size, self.size), dtype=np.uint8)
-        for _ in range(generator.integers(2, 5)):
+        paper = (colour + generator.uniform(0.4, 0.6)) % 1.0
+        for _ in range(_TRIES):
             which = generator.integers(len(self.labels))
-            side = int(generator.integers(round(0.3 * self.size), round(0.45 * self.size) + 1))
+            side = int(generator.integers(round(0.35 * self.size), round(0.5 * self.size) + 1))
             top, left = generator.integers(0, self.size - side + 1, 2)
             area = slice(top, top + side), slice(left, left + side)
             if mask[area].any():  # digits do not overlap
                 continue
-            glyph = Image.fromarray(self.digits[which]).resize((side, side), Image.Resampling.BICUBIC)
-            stroke = np.asarray(glyph) > 96
-            ink = (colour + generator.uniform(0.45, 0.55) + generator.uniform(-0.1, 0.1, 3)) % 1.0
-            canvas[area] = np.where(stroke[..., None], ink + generator.normal(0, 0.03, (side, side, 1)), canvas[area])
-            mask[area] = np.where(stroke, self.labels[which] + 1, mask[area])
+            stroke, sticker = cut_out(self.digits[which], side)
+            ink = (paper + 0.5) % 1.0
+            canvas[area] = np.where(sticker[..., None], paper, canvas[area])
+            canvas[area] = np.where(stroke[..., None], ink, canvas[area])
+            mask[area] = np.where(sticker, self.labels[which] + 1, mask[area])
+        canvas += generator.normal(0, 0.04, canvas.shape)
         picture = np.rint(255 * canvas.clip(0, 1)).astype(np.uint8)
         return Image.fromarray(picture), Image.fromarray(mask)
 
@@ -54,21 +57,32 @@ class DigitScenes(Scenes):
         return f"scene {index}"
 
 
+def cut_out(digit: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where a digit's stroke is drawn, and the paper that it is cut out on: booleans `[side, side]`."""
+    margin = max(1, side // 10)
+    inner = side - 2 * margin
+    glyph = Image.fromarray(digit).resize((inner, inner), Image.Resampling.BICUBIC)
+    stroke = np.pad(np.asarray(glyph) > 96, margin)
+    paper = Image.fromarray(stroke.astype(np.uint8)).filter(ImageFilter.MaxFilter(2 * margin + 1))
+    return stroke, np.asarray(paper) > 0
+
+
 def texture(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A canvas `[size, size, 3]` of waves and noise around a colour in [0, 1], and the colour."""
+    """A canvas `[size, size, 3]` of waves around a colour in [0, 1], and the colour."""
     rows, columns = np.mgrid[:size, :size] / size
     colour = generator.uniform(0, 1, 3)
     angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(2, 8), generator.uniform(0, 2 * np.pi)
     wave = np.sin(2 * np.pi * waves * (rows * np.sin(angle) + columns * np.cos(angle)) + phase)
-    canvas = colour + (0.08 * wave + generator.normal(0, 0.05, (size, size)))[..., None]
+    canvas = colour + 0.08 * wave[..., None]
     return canvas, colour
 
 
 class DigitScenesDataModule(SegmentationDataModule):
-    """Scenes of up to four of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
+    """Scenes of a few of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
 
     The digits of training, validation and test are other ones, split as by
-    :class:`~datamodules.digits.DigitsDataModule`. A pixel belongs to a digit where its stroke is drawn, exactly.
+    :class:`~datamodules.digits.DigitsDataModule`. A digit is a sticker: its stroke and a margin of paper, whose pixels
+    are its mask, exactly.
 
     Args:
         batch_size, num_workers, eval_batch_size: see :class:`~datamodules.segmentation.SegmentationDataModule`.
@@ -87,9 +101,9 @@ class DigitScenesDataModule(SegmentationDataModule):
 
     def __init__(
         self,
-        batch_size: int = 32,
+        batch_size: int = 16,
         num_workers: int = 0,
-        img_size: int = 64,
+        img_size: int = 48,
         crop_size: int | None = None,
         eval_batch_size: int | None = None,
         num_train: int = 2000,

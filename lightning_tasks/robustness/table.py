@@ -21,7 +21,7 @@ class Row:
         test: "clean", "attack", "corruption", "mean corruption", "shift", "out of distribution" or "word swap".
         name: the attack, corruption or folder.
         setting: eps, severity or share, as text.
-        metric: "accuracy", "perplexity", "auroc", ...
+        metric: "accuracy", "mIoU", "perplexity", "auroc", ...
         value: the figure; nan where it could not be measured, and `note` says why.
         samples: images or tokens it was measured on.
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
@@ -127,7 +127,10 @@ def _by_severity(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     severities = sorted({row.setting for row in rows})
-    lines = [f"| corruption, accuracy at severity | {' | '.join(severities)} |", "|---" * (len(severities) + 1) + "|"]
+    lines = [
+        f"| corruption, {rows[0].metric} at severity | {' | '.join(severities)} |",
+        "|---" * (len(severities) + 1) + "|",
+    ]
     for name in dict.fromkeys(row.name for row in rows):
         shown = {row.setting: figure(row) for row in rows if row.name == name}
         lines.append(f"| {name} | {' | '.join(shown.get(severity, '') for severity in severities)} |")
