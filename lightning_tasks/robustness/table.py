@@ -127,10 +127,8 @@ def _by_severity(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     severities = sorted({row.setting for row in rows})
-    lines = [
-        f"| corruption, {rows[0].metric} at severity | {' | '.join(severities)} |",
-        "|---" * (len(severities) + 1) + "|",
-    ]
+    heading = f"corruption, {rows[0].metric} at severity"
+    lines = [f"| {heading} | {' | '.join(severities)} |", "|---" * (len(severities) + 1) + "|"]
     for name in dict.fromkeys(row.name for row in rows):
         shown = {row.setting: figure(row) for row in rows if row.name == name}
         lines.append(f"| {name} | {' | '.join(shown.get(severity, '') for severity in severities)} |")

@@ -65,8 +65,8 @@ def test_scaling_moves_picture_and_mask_alike_and_keeps_labels(factor):
 def test_masks_are_scaled_without_a_shift():
     """torchvision's own NEAREST takes the pixel above and to the left, so a symmetric mask does not stay one."""
     line = torch.tensor([1, 2, 3, 4, 4, 3, 2, 1], dtype=torch.uint8).repeat(8, 1)
-    _, scaled = RandomScale(0.75, 0.75, None)(*pair(line))
-    assert torch.equal(scaled[0], scaled[0].flip(0))
+    _, scaled = RandomScale(0.625, 0.625, None)(*pair(line))
+    assert scaled[0].tolist() == [1, 3, 4, 3, 1]
 
 
 def test_scale_one_can_be_a_shorter_side():
@@ -239,7 +239,7 @@ def test_nothing_there(tmp_path):
         (lambda folder: wrong_mask(folder, np.zeros((36, 47))), r"val_0\.png has 47 x 36 pixels, its picture 48 x 36"),
         (
             lambda folder: wrong_mask(folder, np.full((36, 48), 12)),
-            r"val_0\.png has the label 12: the 11 classes are 0 to",
+            r"val_0\.png has the label 12: the 11 classes are",
         ),
         (lambda folder: wrong_mask(folder, np.zeros((36, 48, 3))), r"val_0\.png is a picture of mode RGB: .* colours"),
     ],
