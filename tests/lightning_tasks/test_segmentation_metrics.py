@@ -1,4 +1,4 @@
-"""Scores of masks: against torchmetrics, by hand, accumulated over a split, and without the pixels that do not count."""
+"""Scores of masks: against torchmetrics, by hand, over a whole split, and without the pixels that do not count."""
 
 import math
 
