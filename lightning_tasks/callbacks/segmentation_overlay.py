@@ -38,7 +38,7 @@ class SegmentationOverlay(Callback):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        due = not trainer.training or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
         if due and not trainer.sanity_checking and dataloader_idx == 0:
             self._keep(outputs, batch)
 

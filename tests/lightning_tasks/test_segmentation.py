@@ -1,4 +1,4 @@
-"""The segmentation task: metrics over a split, what does not count, windows, checkpoints, overlays, robustness, errors."""
+"""The segmentation task: metrics over a split, what does not count, windows, checkpoints, overlays, robustness."""
 
 import csv
 import math
@@ -180,16 +180,12 @@ def test_a_run_leaves_overlays_and_a_table_a_class(tmp_path):
     keep = overlay._draw
     overlay._draw = lambda *given: drawn.append((given[2], run.current_epoch, len(overlay._seen))) or keep(*given)
     run.fit(module, scenes())
-    # the last entry of each epoch without a picture has none kept
     assert [entry for entry in drawn if entry[2]] == [("val/overlay", 1, 3)]
     assert (folder / "val_overlay.png").stat().st_size > 2000
     run.test(module, scenes(), verbose=False)
     run.predict(module, scenes())
-    assert {path.name for path in folder.glob("*.png")} == {
-        "val_overlay.png",
-        "test_overlay.png",
-        "predict_overlay.png",
-    }
+    stages = ("val", "test", "predict")
+    assert {path.name for path in folder.glob("*.png")} == {f"{stage}_overlay.png" for stage in stages}
     with (folder / "test_classes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == ["background", *"0123456789"]
@@ -197,7 +193,7 @@ def test_a_run_leaves_overlays_and_a_table_a_class(tmp_path):
     loggers[1].finalize("success")
     events = EventAccumulator(loggers[1].log_dir)
     events.Reload()
-    assert set(events.Tags()["images"]) == {"val/overlay", "test/overlay", "predict/overlay"}
+    assert set(events.Tags()["images"]) == {f"{stage}/overlay" for stage in stages}
 
 
 def test_overlays_need_masks(tmp_path):
