@@ -50,7 +50,6 @@ class SegmentationTask(BaseTask):
         windows_at_once: windows that go through the network together.
         scales: factors that images are scaled by; class probabilities are averaged over them.
         flip: whether mirror images count too.
-        layer_decay: factor on the learning rate from one layer to the one below, or None for one rate.
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and embeddings of positions and classes
             have no weight decay; ``[]`` for one group.
@@ -75,7 +74,6 @@ class SegmentationTask(BaseTask):
         windows_at_once: int = 1,
         scales: list[float] | None = None,
         flip: bool = False,
-        layer_decay: float | None = None,
         optimizer: Buildable = "AdamW",
         scheduler: Buildable | None = None,
         scheduler_interval: str = "step",
@@ -86,8 +84,6 @@ class SegmentationTask(BaseTask):
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         if num_classes is not None and 0 <= ignore_index < num_classes:
             raise ValueError(f"ignore_index={ignore_index} is one of the {num_classes} classes: give another number")
-        if layer_decay is not None and param_groups is not None:
-            raise ValueError("layer_decay makes the optimizer's groups, and so does param_groups: give one of the two")
         scales = [1.0] if scales is None else [float(scale) for scale in scales]
         if not scales or min(scales) <= 0:
             raise ValueError(f"scales are {scales}: give at least one, all above 0")
@@ -104,7 +100,6 @@ class SegmentationTask(BaseTask):
             other_attention=attention_spec(other_attention),
             backbone_checkpoint=backbone_checkpoint,
             **inference,
-            layer_decay=layer_decay,
             optimizer=optimizer,
             scheduler=scheduler,
             scheduler_interval=scheduler_interval,
@@ -256,7 +251,7 @@ class SegmentationTask(BaseTask):
         """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
         if self.hparams["param_groups"] is not None:
             return super().optimizer_groups()
-        return model_groups(self.model, self.hparams["optimizer"], self.hparams["layer_decay"])
+        return model_groups(self.model, self.hparams["optimizer"])
 
 
 def check_masks(batch: Any, num_classes: int, ignore_index: int) -> None:

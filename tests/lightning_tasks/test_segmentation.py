@@ -255,7 +255,6 @@ def test_robustness_of_images_of_different_sizes(tmp_path):
         ({"stride": 33, "model": MODEL}, "the stride 33 is above the window 32"),
         ({"windows_at_once": 0}, "batch_size of the windows is 0"),
         ({"scales": [1.0, -1.0]}, "scales are"),
-        ({"layer_decay": 0.5, "param_groups": []}, "give one of the two"),
     ],
 )
 def test_bad_arguments(options, text):
