@@ -34,9 +34,8 @@ class DigitScenes(Scenes):
 
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
         generator = np.random.default_rng([*self.seed, index])
-        canvas, colour = texture(self.size, generator)
+        canvas = texture(self.size, generator)
         mask = np.zeros((self.size, self.size), dtype=np.uint8)
-        paper = (colour + generator.uniform(0.4, 0.6)) % 1.0
         for _ in range(_TRIES):
             which = generator.integers(len(self.labels))
             side = int(generator.integers(round(0.35 * self.size), round(0.5 * self.size) + 1))
@@ -45,7 +44,7 @@ class DigitScenes(Scenes):
             if mask[area].any():  # digits do not overlap
                 continue
             stroke, sticker = cut_out(self.digits[which], side)
-            ink = (paper + 0.5) % 1.0
+            paper, ink = generator.uniform(0.8, 1.0, 3), generator.uniform(0.0, 0.2, 3)
             canvas[area] = np.where(sticker[..., None], paper, canvas[area])
             canvas[area] = np.where(stroke[..., None], ink, canvas[area])
             mask[area] = np.where(sticker, self.labels[which] + 1, mask[area])
@@ -62,19 +61,18 @@ def cut_out(digit: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     margin = max(1, side // 10)
     inner = side - 2 * margin
     glyph = Image.fromarray(digit).resize((inner, inner), Image.Resampling.BICUBIC)
-    stroke = np.pad(np.asarray(glyph) > 96, margin)
+    stroke = np.pad(np.asarray(glyph) > 128, margin)
     paper = Image.fromarray(stroke.astype(np.uint8)).filter(ImageFilter.MaxFilter(2 * margin + 1))
     return stroke, np.asarray(paper) > 0
 
 
-def texture(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A canvas `[size, size, 3]` of waves around a colour in [0, 1], and the colour."""
+def texture(size: int, generator: np.random.Generator) -> np.ndarray:
+    """A canvas `[size, size, 3]` of waves around a colour, neither as dark as ink nor as bright as paper."""
     rows, columns = np.mgrid[:size, :size] / size
-    colour = generator.uniform(0, 1, 3)
+    colour = generator.uniform(0.3, 0.7, 3)
     angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(2, 8), generator.uniform(0, 2 * np.pi)
     wave = np.sin(2 * np.pi * waves * (rows * np.sin(angle) + columns * np.cos(angle)) + phase)
-    canvas = colour + 0.08 * wave[..., None]
-    return canvas, colour
+    return colour + 0.08 * wave[..., None]
 
 
 class DigitScenesDataModule(SegmentationDataModule):

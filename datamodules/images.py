@@ -126,7 +126,7 @@ class ImageDataset(Dataset):
     the number of workers, nor what the model draws, nor a resumed run changes it.
 
     Args:
-        images: what is read.
+        images: what is read, :class:`Images` here.
         transform: PIL picture to uint8 `[C, H, W]`.
         in_chans: C, 1 or 3; pictures of other modes are converted.
         is_random: whether the transform draws random numbers.
@@ -136,8 +136,8 @@ class ImageDataset(Dataset):
 
     def __init__(
         self,
-        images: Images,
-        transform: Callable[[Any], Tensor],
+        images: Any,
+        transform: Callable[..., Any],
         in_chans: int,
         is_random: bool,
         multiple_of: int = 1,
@@ -208,7 +208,7 @@ class ImageDataset(Dataset):
         """What is read of picture `index`; it counts as damaged where this raises."""
         return self.images.read(index).convert(self.mode)
 
-    def finish(self, found: Any, index: int) -> tuple[Any, Any]:
+    def finish(self, found: Any, index: int) -> tuple[Tensor, Any]:
         """The item of what was read."""
         return self.transform(found), int(self.images.labels[index])
 

@@ -129,7 +129,7 @@ class SceneDataset(ImageDataset):
     Args:
         scenes: what is read.
         code: what the numbers in a mask mean.
-        transform: takes the two as `tv_tensors` and the picture's name, and returns the two; None for none.
+        transform: takes the two as `tv_tensors` and the picture's name, and returns the two.
         is_random, multiple_of: see :class:`~datamodules.images.ImageDataset`.
     """
 
@@ -145,9 +145,13 @@ class SceneDataset(ImageDataset):
         picture, mask = found
         classes = self.code.decode(mask, picture.size, self.images.mask_name(index))
         image, labels = tv_tensors.Image(pil_to_tensor(picture)), tv_tensors.Mask(torch.from_numpy(classes))
-        if self.transform is not None:
-            image, labels = self.transform(image, labels, self.images.name(index))
+        image, labels = self.transform(image, labels, self.images.name(index))
         return image.as_subclass(Tensor), labels.as_subclass(Tensor)
+
+
+def unchanged(image: Tensor, mask: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The transform that changes nothing."""
+    return image, mask
 
 
 def collate_scenes(items: Sequence[tuple[Tensor, Tensor] | None], *, size: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from datamodules.image_module import ImageDataModule
 from datamodules.mask_picture import paint
 from datamodules.picture import draw_batch
 from datamodules.scene_transform import TrainTransform
-from datamodules.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes
+from datamodules.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
 
 _CHECKED = 5
 
@@ -79,7 +79,7 @@ class SegmentationDataModule(ImageDataModule):
         return self._transformed(self.images(split), training, multiple_of)
 
     def _transformed(self, scenes: Scenes, training: bool, multiple_of: int = 1) -> SceneDataset:
-        transform = self._train_transform if training else None
+        transform = self._train_transform if training else unchanged
         return SceneDataset(scenes, self.label_code, transform, is_random=training, multiple_of=multiple_of)
 
     def collate(self, training: bool) -> Callable[[Any], tuple[Tensor, Tensor]]:

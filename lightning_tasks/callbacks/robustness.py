@@ -267,14 +267,14 @@ class RobustnessEvaluation(Callback):
         one_pass: Callable[[], None],
         count: int,
         batch_size: int,
-        data: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         extra: Sequence[Row] = (),
     ) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         store = RowStore(self.rows or (folder.parent if trainer.log_dir else folder) / ROWS)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
-        identity = fingerprint(pl_module, settings, *data)
+        identity = fingerprint(pl_module, settings, *tensors)
         one_pass()  # the first one also prepares what later ones find ready
         started = time.monotonic()
         one_pass()

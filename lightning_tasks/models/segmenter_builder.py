@@ -47,10 +47,8 @@ class SegmenterBuilder(SegmentationBuilder):
         return Segmenter(num_classes=num_classes, **self.arguments)
 
     def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
-        logits = network(images).float()
-        if not (masks != ignore_index).any():  # nothing to learn from: no mean, but a gradient of zeros
-            return {"loss": 0.0 * logits.sum()}
-        return {"loss": functional.cross_entropy(logits, masks, ignore_index=ignore_index)}
+        total = functional.cross_entropy(network(images).float(), masks, ignore_index=ignore_index, reduction="sum")
+        return {"loss": total / (masks != ignore_index).sum().clamp(min=1)}  # 0, not nan, where nothing counts
 
     def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
         if self.scales == [1.0] and not self.flip:
