@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Network = Callable[[Tensor], Tensor]
+_BAND = 128  # rows
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def logit_bands(network: Network, images: Tensor, windows: Windows) -> Iterator[
     """Logits ``[B, K, rows, W]`` of bands of an image, from the top to the bottom.
 
     Every pixel's logits are the mean over the windows that hold it. Images smaller than a window are filled up with
-    the mean colour at the right and below. Beside the band no more than one window's rows of logits are held:
-    ``B K size W`` floats, whatever the height.
+    the mean colour at the right and below. The logits of no more rows than a window's are held at once, and of one
+    band: ``B K size W`` floats and a part, whatever the height.
 
     Args:
         network: images ``[b, 3, size, size]`` to logits ``[b, K, size, size]``.
@@ -64,20 +65,17 @@ def logit_bands(network: Network, images: Tensor, windows: Windows) -> Iterator[
     counts = images.new_zeros(images.shape[-1])
     for left in lefts:
         counts[left : left + windows.size] += 1
-    kept: Tensor | None = None  # [B, K, size, W]: sums of the rows from `top` on
-    rows = images.new_zeros(windows.size)  # how many rows of windows each holds
+    sums: Tensor | None = None  # [B, K, size, W]: logits of the rows from `top` on
+    rows = images.new_zeros(windows.size)  # how many rows of windows each of them is in
     for place, top in enumerate(tops):
-        sums = _row_of_windows(network, images[..., top : top + windows.size, :], lefts, windows)
-        if kept is not None:
-            overlap = kept.shape[-2]
-            sums[..., :overlap, :] += kept
-        rows[: windows.size] += 1
-        done = (tops[place + 1] if place + 1 < len(tops) else top + windows.size) - top
-        band = sums[..., :done, :] / (rows[:done, None] * counts)
-        kept = sums[..., done:, :].clone()
-        del sums
-        rows = torch.cat([rows[done:], rows.new_zeros(done)])
-        yield band[..., : height - top, :width]
+        sums = _add_windows(network, images[..., top : top + windows.size, :], lefts, windows, sums)
+        rows += 1
+        done = tops[place + 1] - top if place + 1 < len(tops) else min(windows.size, height - top)
+        for first in range(0, done, _BAND):
+            part = slice(first, min(first + _BAND, done))
+            yield (sums[..., part, :] / (rows[part, None] * counts))[..., :width]
+        _shift(sums, done, -2)
+        _shift(rows, done, -1)
 
 
 def sliding_logits(network: Network, images: Tensor, windows: Windows) -> Tensor:
@@ -128,10 +126,11 @@ def multi_scale_probabilities(
     return total / (len(scales) * (2 if flip else 1))
 
 
-def _row_of_windows(network: Network, strip: Tensor, lefts: Sequence[int], windows: Windows) -> Tensor:
-    """Sums ``[B, K, size, W]``, float32, of the logits of the windows in a strip of images ``[B, 3, size, W]``."""
+def _add_windows(
+    network: Network, strip: Tensor, lefts: Sequence[int], windows: Windows, sums: Tensor | None
+) -> Tensor:
+    """Sums ``[B, K, size, W]``, float32, plus the logits of the windows in a strip of images ``[B, 3, size, W]``."""
     cut = [(sample, left) for left in lefts for sample in range(len(strip))]
-    sums: Tensor | None = None
     for first in range(0, len(cut), windows.batch_size):
         part = cut[first : first + windows.batch_size]
         logits = network(torch.stack([strip[sample, :, :, left : left + windows.size] for sample, left in part]))
@@ -142,6 +141,15 @@ def _row_of_windows(network: Network, strip: Tensor, lefts: Sequence[int], windo
             sums[sample, :, :, left : left + windows.size] += found
     assert sums is not None  # a strip has a window
     return sums
+
+
+def _shift(buffer: Tensor, rows: int, dim: int) -> None:
+    """Move a buffer up by some rows, in place and without a copy of it; zeros come in from below."""
+    size = buffer.shape[dim]
+    for first in range(0, size - rows, rows):
+        rest = min(rows, size - rows - first)
+        buffer.narrow(dim, first, rest).copy_(buffer.narrow(dim, first + rows, rest))
+    buffer.narrow(dim, size - rows, rows).zero_()
 
 
 def _filled_up(images: Tensor, size: int) -> Tensor:

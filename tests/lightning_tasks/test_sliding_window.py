@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from lightning_tasks import sliding_window
 from lightning_tasks.sliding_window import Windows, logit_bands, multi_scale_probabilities, sliding_logits
 
 
@@ -50,9 +51,24 @@ def test_bands_are_the_image_from_top_to_bottom():
     images = pictures(30, 20)
     windows = Windows(8, 3)
     bands = list(logit_bands(network, images, windows))
-    assert max(band.shape[-2] for band in bands) <= 8
-    assert len(bands) == len(windows.starts(30))
+    assert [band.shape[-2] for band in bands] == [3] * 7 + [1, 8]
     assert torch.equal(torch.cat(bands, -2), sliding_logits(network, images, windows))
+
+
+def test_long_bands_are_cut(monkeypatch):
+    monkeypatch.setattr(sliding_window, "_BAND", 3)
+    images = pictures(30, 20)
+    bands = list(logit_bands(network, images, Windows(8, 5)))
+    assert max(band.shape[-2] for band in bands) == 3
+    torch.testing.assert_close(torch.cat(bands, -2), naive(images, 8, 5))
+
+
+def test_gradients_go_through_windows():
+    one, other = (pictures(19, 14).requires_grad_() for _ in range(2))
+    weight = torch.rand(2, 2, 19, 14)
+    (sliding_logits(network, one, Windows(8, 3)) * weight).sum().backward()
+    (naive(other, 8, 3) * weight).sum().backward()
+    torch.testing.assert_close(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(("height", "width"), [(5, 20), (20, 5), (3, 4)])
