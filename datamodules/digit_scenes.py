@@ -11,7 +11,7 @@ from datamodules.scenes import Scenes
 from datamodules.segmentation import SegmentationDataModule
 
 _SMALLEST = 32
-_TRIES = 8  # places that are tried for a digit in a scene; most scenes get two or three
+_CELLS, _EMPTY = 2, 0.25  # cells a side, with a digit each or none
 _PLACES = {"train": 0, "validation": 1, "test": 2}
 
 
@@ -36,13 +36,14 @@ class DigitScenes(Scenes):
         generator = np.random.default_rng([*self.seed, index])
         canvas = texture(self.size, generator)
         mask = np.zeros((self.size, self.size), dtype=np.uint8)
-        for _ in range(_TRIES):
-            which = generator.integers(len(self.labels))
-            side = int(generator.integers(round(0.35 * self.size), round(0.5 * self.size) + 1))
-            top, left = generator.integers(0, self.size - side + 1, 2)
-            area = slice(top, top + side), slice(left, left + side)
-            if mask[area].any():  # digits do not overlap
+        cell = self.size // _CELLS
+        for place in range(_CELLS**2):
+            if generator.random() < _EMPTY:
                 continue
+            which = generator.integers(len(self.labels))
+            side = int(generator.integers(round(0.85 * cell), cell + 1))
+            top, left = generator.integers(0, cell - side + 1, 2) + np.array(divmod(place, _CELLS)) * cell
+            area = slice(top, top + side), slice(left, left + side)
             stroke, sticker = cut_out(self.digits[which], side)
             paper, ink = generator.uniform(0.8, 1.0, 3), generator.uniform(0.0, 0.2, 3)
             canvas[area] = np.where(sticker[..., None], paper, canvas[area])
@@ -76,7 +77,7 @@ def texture(size: int, generator: np.random.Generator) -> np.ndarray:
 
 
 class DigitScenesDataModule(SegmentationDataModule):
-    """Scenes of a few of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
+    """Scenes of up to four of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
 
     The digits of training, validation and test are other ones, split as by
     :class:`~datamodules.digits.DigitsDataModule`. A digit is a sticker: its stroke and a margin of paper, whose pixels
@@ -88,8 +89,8 @@ class DigitScenesDataModule(SegmentationDataModule):
         crop_size: H = W of training pictures; `img_size` where None.
         num_train, num_val, num_test: number of scenes.
         scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
-        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; by default a little scaling and
-            no mirror images, for a mirrored digit is none.
+        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; by default neither
+            scaling nor mirror images, for a mirrored digit is none.
 
     Raises:
         ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
@@ -99,9 +100,9 @@ class DigitScenesDataModule(SegmentationDataModule):
 
     def __init__(
         self,
-        batch_size: int = 16,
+        batch_size: int = 32,
         num_workers: int = 0,
-        img_size: int = 48,
+        img_size: int = 32,
         crop_size: int | None = None,
         eval_batch_size: int | None = None,
         num_train: int = 2000,
@@ -112,7 +113,7 @@ class DigitScenesDataModule(SegmentationDataModule):
     ) -> None:
         self.img_size = check_at_least("img_size", img_size, _SMALLEST)
         if train_transform is None:
-            train_transform = {"scale": [0.9, 1.2], "max_class_share": 1.0, "flip": 0.0}
+            train_transform = {"scale": [1.0, 1.0], "max_class_share": 1.0, "flip": 0.0}
         crop_size = img_size if crop_size is None else crop_size
         super().__init__(batch_size, num_workers, crop_size, eval_batch_size, train_transform)
         counts = {"num_train": num_train, "num_val": num_val, "num_test": num_test}

@@ -128,7 +128,7 @@ def test_photometric_distortion_leaves_the_mask():
 def test_batches_are_float_images_and_integer_masks():
     images, masks = next(iter(digits().train_dataloader()))
     assert (images.dtype, masks.dtype) == (torch.float32, torch.int64)
-    assert (images.shape, masks.shape) == ((4, 3, 48, 48), (4, 48, 48))
+    assert (images.shape, masks.shape) == ((4, 3, 32, 32), (4, 32, 32))
     assert 0 <= images.min() < images.max() <= 1
 
 
