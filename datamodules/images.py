@@ -143,7 +143,7 @@ class ImageDataset(Dataset):
     the number of workers, nor what the model draws, nor a resumed run changes it.
 
     Args:
-        images: what is read.
+        images: what is read, :class:`Images` here.
         transform: PIL picture to uint8 `[C, H, W]`.
         in_chans: C, 1 or 3; pictures of other modes are converted, of 16 bits scaled to 8.
         is_random: whether the transform draws random numbers.
@@ -153,8 +153,8 @@ class ImageDataset(Dataset):
 
     def __init__(
         self,
-        images: Images,
-        transform: Callable[[Any], Tensor],
+        images: Any,
+        transform: Callable[..., Any],
         in_chans: int,
         is_random: bool,
         multiple_of: int = 1,
@@ -201,13 +201,10 @@ class ImageDataset(Dataset):
 
     def _why(self, index: int) -> str:
         try:
-            self._read(index)
+            self.read(index)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "it can be read now"
-
-    def _read(self, index: int) -> Image.Image:
-        return in_mode(self.images.read(index), self.mode)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
         return self.__getitems__([index])[0]
@@ -224,7 +221,7 @@ class ImageDataset(Dataset):
         if index >= len(self.images):
             return None
         try:
-            image = self._read(index)
+            found = self.read(index)
         except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
             self._damaged[index] = True
             return None
@@ -233,7 +230,15 @@ class ImageDataset(Dataset):
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002 - timm's transforms draw from the global state
             torch.default_generator.manual_seed(seed)
-        return self.transform(image), int(self.images.labels[index])
+        return self.finish(found, index)
+
+    def read(self, index: int) -> Any:
+        """What is read of picture `index`; it counts as damaged where this raises."""
+        return in_mode(self.images.read(index), self.mode)
+
+    def finish(self, found: Any, index: int) -> tuple[Tensor, Any]:
+        """The item of what was read."""
+        return self.transform(found), int(self.images.labels[index])
 
 
 def collate_images(items: Sequence[tuple[Tensor, int] | None], *, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

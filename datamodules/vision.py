@@ -1,28 +1,22 @@
-"""What image data modules share: timm's transforms, checked labels, loaders that can be resumed, a picture."""
+"""What data modules of pictures with a label each share: timm's transforms, checked labels, a picture."""
 
-import os
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from timm.data import create_transform
-from torch.utils.data import DataLoader, SequentialSampler
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from datamodules.base import DataModule, check_at_least
+from datamodules.base import check_at_least
+from datamodules.image_module import ImageDataModule
 from datamodules.images import MODES, ImageDataset, Images, collate_images
-from datamodules.loader import ResumableLoader
 from datamodules.picture import draw_batch
-from datamodules.windows import EpochShuffle
-
-SPLITS = ("train", "validation", "test")
-_SPLITS_OF_STAGE = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:], "predict": SPLITS[2:]}
 
 
-class VisionDataModule(DataModule):
+class VisionDataModule(ImageDataModule):
     """Pictures with labels: batches are (images `[B, C, H, W]`, float32 in [0, 1], labels `[B]`, int64).
 
     Pictures are not normalised: the task does that. Training pictures come in a new order each epoch, those of the
@@ -63,60 +57,23 @@ class VisionDataModule(DataModule):
             "train": self._transform("train_transform", train_transform, is_training=True),
             "validation": self._transform("eval_transform", eval_transform, is_training=False),
         }
-        self._images: dict[str, Images] = {}
-        self._datasets: dict[str, ImageDataset] = {}
-
-    @abstractmethod
-    def load(self, split: str) -> Images:
-        """The pictures of "train", "validation" or "test"; raises where data is missing or does not fit."""
 
     @property
     def num_classes(self) -> int:
         """The number of classes."""
         return len(self.class_names)
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        """How many pictures of each split could not be read so far."""
-        return {split: dataset.skipped for split, dataset in self._datasets.items()}
+    def check(self, images: Images, split: str) -> None:
+        _check_labels(images, self.num_classes, split)
 
-    def images(self, split: str) -> Images:
-        """The pictures of a split, read once.
+    def dataset(self, split: str, training: bool, multiple_of: int) -> ImageDataset:
+        transform = self._transforms["train" if training else "validation"]
+        return ImageDataset(self.images(split), transform, self.in_chans, is_random=training, multiple_of=multiple_of)
 
-        Raises:
-            ValueError: a split has no pictures, or a label that is no class.
-        """
-        if split not in self._images:
-            images = self.load(split)
-            _check_labels(images, self.num_classes, split)
-            self._images[split] = images
-        return self._images[split]
+    def collate(self, training: bool) -> Callable[[Any], tuple[Tensor, Tensor]]:
+        return partial(collate_images, shape=(self.in_chans, self.img_size, self.img_size))
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads what `stage` ("fit", "validate", "test", "predict", None for all) needs."""
-        if self.trainer is None:
-            self.prepare_data()
-        for split in _SPLITS_OF_STAGE.get(stage or "", SPLITS):
-            self.images(split)
-
-    def train_dataloader(self) -> DataLoader:
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader:
-        return self._loader("validation")
-
-    def test_dataloader(self) -> DataLoader:
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader("test")
-
-    def show_batch(self, path: str | os.PathLike[str], split: str = "train", num_images: int = 16) -> Path:
-        """Draws the first pictures of `split` as the model gets them, with their labels, into a PNG file."""
-        if split not in SPLITS:
-            raise ValueError(f"split is {split!r}: give one of {', '.join(map(repr, SPLITS))}")
-        check_at_least("num_images", num_images, 1)
-        loader = self._loader(split)
+    def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
         images, labels = [], []
         for batch_images, batch_labels in loader:
             images += list(batch_images)
@@ -124,30 +81,7 @@ class VisionDataModule(DataModule):
             if len(images) >= num_images:
                 break
         names = [self.class_names[label] for label in labels[:num_images]]
-        return draw_batch(images[:num_images], names, Path(path))
-
-    def _loader(self, split: str) -> DataLoader:
-        training = split == "train"
-        transform = self._transforms["train" if training else "validation"]
-        fill = 1 if training else self.world_size
-        dataset = ImageDataset(self.images(split), transform, self.in_chans, is_random=training, multiple_of=fill)
-        self._datasets[split] = dataset
-        return ImageLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=EpochShuffle(dataset) if training else SequentialSampler(dataset),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self._on_accelerator,
-            collate_fn=partial(collate_images, shape=(self.in_chans, self.img_size, self.img_size)),
-            generator=torch.Generator(),
-        )
-
-    @property
-    def _on_accelerator(self) -> bool:
-        if self.trainer is None:
-            return torch.accelerator.is_available()
-        return self.trainer.strategy.root_device.type != "cpu"
+        return draw_batch(images[:num_images], names, path)
 
     def _transform(self, argument: str, options: dict[str, Any] | None, is_training: bool) -> Any:
         given = dict(options or {})
@@ -165,23 +99,9 @@ class VisionDataModule(DataModule):
             raise ValueError(f"{argument} is {given}: timm.data.create_transform says {error}") from error
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{split} {len(images):,}" for split, images in self._images.items()) or "not set up"
-        return f"{type(self).__name__}({self.in_chans} x {self.img_size} x {self.img_size}, {counts})"
+        return f"{type(self).__name__}({self.in_chans} x {self.img_size} x {self.img_size}, {self._counts()})"
 
     __str__ = __repr__
-
-
-class ImageLoader(ResumableLoader):
-    """A resumable loader of an `ImageDataset`: tells it the epoch, and has it warn of what it could not read."""
-
-    dataset: ImageDataset
-
-    def __iter__(self) -> Any:
-        self.dataset.set_epoch(self._epoch)
-        for batch in super().__iter__():
-            self.dataset.warn_of_skipped(growth=2.0)  # soon, and few times
-            yield batch
-        self.dataset.warn_of_skipped()
 
 
 def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -202,8 +122,6 @@ def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.nd
 
 def _check_labels(images: Images, num_classes: int, split: str) -> None:
     labels = images.labels
-    if not len(labels):
-        raise ValueError(f"the {split} split has no pictures: at least 1 is needed")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= num_classes:
         wrong = int(np.flatnonzero((labels < 0) | (labels >= num_classes))[0])

@@ -10,17 +10,26 @@ if TYPE_CHECKING:
     from lightning_tasks.image_classification import ImageClassificationTask
     from lightning_tasks.language_modeling import LanguageModelingTask
     from lightning_tasks.loading import load_swapped
+    from lightning_tasks.segmentation import SegmentationTask
     from lightning_tasks.token_selection import TokenSelectionTask
 
 _HOMES = {
     "BaseTask": "lightning_tasks.base",
     "ImageClassificationTask": "lightning_tasks.image_classification",
     "LanguageModelingTask": "lightning_tasks.language_modeling",
+    "SegmentationTask": "lightning_tasks.segmentation",
     "TokenSelectionTask": "lightning_tasks.token_selection",
     "load_swapped": "lightning_tasks.loading",
 }
 
-__all__ = ["BaseTask", "ImageClassificationTask", "LanguageModelingTask", "TokenSelectionTask", "load_swapped"]
+__all__ = [
+    "BaseTask",
+    "ImageClassificationTask",
+    "LanguageModelingTask",
+    "SegmentationTask",
+    "TokenSelectionTask",
+    "load_swapped",
+]
 
 
 def __getattr__(name: str) -> Any:

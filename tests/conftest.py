@@ -67,11 +67,14 @@ def tiny_wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_data(tiny_wikitext: Path) -> Path:
-    """A root folder with the texts of `tiny_wikitext`, and with CIFAR-10 and ImageNet of a few random pictures."""
+    """A root folder with the texts of `tiny_wikitext`, and with a few random pictures as each set of pictures."""
     from tests.datamodules.pictures import write_class_folders, write_parquet
+    from tests.datamodules.scene_files import write_ade20k, write_camvid
 
     for split, count in (("train", 100), ("test", 10)):
         write_parquet(tiny_wikitext / "cifar10" / "plain_text", split, count, image="img", size=32, classes=10)
     for split in ("train", "val"):
         write_class_folders(tiny_wikitext / "imagenet" / split, {f"n0000000{index}": 2 for index in range(6)}, size=20)
+    write_camvid(tiny_wikitext)
+    write_ade20k(tiny_wikitext)
     return tiny_wikitext

@@ -40,6 +40,11 @@ from lightning_tasks.robustness.image_suite import (
     shift_measurement,
 )
 from lightning_tasks.robustness.linf import check_batch
+from lightning_tasks.robustness.segmentation_suite import (
+    MaskedImages,
+    clean_mask_measurement,
+    corrupted_mask_measurement,
+)
 from lightning_tasks.robustness.suite import Measurement, RowStore, fingerprint, run_suite
 from lightning_tasks.robustness.table import COLUMNS, Row, corruption_errors, markdown, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, word_swap_measurement
@@ -53,6 +58,7 @@ class RobustnessEvaluation(Callback):
     For image classifiers whose ``forward`` takes images in [0, 1] and returns logits: accuracy clean, under each
     attack and eps, under each corruption and their mean (mCE and relative mCE against a baseline's table), on folders
     of shifted data, and how well out-of-distribution images are told. For
+    :class:`~lightning_tasks.SegmentationTask`: mIoU clean and under corruptions. For
     :class:`~lightning_tasks.LanguageModelingTask`: perplexity, clean and with words swapped. `docs/robustness.md` says
     what each row means.
 
@@ -150,6 +156,11 @@ class RobustnessEvaluation(Callback):
             )
         if self.corruptions and self.severities and not _is_language_model(pl_module):
             corruption_library()
+        if _is_segmentation(pl_module):
+            if self.baseline is not None:
+                raise ValueError("baseline is for mCE, which is of classifiers: leave it out for a SegmentationTask")
+            if self.attacks or self.shifts or self.ood:
+                rank_zero_warn("attacks, shifts and ood are for classifiers: not measured of a SegmentationTask")
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen = []
@@ -161,7 +172,8 @@ class RobustnessEvaluation(Callback):
             return
         inputs, targets = _pair(batch, pl_module)
         if not _is_language_model(pl_module):
-            check_batch(inputs, targets)
+            if not _is_segmentation(pl_module):
+                check_batch(inputs, targets)
             if self.num_images is not None:
                 missing = self.num_images - sum(len(seen) for seen, _ in self._seen)
                 inputs, targets = inputs[:missing], targets[:missing]
@@ -172,12 +184,13 @@ class RobustnessEvaluation(Callback):
         if not self._seen:
             raise ValueError("RobustnessEvaluation saw no test batch: the first test loader is empty")
         with torch.inference_mode(False), torch.no_grad():
-            inputs, targets = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
-            self._seen = []
-            if _is_language_model(pl_module):
-                self._measure_text(trainer, pl_module, inputs, targets)
+            seen, self._seen = self._seen, []
+            if _is_segmentation(pl_module):
+                self._measure_masks(trainer, pl_module, seen)
             else:
-                self._measure_images(trainer, pl_module, inputs, targets)
+                inputs, targets = (torch.cat(parts) for parts in zip(*seen, strict=True))
+                measure = self._measure_text if _is_language_model(pl_module) else self._measure_images
+                measure(trainer, pl_module, inputs, targets)
         for row in self.table:
             if row.test != "corruption" and not math.isnan(row.value):
                 pl_module.log(row.label, row.value)
@@ -200,7 +213,29 @@ class RobustnessEvaluation(Callback):
                 inputs[part], targets[part], lambda share: None
             )
 
-        self._run(trainer, pl_module, measurements, one_pass, inputs, targets)
+        self._run(trainer, pl_module, measurements, one_pass, len(inputs), self.batch_size, [inputs, targets])
+
+    def _measure_masks(self, trainer: pl.Trainer, pl_module: Any, seen: Sequence[tuple[Tensor, Tensor]]) -> None:
+        images = [image for batch, _ in seen for image in batch]
+        masks = [mask for _, batch in seen for mask in batch]
+        # The loader's batches: it knows which images have one size, and how many fit into memory.
+        batch_size = 1 if len({image.shape for image in images}) > 1 else max(len(batch) for batch, _ in seen)
+        classes, ignored = pl_module.hparams["num_classes"], pl_module.hparams["ignore_index"]
+        model = _InPrecision(pl_module, trainer)
+        subject = MaskedImages(
+            *(model, images, masks, classes, ignored, pl_module.device, batch_size, self.num_workers, self.seed)
+        )
+        measurements = [clean_mask_measurement(subject)]
+        too_small = [image for image in images if min(image.shape[1:]) < SMALLEST]
+        if too_small and self.corruptions:
+            rank_zero_warn(f"no corruption is measured: {_too_small(too_small[0][None])}")
+        else:
+            measurements += [corrupted_mask_measurement(subject, *which) for which in self._corrupted()]
+
+        def one_pass() -> None:
+            subject.scores(images[:batch_size], lambda share: None)
+
+        self._run(trainer, pl_module, measurements, one_pass, len(images), batch_size, [*images, *masks])
 
     def _measure_images(self, trainer: pl.Trainer, pl_module: Any, images: Tensor, labels: Tensor) -> None:
         model = _InPrecision(pl_module, trainer)
@@ -231,7 +266,9 @@ class RobustnessEvaluation(Callback):
             subject.logits(images[: self.batch_size])
 
         extra = [Row("mean corruption", "", "", "accuracy", math.nan, note=_too_small(images))] if too_small else []
-        self._run(trainer, pl_module, measurements, one_pass, images, labels, extra=extra if self.corruptions else [])
+        data = [images, labels]
+        extra = extra if self.corruptions else []
+        self._run(trainer, pl_module, measurements, one_pass, len(images), self.batch_size, data, extra)
 
     def _run(
         self,
@@ -239,19 +276,20 @@ class RobustnessEvaluation(Callback):
         pl_module: Any,
         measurements: Sequence[Measurement[Row]],
         one_pass: Callable[[], None],
-        inputs: Tensor,
-        targets: Tensor,
+        count: int,
+        batch_size: int,
+        tensors: Sequence[Tensor],
         extra: Sequence[Row] = (),
     ) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         store = RowStore(self.rows or _beside_runs(folder) / ROWS, Row)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
-        identity = fingerprint(pl_module, settings, inputs, targets)
+        identity = fingerprint(pl_module, settings, *tensors)
         one_pass()  # the first one also prepares what later ones find ready
         started = time.monotonic()
         one_pass()
-        seconds = (time.monotonic() - started) * len(inputs) / min(len(inputs), self.batch_size)
+        seconds = (time.monotonic() - started) * count / min(count, batch_size)
 
         def write(rows: list[Row]) -> None:
             self.table = [*_with_means(rows, self.baseline, f"against {self.baseline_of}"), *extra]
@@ -310,6 +348,12 @@ def _is_language_model(pl_module: Any) -> bool:
     return isinstance(pl_module, LanguageModelingTask)
 
 
+def _is_segmentation(pl_module: Any) -> bool:
+    from lightning_tasks.segmentation import SegmentationTask
+
+    return isinstance(pl_module, SegmentationTask)
+
+
 def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
     """The two tensors of a batch.
 
@@ -319,7 +363,8 @@ def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
         return batch[0], batch[1]
     raise ValueError(
-        f"RobustnessEvaluation needs batches (images, labels), or (inputs, targets) of a LanguageModelingTask; "
+        "RobustnessEvaluation needs batches (images, labels), (images, masks) of a SegmentationTask, or (inputs, "
+        "targets) of a LanguageModelingTask; "
         f"{type(pl_module).__name__} is given {type(batch).__name__}"
     )
 

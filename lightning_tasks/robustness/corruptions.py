@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -110,13 +110,13 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first_in
 
 
 class CorruptedImages(Dataset):
-    """Images ``[N, C, H, W]``, each corrupted when it is asked for: loader processes share the work.
+    """Images ``[C, H, W]`` by index, each corrupted when it is asked for: loader processes share the work.
 
     Args:
         images, name, severity, seed: see :func:`corrupt`.
     """
 
-    def __init__(self, images: Tensor, name: str, severity: int, seed: int = 0) -> None:
+    def __init__(self, images: Tensor | Sequence[Tensor], name: str, severity: int, seed: int = 0) -> None:
         check_corruption(name, severity)
         self.images, self.name, self.severity, self.seed = images, name, severity, seed
 
@@ -124,8 +124,7 @@ class CorruptedImages(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tensor:
-        image = self.images[index : index + 1]
-        return corrupt(image, self.name, self.severity, seed=self.seed, first_index=index)[0]
+        return corrupt(self.images[index][None], self.name, self.severity, seed=self.seed, first_index=index)[0]
 
 
 def _seed_of(seed: int, name: str, severity: int, index: int) -> int:

@@ -215,14 +215,14 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
 
 
 def mean_corruption_row(rows: Sequence[Row]) -> list[Row]:
-    """The mean accuracy over those of the fifteen corruptions, and the severities, that were measured."""
+    """The mean over those of the fifteen corruptions, and the severities, that were measured."""
     measured = [row for row in rows if row.test == "corruption" and row.name in CORRUPTIONS]
     if not measured:
         return []
     names = {row.name for row in measured}
     note = f"{len(names)} of 15 corruptions, severities {', '.join(sorted({row.setting for row in measured}))}"
     mean = sum(row.value for row in measured) / len(measured)
-    return [Row("mean corruption", "", "", "accuracy", mean, measured[0].samples, note=note)]
+    return [Row("mean corruption", "", "", measured[0].metric, mean, measured[0].samples, note=note)]
 
 
 def _folder(subject: Subject, root: str) -> tuple[ImageDataset, str]:

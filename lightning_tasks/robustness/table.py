@@ -22,7 +22,8 @@ class Row:
             "word swap".
         name: the attack, corruption or folder.
         setting: eps, severity or share, as text.
-        metric: "accuracy", "perplexity", "auroc", "l1" (of the input gradient, in nats a unit of the image), ...
+        metric: "accuracy", "mIoU", "perplexity", "auroc", "l1" (of the input gradient, in nats a unit of the image),
+            ...
         value: the figure; nan where it could not be measured, and `note` says why.
         samples: images or tokens it was measured on.
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
@@ -130,7 +131,8 @@ def _by_severity(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     severities = sorted({row.setting for row in rows})
-    lines = [f"| corruption, accuracy at severity | {' | '.join(severities)} |", "|---" * (len(severities) + 1) + "|"]
+    heading = f"corruption, {rows[0].metric} at severity"
+    lines = [f"| {heading} | {' | '.join(severities)} |", "|---" * (len(severities) + 1) + "|"]
     for name in dict.fromkeys(row.name for row in rows):
         shown = {row.setting: figure(row) for row in rows if row.name == name}
         lines.append(f"| {name} | {' | '.join(shown.get(severity, '') for severity in severities)} |")

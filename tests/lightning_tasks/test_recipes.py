@@ -45,6 +45,8 @@ SIZES |= {
 }
 SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
 SIZES |= {"img_size", "patch_size", "embed_dim", "depth", "max_epochs", "warmup_epochs"}
+SIZES |= {"crop_size", "short_side", "eval_batch_size", "windows_at_once", "decoder_heads", "every_n_epochs"}
+SIZES |= {"num_train", "num_val", "num_test"}
 ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 
 

@@ -1,0 +1,128 @@
+"""Handwritten digits on textured canvases, with exact masks: on every machine, without a download."""
+
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from datamodules.base import check_at_least
+from datamodules.digits import DigitsDataModule
+from datamodules.scenes import Scenes
+from datamodules.segmentation import SegmentationDataModule
+
+_SMALLEST = 32
+_CELLS, _EMPTY = 2, 0.25  # cells a side, with a digit each or none
+_PLACES = {"train": 0, "validation": 1, "test": 2}
+
+
+class DigitScenes(Scenes):
+    """Scenes that are drawn when they are read; scene i follows from the seed, the split and i alone.
+
+    Args:
+        digits: strokes, `[digits, 8, 8]` uint8.
+        labels: the digit of each.
+        size: H = W of a scene.
+        count: number of scenes.
+        seed: numbers, which make up the seed.
+    """
+
+    def __init__(self, digits: np.ndarray, labels: np.ndarray, size: int, count: int, seed: tuple[int, ...]) -> None:
+        self.digits, self.labels, self.size, self.count, self.seed = digits, labels, size, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> tuple[Image.Image, Image.Image]:
+        generator = np.random.default_rng([*self.seed, index])
+        canvas = texture(self.size, generator)
+        mask = np.zeros((self.size, self.size), dtype=np.uint8)
+        cell = self.size // _CELLS
+        for place in range(_CELLS**2):
+            if generator.random() < _EMPTY:
+                continue
+            which = generator.integers(len(self.labels))
+            side = int(generator.integers(round(0.85 * cell), cell + 1))
+            top, left = generator.integers(0, cell - side + 1, 2) + np.array(divmod(place, _CELLS)) * cell
+            area = slice(top, top + side), slice(left, left + side)
+            stroke, sticker = cut_out(self.digits[which], side)
+            paper, ink = generator.uniform(0.8, 1.0, 3), generator.uniform(0.0, 0.2, 3)
+            canvas[area] = np.where(sticker[..., None], paper, canvas[area])
+            canvas[area] = np.where(stroke[..., None], ink, canvas[area])
+            mask[area] = np.where(sticker, self.labels[which] + 1, mask[area])
+        canvas += generator.normal(0, 0.04, canvas.shape)
+        picture = np.rint(255 * canvas.clip(0, 1)).astype(np.uint8)
+        return Image.fromarray(picture), Image.fromarray(mask)
+
+    def name(self, index: int) -> str:
+        return f"scene {index}"
+
+
+def cut_out(digit: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where a digit's stroke is drawn, and the paper that it is cut out on: booleans `[side, side]`."""
+    margin = max(1, side // 10)
+    inner = side - 2 * margin
+    glyph = Image.fromarray(digit).resize((inner, inner), Image.Resampling.BICUBIC)
+    stroke = np.pad(np.asarray(glyph) > 128, margin)
+    paper = Image.fromarray(stroke.astype(np.uint8)).filter(ImageFilter.MaxFilter(2 * margin + 1))
+    return stroke, np.asarray(paper) > 0
+
+
+def texture(size: int, generator: np.random.Generator) -> np.ndarray:
+    """A canvas `[size, size, 3]` of waves around a colour, neither as dark as ink nor as bright as paper."""
+    rows, columns = np.mgrid[:size, :size] / size
+    colour = generator.uniform(0.3, 0.7, 3)
+    angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(2, 8), generator.uniform(0, 2 * np.pi)
+    wave = np.sin(2 * np.pi * waves * (rows * np.sin(angle) + columns * np.cos(angle)) + phase)
+    return colour + 0.08 * wave[..., None]
+
+
+class DigitScenesDataModule(SegmentationDataModule):
+    """Scenes of up to four of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
+
+    The digits of training, validation and test are other ones, split as by
+    :class:`~datamodules.digits.DigitsDataModule`. A digit is a sticker: its stroke and a margin of paper, whose pixels
+    are its mask, exactly.
+
+    Args:
+        batch_size, num_workers, eval_batch_size: see :class:`~datamodules.segmentation.SegmentationDataModule`.
+        img_size: H = W of a scene in pixels, at least 32.
+        crop_size: H = W of training pictures; `img_size` where None.
+        num_train, num_val, num_test: number of scenes.
+        scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
+        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; by default neither
+            scaling nor mirror images, for a mirrored digit is none.
+
+    Raises:
+        ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
+    """
+
+    class_names = ("background", *"0123456789")
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        img_size: int = 32,
+        crop_size: int | None = None,
+        eval_batch_size: int | None = None,
+        num_train: int = 2000,
+        num_val: int = 200,
+        num_test: int = 200,
+        scene_seed: int = 0,
+        train_transform: dict[str, Any] | None = None,
+    ) -> None:
+        self.img_size = check_at_least("img_size", img_size, _SMALLEST)
+        if train_transform is None:
+            train_transform = {"scale": [1.0, 1.0], "max_class_share": 1.0, "flip": 0.0}
+        crop_size = img_size if crop_size is None else crop_size
+        super().__init__(batch_size, num_workers, crop_size, eval_batch_size, train_transform)
+        counts = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
+        for name, count in counts.items():
+            check_at_least(name, count, 1)
+        self.scene_seed = check_at_least("scene_seed", scene_seed, 0)
+        self._sizes = dict(zip(_PLACES, counts.values(), strict=True))
+
+    def load(self, split: str) -> DigitScenes:
+        digits = DigitsDataModule().load(split)
+        seed = (self.scene_seed, _PLACES[split])
+        return DigitScenes(digits.pixels, digits.labels, self.img_size, self._sizes[split], seed)

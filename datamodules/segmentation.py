@@ -1,0 +1,102 @@
+"""What data modules of pictures with a class a pixel share."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from datamodules.base import check_at_least
+from datamodules.image_module import ImageDataModule
+from datamodules.mask_picture import paint
+from datamodules.picture import draw_batch
+from datamodules.scene_transform import TrainTransform
+from datamodules.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
+
+_CHECKED = 5
+
+
+class SegmentationDataModule(ImageDataModule):
+    """Pictures with a class a pixel.
+
+    Batches are (pictures `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ...
+    and 255 where a pixel does not count. Training pictures are scaled, cropped, flipped and distorted together with
+    their masks, in a new order each epoch; those of the other splits keep their size. One that cannot be read is left
+    out of its batch, and counted in a warning. See `docs/data.md`.
+
+    Args:
+        batch_size: training pictures a batch and process.
+        num_workers: loader processes.
+        crop_size: H = W of training pictures, in pixels.
+        eval_batch_size: pictures a batch in the other splits; None for `batch_size`. 1 where they differ in size.
+        train_transform: further arguments of :class:`~datamodules.scene_transform.TrainTransform`: scale, short_side,
+            max_class_share, flip, photometric.
+
+    Raises:
+        ValueError: a number is out of its limits; on setup and when a picture is read, if its mask has another size, is
+            coded in colours or has a label that is no class, or the crop is larger; the text names the file.
+    """
+
+    class_names: Sequence[str]
+    """Names of the classes in the order of their labels, known after `setup` at the latest."""
+    ignore_index = IGNORED
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_workers: int,
+        crop_size: int,
+        eval_batch_size: int | None,
+        train_transform: dict[str, Any] | None,
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        if eval_batch_size is not None:
+            check_at_least("eval_batch_size", eval_batch_size, 1)
+        self.crop_size, self.eval_batch_size = crop_size, eval_batch_size
+        try:
+            self._train_transform = TrainTransform(crop_size, **(train_transform or {}))
+        except TypeError as error:
+            raise ValueError(f"train_transform is {train_transform}: {error}") from error
+
+    @property
+    def label_code(self) -> LabelCode:
+        """What the numbers in a mask mean."""
+        return LabelCode(self.num_classes, 0, IGNORED)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.class_names)
+
+    def check(self, images: Scenes, split: str) -> None:
+        """Looks at a few pictures of the split, so that a mistake in all of them ends a run before it begins."""
+        step = max(1, len(images) // _CHECKED)
+        self._transformed(images, split == "train").__getitems__(range(0, len(images), step)[:_CHECKED])
+
+    def dataset(self, split: str, training: bool, multiple_of: int) -> SceneDataset:
+        return self._transformed(self.images(split), training, multiple_of)
+
+    def _transformed(self, scenes: Scenes, training: bool, multiple_of: int = 1) -> SceneDataset:
+        transform = self._train_transform if training else unchanged
+        return SceneDataset(scenes, self.label_code, transform, is_random=training, multiple_of=multiple_of)
+
+    def collate(self, training: bool) -> Callable[[Any], tuple[Tensor, Tensor]]:
+        return partial(collate_scenes, size=self.crop_size)
+
+    def loader_batch_size(self, training: bool) -> int:
+        return self.batch_size if training or self.eval_batch_size is None else self.eval_batch_size
+
+    def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
+        pictures: list[Tensor] = []
+        for images, masks in loader:
+            pictures += [paint(image, mask, self.num_classes) for image, mask in zip(images, masks, strict=True)]
+            if len(pictures) >= num_images:
+                break
+        return draw_batch(pictures[:num_images], [""] * num_images, path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(crops of {self.crop_size}, {self.num_classes} classes, {self._counts()})"
+
+    __str__ = __repr__

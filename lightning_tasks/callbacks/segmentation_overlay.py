@@ -1,0 +1,79 @@
+"""Pictures of predicted masks beside the true ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.mask_figure import draw_masks
+
+
+class SegmentationOverlay(Callback):
+    """Draw image, truth and prediction of the first images, with a legend of their classes.
+
+    For steps that return predicted masks ``[B, H, W]``, as those of :class:`~lightning_tasks.SegmentationTask` do. In a
+    fit every n-th epoch's validation is drawn, into ``val_overlay.png``, which holds the newest, and into W&B and
+    TensorBoard, which keep all; ``validate``, ``test`` and ``predict`` draw once.
+
+    Args:
+        every_n_epochs: epochs from one picture to the next.
+        num_images: how many images.
+
+    Raises:
+        ValueError: if a number is below 1.
+    """
+
+    def __init__(self, every_n_epochs: int = 1, num_images: int = 4) -> None:
+        super().__init__()
+        for name, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: give an integer of at least 1")
+        self.every_n_epochs, self.num_images = every_n_epochs, num_images
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if due and not trainer.sanity_checking and dataloader_idx == 0:
+            self._keep(outputs, batch)
+
+    def on_test_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if dataloader_idx == 0:
+            self._keep(outputs, batch)
+
+    on_predict_batch_end = on_test_batch_end
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._draw(trainer, pl_module, "val/overlay")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._draw(trainer, pl_module, "test/overlay")
+
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._draw(trainer, pl_module, "predict/overlay")
+
+    @rank_zero_only
+    def _keep(self, outputs: Any, batch: Any) -> None:
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"SegmentationOverlay needs steps that return predicted masks [B, H, W], got {type(outputs).__name__}"
+            )
+        rows = [tensor.detach().cpu() for tensor in (*batch, outputs)]
+        for image, truth, predicted in zip(*rows, strict=False):
+            if len(self._seen) < self.num_images:
+                self._seen.append((image.float(), truth, predicted))
+
+    @rank_zero_only
+    def _draw(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
+        from lightning_tasks.pictures import save_picture  # which imports this package for the step
+
+        seen, self._seen = self._seen, []
+        if seen and not trainer.sanity_checking:
+            save_picture(trainer, draw_masks(seen, pl_module.class_names), name)

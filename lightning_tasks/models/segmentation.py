@@ -1,0 +1,62 @@
+"""What a segmentation model is to its task, and which builder a description of one means."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+# The key that tells what kind of model a description means -> module and class of its builder.
+BUILDERS = {"backbone": ("lightning_tasks.models.segmenter_builder", "SegmenterBuilder")}
+
+
+class SegmentationBuilder(ABC):
+    """Builds a network from its description, and says how the task uses it.
+
+    Args:
+        description: plain data, with the key of `BUILDERS`.
+        inference: how whole images are predicted, plain data.
+
+    Raises:
+        ValueError: for what can be told without building.
+    """
+
+    @abstractmethod
+    def __init__(self, description: Mapping[str, Any], inference: Mapping[str, Any]) -> None: ...
+
+    crop_size: int | None
+    """H = W of training images that the network takes, None for any."""
+
+    @abstractmethod
+    def build(self, num_classes: int) -> nn.Module:
+        """The network."""
+
+    @abstractmethod
+    def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+        """Loss terms by name, to be summed, of images ``[B, 3, H, W]`` in [0, 1] and masks ``[B, H, W]``."""
+
+    @abstractmethod
+    def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
+        """Log-probabilities or logits ``[B, K, rows, W]`` of whole images, band by band from the top."""
+
+
+def segmentation_builder(description: Mapping[str, Any], inference: Mapping[str, Any]) -> SegmentationBuilder:
+    """The builder that a description means.
+
+    Raises:
+        ValueError: if it has none of the keys that a builder is known by, or more than one.
+    """
+    found = [key for key in BUILDERS if key in description]
+    if len(found) != 1:
+        near = [name for key in description for name in difflib.get_close_matches(key, BUILDERS, n=1)]
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"model needs one of the keys {', '.join(map(repr, BUILDERS))}, or the name of a timm backbone, got "
+            f"{sorted(description)}{hint}"
+        )
+    module, name = BUILDERS[found[0]]
+    return getattr(import_module(module), name)(description, inference)

@@ -1,0 +1,194 @@
+"""Segmenter: a vision transformer of timm's, and a decoder from its tokens to a class for each pixel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import trunc_normal_
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+
+DECODERS = ("mask_transformer", "linear")
+
+
+class Segmenter(nn.Module):
+    """Logits of every pixel from a backbone's tokens (Strudel et al., ICCV 2021).
+
+    Class and register tokens of the backbone are left out of what is decoded. Every self-attention layer, those of the
+    mask transformer too, can be swapped by `swap_attention`; the backbone's come first in module order.
+
+    Args:
+        backbone: name of a timm model whose `forward_features` returns tokens `[B, prefix + N, C]` in the order of the
+            image's rows: vision_transformer, deit, eva, beit, ...
+        num_classes: number of classes, K.
+        img_size: H = W that the backbone is built for; position embeddings of pretrained weights are resized to it.
+        pretrained: whether the backbone starts from timm's weights.
+        backbone_options: further arguments of ``timm.create_model``: patch_size, embed_dim, drop_path_rate,
+            dynamic_img_size (position embeddings are resized for each image), ...
+        decoder: "mask_transformer" or "linear".
+        decoder_depth: transformer layers of the mask transformer.
+        decoder_dim: width of the mask transformer; the backbone's where None.
+        decoder_heads: its heads; where None, one for each 64 of its width.
+        decoder_drop_path: drop-path rate of its layers.
+        mean, std: a channel, for the normalisation; where None, those of the backbone.
+
+    Raises:
+        ValueError: for an unknown backbone (the nearest names are given) or decoder, a backbone without tokens, or
+            arguments that it does not take.
+    """
+
+    image_mean: Tensor
+    image_std: Tensor
+
+    def __init__(
+        self,
+        backbone: str,
+        num_classes: int,
+        img_size: int = 512,
+        pretrained: bool = False,
+        backbone_options: Mapping[str, Any] | None = None,
+        decoder: str = "mask_transformer",
+        decoder_depth: int = 2,
+        decoder_dim: int | None = None,
+        decoder_heads: int | None = None,
+        decoder_drop_path: float = 0.0,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        if decoder not in DECODERS:
+            raise ValueError(f"decoder is {decoder!r}: give one of {', '.join(map(repr, DECODERS))}")
+        super().__init__()
+        self.num_classes, self.img_size = num_classes, img_size
+        self.backbone = build_backbone(backbone, img_size, pretrained, backbone_options or {})
+        width = self.backbone.num_features
+        dim = decoder_dim or width
+        self.decoder: nn.Module = (
+            nn.Linear(width, num_classes)
+            if decoder == "linear"
+            else MaskTransformer(
+                width, num_classes, dim, decoder_depth, decoder_heads or max(1, dim // 64), decoder_drop_path
+            )
+        )
+        for name, values in zip(("mean", "std"), normalisation(self.backbone, 3, mean, std), strict=True):
+            self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the embeddings that no weight decay should act on."""
+        names: Any = getattr(self.backbone, "no_weight_decay", set)
+        return {f"backbone.{name}" for name in names()} | {"decoder.class_tokens"}
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The backbone's features on the grid of its patches, ``[B, h, w, C]``, of normalised images.
+
+        Raises:
+            ValueError: if the image is not made up of whole patches, or has another size than the backbone takes.
+        """
+        height, width = images.shape[-2:]
+        try:
+            found = self.backbone.forward_features(images)
+        except AssertionError as error:  # timm's check of the size
+            raise ValueError(f"the backbone is built for {self.img_size} x {self.img_size} pixels: {error}") from error
+        found = _fc_norm(self.backbone)(found)[:, self.backbone.num_prefix_tokens :]
+        patch = math.isqrt(height * width // found.shape[1])
+        if height % patch or width % patch or (height // patch) * (width // patch) != found.shape[1]:
+            raise ValueError(
+                f"{height} x {width} pixels give {found.shape[1]} tokens, which are no grid of whole patches: give a "
+                f"multiple of the patch size, such as img_size={max(patch, height // patch * patch)}"
+            )
+        return found.unflatten(1, (height // patch, width // patch))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[B, K, H, W]`` of images ``[B, 3, H, W]`` in [0, 1]; normalised inside.
+
+        Raises:
+            ValueError: for images of another shape or size than the backbone takes.
+        """
+        if images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be [B, 3, H, W], got {list(images.shape)}")
+        logits = self.decoder(self.tokens((images - self.image_mean) / self.image_std))  # [B, h, w, K]
+        return functional.interpolate(logits.permute(0, 3, 1, 2), size=images.shape[-2:], mode="bilinear")
+
+
+class MaskTransformer(nn.Module):
+    """Patch and class tokens through transformer layers; the logits are cosines of the two, scaled and shifted.
+
+    Args:
+        in_dim: width of the tokens, C.
+        num_classes: K.
+        dim: width of the layers, D.
+        depth: number of layers.
+        num_heads: their heads.
+        drop_path: drop-path rate, growing from 0 over the layers.
+
+    Raises:
+        ValueError: if there is no layer, or the width is not a multiple of the heads.
+    """
+
+    def __init__(
+        self, in_dim: int, num_classes: int, dim: int, depth: int, num_heads: int, drop_path: float = 0.0
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"decoder_depth is {depth}: give at least 1, or decoder='linear'")
+        if dim % num_heads:
+            raise ValueError(f"decoder_dim={dim} is not a multiple of decoder_heads={num_heads}")
+        super().__init__()
+        self.num_classes = num_classes
+        self.embed = nn.Linear(in_dim, dim)
+        self.class_tokens = nn.Parameter(torch.zeros(1, num_classes, dim))
+        rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
+        self.blocks = nn.ModuleList(Block(dim, num_heads, qkv_bias=True, drop_path=rate) for rate in rates)
+        self.norm = nn.LayerNorm(dim)
+        self.patch_proj = nn.Linear(dim, dim, bias=False)
+        self.class_proj = nn.Linear(dim, dim, bias=False)
+        self.mask_norm = nn.LayerNorm(num_classes)
+        self.apply(_initialise)
+        trunc_normal_(self.class_tokens, std=0.02)
+        for projection in (self.patch_proj, self.class_proj):
+            nn.init.normal_(projection.weight, std=dim**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``[B, h, w, K]`` of tokens ``[B, h, w, C]``."""
+        grid = tokens.shape[1:3]
+        x = self.embed(tokens.flatten(1, 2))
+        x = torch.cat([x, self.class_tokens.expand(len(x), -1, -1).to(x.dtype)], 1)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        patches = functional.normalize(self.patch_proj(x[:, : -self.num_classes]), dim=-1)
+        classes = functional.normalize(self.class_proj(x[:, -self.num_classes :]), dim=-1)
+        return self.mask_norm(patches @ classes.transpose(1, 2)).unflatten(1, grid)
+
+
+def build_backbone(name: str, img_size: int, pretrained: bool, options: Mapping[str, Any]) -> Any:
+    """A timm model without head and pooling, whose `forward_features` returns tokens.
+
+    Raises:
+        ValueError: if timm has no such model, it does not take the arguments, or it has no tokens.
+    """
+    model: Any = build_timm_model(check_model_name(name), 0, pretrained, {"img_size": img_size, **options})
+    if not isinstance(getattr(model, "num_prefix_tokens", None), int):
+        raise ValueError(
+            f"{name} ({type(model).__name__}) is no backbone for Segmenter: its features are no sequence of tokens (it "
+            "has no num_prefix_tokens); take a plain vision transformer such as deit_tiny_patch16_224"
+        )
+    model.reset_classifier(0, "")  # no pooling, whose weights would train nothing
+    return model
+
+
+def _fc_norm(backbone: nn.Module) -> nn.Module:
+    """The norm that models which average their tokens have after the average, in the place of the one before."""
+    norm = getattr(backbone, "fc_norm", None)
+    return nn.Identity() if norm is None else norm
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

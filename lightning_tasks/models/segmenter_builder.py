@@ -1,0 +1,57 @@
+"""The native Segmenter as its task uses it: cross-entropy on crops, sliding windows on whole images."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_tasks.models.segmentation import SegmentationBuilder
+from lightning_tasks.models.segmenter import DECODERS, Segmenter
+from lightning_tasks.models.timm_model import check_model_name
+from lightning_tasks.sliding_window import Windows, logit_bands, multi_scale_probabilities
+
+_ARGUMENTS = [name for name in inspect.signature(Segmenter).parameters if name != "num_classes"]
+
+
+class SegmenterBuilder(SegmentationBuilder):
+    """`{"backbone": NAME, ...}`: the arguments of :class:`~lightning_tasks.models.segmenter.Segmenter`.
+
+    Windows have the size that the backbone is built for.
+
+    Args:
+        description: the arguments.
+        inference: stride (half a window where None), windows_at_once, scales, flip.
+
+    Raises:
+        ValueError: for unknown arguments, backbones and decoders, and a stride above the window.
+    """
+
+    def __init__(self, description: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
+        if unknown := [name for name in description if name not in _ARGUMENTS]:
+            raise ValueError(f"model has the unknown key {unknown[0]!r}; Segmenter takes {', '.join(_ARGUMENTS)}")
+        check_model_name(description["backbone"])
+        if description.get("decoder", DECODERS[0]) not in DECODERS:
+            raise ValueError(f"decoder is {description['decoder']!r}: give one of {', '.join(map(repr, DECODERS))}")
+        self.arguments = dict(description)
+        size = description.get("img_size", inspect.signature(Segmenter).parameters["img_size"].default)
+        self.crop_size = None if (description.get("backbone_options") or {}).get("dynamic_img_size") else size
+        stride = max(1, size // 2) if inference["stride"] is None else inference["stride"]
+        self.windows = Windows(size, stride, inference["windows_at_once"])
+        self.scales, self.flip = list(inference["scales"]), inference["flip"]
+
+    def build(self, num_classes: int) -> nn.Module:
+        return Segmenter(num_classes=num_classes, **self.arguments)
+
+    def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+        total = functional.cross_entropy(network(images).float(), masks, ignore_index=ignore_index, reduction="sum")
+        return {"loss": total / (masks != ignore_index).sum().clamp(min=1)}  # 0, not nan, where nothing counts
+
+    def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
+        if self.scales == [1.0] and not self.flip:
+            yield from logit_bands(network, images, self.windows)
+        else:
+            yield multi_scale_probabilities(network, images, self.windows, self.scales, self.flip).clamp(1e-12).log()

@@ -1,0 +1,77 @@
+"""What is measured of a segmentation task: its masks on images as they are, and corrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_tasks.robustness.corruptions import CorruptedImages
+from lightning_tasks.robustness.linf import held_still
+from lightning_tasks.robustness.suite import Advance, Measurement
+from lightning_tasks.robustness.table import Row
+from lightning_tasks.segmentation_metrics import SegmentationScores, scores
+
+METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}
+
+
+@dataclass
+class MaskedImages:
+    """A segmentation task and the images that it is measured on.
+
+    Args:
+        task: gives masks ``[B, H, W]`` from ``predict_step((images, masks), index)``.
+        images: each ``[3, H, W]`` in [0, 1].
+        masks: each ``[H, W]``.
+        num_classes, ignore_index: of the masks.
+        device: where the model is.
+        batch_size: images at a time; 1 where their sizes differ.
+        num_workers: processes that corrupt images.
+        seed: of the corruptions.
+    """
+
+    task: Any
+    images: Sequence[Tensor]
+    masks: Sequence[Tensor]
+    num_classes: int
+    ignore_index: int
+    device: torch.device
+    batch_size: int = 1
+    num_workers: int = 0
+    seed: int = 0
+
+    def scores(self, images: Any, advance: Advance) -> dict[str, float]:
+        """The scores over all images, a sequence or data set of ``[3, H, W]``."""
+        metric, first = SegmentationScores(self.num_classes, self.ignore_index), 0
+        with held_still(self.task, gradients=False):
+            # A generator of its own: starting a loader must not move the global random state.
+            for batch in DataLoader(images, self.batch_size, num_workers=self.num_workers, generator=torch.Generator()):
+                masks = torch.stack(list(self.masks[first : first + len(batch)]))
+                metric.update(self.task.predict_step((batch.to(self.device), None), 0).cpu(), masks)
+                first += len(batch)
+                advance(len(batch) / len(images))
+        return scores(metric.compute())
+
+
+def clean_mask_measurement(subject: MaskedImages) -> Measurement:
+    """All scores of the images as they are."""
+
+    def measure(advance: Advance) -> list[Row]:
+        found = subject.scores(subject.images, advance)
+        return [Row("clean", "", "", METRICS[name], value, len(subject.images)) for name, value in found.items()]
+
+    return Measurement({"test": "clean"}, 1.0, measure)
+
+
+def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) -> Measurement:
+    """mIoU under a corruption."""
+
+    def measure(advance: Advance) -> list[Row]:
+        found = subject.scores(CorruptedImages(subject.images, name, severity, subject.seed), advance)
+        return [Row("corruption", name, str(severity), METRICS["miou"], found["miou"], len(subject.images))]
+
+    return Measurement({"test": "corruption", "name": name, "severity": severity}, 3.0, measure)

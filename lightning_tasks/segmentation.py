@@ -1,0 +1,277 @@
+"""Semantic segmentation with any attention mechanism."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric
+
+from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.hparams import plain_data
+from lightning_tasks.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.models.backbone_weights import load_backbone
+from lightning_tasks.models.segmentation import segmentation_builder
+from lightning_tasks.models.timm_model import swap_layers
+from lightning_tasks.optimization import model_groups
+from lightning_tasks.pictures import run_folder
+from lightning_tasks.segmentation_metrics import SegmentationScores, scores, write_class_iou
+
+Batch = tuple[Tensor, Tensor]
+
+
+class SegmentationTask(BaseTask):
+    """A class for each pixel of images in [0, 1]; the network normalises them itself.
+
+    Batches are ``(images [B, 3, H, W]`` float in [0, 1]``, masks [B, H, W]`` int64``)``; in training H = W is the
+    network's size, else whole images of any size come, which are predicted by windows. Logs ``train/loss``; over the
+    whole split ``{val,test}/loss`` (cross-entropy in nats, a mean over the pixels that count), ``miou``,
+    ``mean_accuracy`` and ``overall_accuracy``. After a test the run's folder has ``test_classes.csv`` (IoU and accuracy
+    a class). With several processes each image counts once. Predictions are masks ``[B, H, W]``.
+
+    Args:
+        model: the name of a timm backbone for :class:`~lightning_tasks.models.segmenter.Segmenter`, or its arguments,
+            ``{"backbone": NAME, "img_size": 512, "decoder": "linear", ...}``.
+        num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
+        ignore_index: the label of pixels that do not count.
+        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention_options: its options by name.
+        attention_layers: which layers get it, counted in module order (a Segmenter's backbone first, then its
+            decoder); all where None.
+        other_attention: the mechanism of the other layers, with its defaults.
+        backbone_checkpoint: checkpoint of an :class:`~lightning_tasks.ImageClassificationTask` whose weights the
+            backbone starts from, in a fit; position embeddings are resized.
+        stride: pixels from one window to the next in whole images; half a window where None.
+        windows_at_once: windows that go through the network together.
+        scales: factors that images are scaled by; class probabilities are averaged over them.
+        flip: whether mirror images count too.
+        optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
+        param_groups: rules in place of timm's groups, in which norms, biases and embeddings of positions and classes
+            have no weight decay; ``[]`` for one group.
+
+    Raises:
+        TypeError: if something cannot be stored in a checkpoint; the text names the cure.
+        ValueError: if a backbone or mechanism is unknown (the nearest names are given), or a value is out of its
+            limits; on building, if the number of classes or the size of crops does not fit the data.
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] = "deit_tiny_patch16_224",
+        num_classes: int | None = None,
+        ignore_index: int = 255,
+        attention: Buildable = "softmax",
+        attention_options: dict[str, Any] | None = None,
+        attention_layers: list[int] | None = None,
+        other_attention: Buildable = "softmax",
+        backbone_checkpoint: str | None = None,
+        stride: int | None = None,
+        windows_at_once: int = 1,
+        scales: list[float] | None = None,
+        flip: bool = False,
+        optimizer: Buildable = "AdamW",
+        scheduler: Buildable | None = None,
+        scheduler_interval: str = "step",
+        scheduler_monitor: str = "val/loss",
+        param_groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if num_classes is not None and num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        if num_classes is not None and 0 <= ignore_index < num_classes:
+            raise ValueError(f"ignore_index={ignore_index} is one of the {num_classes} classes: give another number")
+        scales = [1.0] if scales is None else [float(scale) for scale in scales]
+        if not scales or min(scales) <= 0:
+            raise ValueError(f"scales are {scales}: give at least one, all above 0")
+        description = {"backbone": model} if isinstance(model, str) else plain_data(model, "model")
+        inference = {"stride": stride, "windows_at_once": windows_at_once, "scales": scales, "flip": flip}
+        builder = segmentation_builder(description, inference)  # its checks, before anything is built
+        super().__init__(
+            model=description,
+            num_classes=num_classes,
+            ignore_index=ignore_index,
+            attention=attention_spec(attention),
+            attention_options=attention_options,
+            attention_layers=attention_layers,
+            other_attention=attention_spec(other_attention),
+            backbone_checkpoint=backbone_checkpoint,
+            **inference,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            scheduler_monitor=scheduler_monitor,
+            param_groups=param_groups,
+        )
+        self._builder = builder
+
+    def build_model(self) -> nn.Module:
+        """The network with its attention swapped, and the metrics.
+
+        Raises:
+            ValueError: if the number of classes is unknown, or the data has more, or its crops do not fit.
+        """
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
+        crops, size = getattr(datamodule, "crop_size", None), self._builder.crop_size
+        if None not in (crops, size) and crops != size:
+            raise ValueError(
+                f"the data module gives crops of {crops} pixels, the network is built for {size}: give the data module "
+                f"crop_size={size}, or the model img_size={crops}"
+            )
+        network = self._builder.build(num_classes)
+        attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
+        other, other_options = mechanism_from(self.hparams["other_attention"], None)
+        swap_layers(network, attention, options, self.hparams["attention_layers"], other, other_options)
+        path = self.hparams["backbone_checkpoint"]
+        if path is not None and getattr(self._trainer, "training", False):
+            load_backbone(network, path)
+        for stage in ("val", "test"):
+            setattr(self, f"{stage}_scores", SegmentationScores(num_classes, self.hparams["ignore_index"]))
+            setattr(self, f"{stage}_loss", MeanMetric())
+        return network
+
+    def _num_classes(self, datamodule: Any) -> int:
+        given = self.hparams["num_classes"]
+        found = getattr(datamodule, "num_classes", None)
+        if given is None and found is None:
+            raise ValueError(
+                "the number of classes is unknown: give SegmentationTask(num_classes=...), or fit with a data module "
+                f"that has num_classes after setup (got {type(datamodule).__name__})"
+            )
+        if given is not None and found is not None and found > given:
+            raise ValueError(
+                f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
+            )
+        marked = getattr(datamodule, "ignore_index", None)
+        if marked is not None and marked != self.hparams["ignore_index"]:
+            raise ValueError(
+                f"ignore_index={self.hparams['ignore_index']}, but the data module marks pixels that do not count by "
+                f"{marked}: give ignore_index={marked}"
+            )
+        return given or int(found)  # type: ignore[arg-type]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[B, K, H, W]`` of whole images ``[B, 3, H, W]`` in [0, 1], of any size.
+
+        With several scales, or mirror images, the logarithms of the averaged probabilities.
+        """
+        return torch.cat(list(self._builder.bands(self.model, images)), -2)
+
+    def predict_masks(self, images: Tensor) -> Tensor:
+        """The most likely class of each pixel, ``[B, H, W]``; never holds the logits of a whole image."""
+        if not len(images):
+            return images.new_zeros(0, *images.shape[2:], dtype=torch.int64)
+        return torch.cat([band.argmax(1) for band in self._builder.bands(self.model, images)], -2)
+
+    def setup(self, stage: str) -> None:
+        """Silence what Lightning says of the hook below beside any data module: it is meant."""
+        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Check a batch while it is still on the CPU."""
+        check_masks(batch, self.hparams["num_classes"], self.hparams["ignore_index"])
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The sum of the network's loss terms; a Segmenter's is the mean cross-entropy in nats."""
+        images, masks = batch
+        terms = self._builder.losses(self.model, images, masks, self.hparams["ignore_index"])
+        loss = torch.stack(list(terms.values())).sum()
+        if len(terms) > 1:
+            parts = {f"train/{name}": term for name, term in terms.items()}
+            self.log_dict(parts, sync_dist=True, batch_size=len(masks))
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(masks))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Add a batch to the metrics under ``val/``; returns its predicted masks."""
+        return self._evaluate("val", batch, batch_idx, self.trainer.val_dataloaders)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Add a batch to the metrics under ``test/``; returns its predicted masks."""
+        return self._evaluate("test", batch, batch_idx, self.trainer.test_dataloaders)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Predicted masks ``[B, H, W]``, int64."""
+        return self.predict_masks(batch[0])
+
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> Tensor:
+        images, masks = batch
+        repeated = repeated_rows(dataloader, batch_idx, len(masks))
+        if repeated is not None and repeated.any():
+            images, masks = images[~repeated], masks[~repeated]
+        if not len(masks):  # every image of the batch was damaged, or repeated
+            return masks
+        ignored, predicted, top = self.hparams["ignore_index"], [], 0
+        mean_loss = getattr(self, f"{stage}_loss")
+        for band in self._builder.bands(self.model, images):
+            rows = masks[:, top : top + band.shape[-2]]
+            counted = (rows != ignored).sum()
+            total = functional.cross_entropy(band.float(), rows, ignore_index=ignored, reduction="sum")
+            mean_loss.update(total / counted.clamp(min=1), counted)
+            predicted.append(band.argmax(1))
+            top += band.shape[-2]
+        found = torch.cat(predicted, 1)
+        getattr(self, f"{stage}_scores").update(found, masks)
+        return found
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of the split."""
+        self._log_scores("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of the split, and write those of each class into the run's folder."""
+        confusion = self._log_scores("test")
+        folder = run_folder(self.trainer)
+        if folder is not None and self.trainer.is_global_zero:
+            write_class_iou(folder / "test_classes.csv", self.class_names, confusion)
+
+    def _log_scores(self, stage: str) -> Tensor:
+        metric, mean_loss = getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")
+        confusion = metric.compute().cpu()
+        values = {"loss": mean_loss.compute(), **scores(confusion)}
+        metric.reset()
+        mean_loss.reset()
+        # Sums over all processes already: every process logs the same.
+        self.log_dict({f"{stage}/{name}": float(value) for name, value in values.items()}, sync_dist=True)
+        return confusion
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Names of the classes: the data module's, or their numbers."""
+        size = self.hparams["num_classes"]
+        names = list(getattr(getattr(self._trainer, "datamodule", None), "class_names", None) or ())
+        return [*names, *map(str, range(len(names), size))]
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
+        if self.hparams["param_groups"] is not None:
+            return super().optimizer_groups()
+        return model_groups(self.model, self.hparams["optimizer"])
+
+
+def check_masks(batch: Any, num_classes: int, ignore_index: int) -> None:
+    """Raise a ValueError where a batch is not (images ``[B, 3, H, W]``, masks ``[B, H, W]`` of known labels).
+
+    Values are looked at on the CPU only: on a device this would wait for it.
+    """
+    images, masks = batch
+    if images.ndim != 4 or masks.shape != (len(images), *images.shape[2:]):
+        raise ValueError(
+            f"a batch must be (images [B, 3, H, W], masks [B, H, W]), got {list(images.shape)} and {list(masks.shape)}"
+        )
+    if masks.dtype != torch.int64 or not images.dtype.is_floating_point:
+        raise ValueError(
+            f"images must be floating point in [0, 1] and masks int64, got {images.dtype} and {masks.dtype}"
+        )
+    if masks.device.type != "cpu" or not masks.numel():
+        return
+    wrong = masks[((masks < 0) | (masks >= num_classes)) & (masks != ignore_index)]
+    if len(wrong):
+        raise ValueError(
+            f"a mask has the label {int(wrong.max())}: there are {num_classes} classes, and ignore_index={ignore_index}"
+        )

@@ -1,0 +1,69 @@
+"""How well masks are predicted, from one confusion matrix over a whole split."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+SCORES = ("miou", "mean_accuracy", "overall_accuracy")
+
+
+class SegmentationScores(MulticlassConfusionMatrix):
+    """torchmetrics' confusion matrix of pixels; it sums over batches and processes, and leaves ignored pixels out."""
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        super().__init__(num_classes, ignore_index=ignore_index, validate_args=False)
+
+
+def class_iou(confusion: Tensor) -> Tensor:
+    """Intersection over union of each class, ``[K]``, nan where a class is neither there nor predicted.
+
+    Args:
+        confusion: pixels ``[K, K]``, a row a true class.
+    """
+    hit = confusion.diagonal().double()
+    return hit / (confusion.sum(0) + confusion.sum(1) - hit)
+
+
+def class_accuracy(confusion: Tensor) -> Tensor:
+    """Share of each class's pixels that are found, ``[K]``, nan where there are none."""
+    return confusion.diagonal().double() / confusion.sum(1)
+
+
+def scores(confusion: Tensor) -> dict[str, float]:
+    """`miou` and `mean_accuracy`, over the classes for which they are defined, and `overall_accuracy`, of all pixels.
+
+    The conventions of mmsegmentation's `IoUMetric`. (torchmetrics' macro accuracy would count a class that is
+    predicted and not there as 0; its `MeanIoU` averages over images.) nan where no pixel counts.
+
+    Args:
+        confusion: pixels ``[K, K]``, a row a true class.
+    """
+    values = (
+        class_iou(confusion).nanmean(),
+        class_accuracy(confusion).nanmean(),
+        confusion.diagonal().sum().double() / confusion.sum(),
+    )
+    return dict(zip(SCORES, torch.stack(values).tolist(), strict=True))
+
+
+def write_class_iou(path: Path, names: Sequence[str], confusion: Tensor) -> None:
+    """A CSV file with name, pixels, IoU and accuracy of each class; empty where one is not defined."""
+    rows = zip(
+        names,
+        confusion.sum(1).tolist(),
+        class_iou(confusion).tolist(),
+        class_accuracy(confusion).tolist(),
+        strict=True,
+    )
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["class", "name", "pixels", "iou", "accuracy"])
+        for index, (name, pixels, *shares) in enumerate(rows):
+            writer.writerow([index, name, pixels, *("" if math.isnan(share) else f"{share:.4f}" for share in shares)])

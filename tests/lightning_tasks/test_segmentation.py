@@ -1,0 +1,293 @@
+"""The segmentation task: metrics over a split, what does not count, windows, checkpoints, overlays, robustness."""
+
+import csv
+import math
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
+from datamodules import DigitScenesDataModule
+from lightning_tasks import ImageClassificationTask, SegmentationTask
+from lightning_tasks.callbacks import RobustnessEvaluation, SegmentationOverlay
+from lightning_tasks.segmentation_metrics import SegmentationScores, scores
+from tests.lightning_tasks.language_data import trainer
+
+OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+MODEL = {"backbone": "deit_tiny_patch16_224", "img_size": 32, "backbone_options": OPTIONS}
+RPC = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0, -2]}
+
+
+def task(model=None, **options):
+    return SegmentationTask(**{"model": {**MODEL, **(model or {})}, "optimizer": "AdamW", **options})
+
+
+def built(num_classes=5, **options):
+    torch.manual_seed(0)
+    module = task(num_classes=num_classes, **options)
+    module.configure_model()
+    return module.eval()
+
+
+def pair(count=4, height=32, width=32, classes=5, ignored=0.3):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(count, 3, height, width, generator=generator)
+    masks = torch.randint(0, classes, (count, height, width), generator=generator)
+    masks[torch.rand(masks.shape, generator=generator) < ignored] = 255
+    return images, masks
+
+
+def loader(images, masks, batch_size=2):
+    return DataLoader(TensorDataset(images, masks), batch_size=batch_size)
+
+
+def scenes(**options):
+    sizes = {"num_train": 8, "num_val": 4, "num_test": 4, "batch_size": 4, "img_size": 40, "crop_size": 32}
+    return DigitScenesDataModule(**{**sizes, **options})
+
+
+# -- loss and metrics --------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_over_the_pixels_that_count():
+    module, (images, masks) = built(), pair()
+    module.log = lambda *args, **kwargs: None
+    loss = module.training_step((images, masks), 0)
+    counted = masks != 255
+    logits = module.model(images).permute(0, 2, 3, 1)[counted]
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, masks[counted]))
+    masks[:] = 255
+    loss = module.training_step((images, masks), 0)
+    loss.backward()
+    assert loss == 0
+    assert all(parameter.grad.abs().max() == 0 for parameter in module.parameters())
+
+
+def test_scores_are_of_the_whole_split_and_leave_out_what_does_not_count(tmp_path):
+    module, (images, masks) = built(), pair(count=5, height=40, width=52)
+    logged = trainer(tmp_path).test(module, loader(images, masks), verbose=False)[0]
+    with torch.no_grad():
+        predicted, logits = module.predict_masks(images), module(images)
+    metric = SegmentationScores(5, 255)
+    metric.update(predicted, masks)
+    expected = {f"test/{name}": value for name, value in scores(metric.compute()).items()}
+    expected["test/loss"] = functional.cross_entropy(logits, masks, ignore_index=255).item()
+    assert logged == pytest.approx(expected, rel=1e-4)
+    masks[masks == 255] = predicted[masks == 255]  # what did not count would have been right
+    better = trainer(tmp_path).test(module, loader(images, masks), verbose=False)[0]
+    assert better["test/miou"] > logged["test/miou"] + 0.05
+
+
+def test_masks_are_those_of_the_logits_of_overlapping_windows():
+    module, (images, _) = built(stride=8), pair(height=44, width=36)
+    with torch.no_grad():
+        logits = module(images)
+        assert logits.shape == (4, 5, 44, 36)
+        assert torch.equal(module.predict_masks(images), logits.argmax(1))
+        first = module.model(images[:, :, :32, :32])
+    torch.testing.assert_close(logits[..., :8, :4], first[..., :8, :4])  # seen by the first window alone
+
+
+def test_scales_and_mirror_images_change_the_prediction(tmp_path):
+    images, masks = pair(height=40, width=36)
+    plain, several = built(), built(scales=[0.75, 1.0, 1.5], flip=True)
+    with torch.no_grad():
+        averaged = several(images)
+        torch.testing.assert_close(averaged.exp().sum(1), torch.ones(4, 40, 36))
+        torch.testing.assert_close(several(images.flip(-1)), averaged.flip(-1), rtol=1e-3, atol=1e-3)
+        assert not torch.equal(averaged.argmax(1), plain.predict_masks(images))
+    assert math.isfinite(trainer(tmp_path).test(several, loader(images, masks), verbose=False)[0]["test/loss"])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_any_number_of_images(count):
+    module, (images, masks) = built(), pair(count)
+    module.log = lambda *args, **kwargs: None
+    module.training_step((images, masks), 0).backward()
+    assert module.predict_step((images, masks), 0).shape == (count, 32, 32)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_mechanisms_go_where_they_were_sent():
+    module = built(**RPC, other_attention="symmetric")
+    kinds = [type(part) for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert kinds == [RPCAttention, SymmetricAttention] * 2
+    assert not [part for part in built().modules() if isinstance(part, AttentionMechanism)]
+
+
+def test_a_checkpoint_brings_everything(tmp_path):
+    module, run = task(**RPC), trainer(tmp_path)
+    run.fit(module, scenes())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = SegmentationTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded.hparams.num_classes == 11
+    images, _ = pair()
+    assert torch.equal(loaded.eval()(images), module.eval()(images))
+    masks = torch.cat(trainer(tmp_path).predict(loaded, scenes()))
+    assert (masks.shape, masks.dtype) == ((4, 40, 40), torch.int64)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
+def test_the_backbone_starts_from_a_classifier_of_another_size(tmp_path, attention):
+    smaller = {**OPTIONS, "img_size": 16}
+    classifier = ImageClassificationTask("deit_tiny_patch16_224", 7, attention=attention, model_options=smaller)
+    classifier.configure_model()
+    path = tmp_path / "classifier.ckpt"
+    torch.save({"state_dict": classifier.state_dict()}, path)
+    module = task(backbone_checkpoint=str(path), attention=attention)
+    trainer(tmp_path, limit_train_batches=0, limit_val_batches=0).fit(module, scenes())
+    ours, theirs = module.model.backbone.state_dict(), classifier.model.state_dict()
+    assert torch.equal(ours["blocks.1.attn.qkv.weight"], theirs["blocks.1.attn.qkv.weight"])
+    assert ours["pos_embed"].shape == (1, 17, 16)
+    assert torch.equal(ours["pos_embed"][:, 0], theirs["pos_embed"][:, 0])  # of the class token
+    corners = ours["pos_embed"][0, 1:].view(4, 4, 16).mean((0, 1)), theirs["pos_embed"][0, 1:].mean(0)
+    torch.testing.assert_close(*corners, rtol=0.2, atol=0.02)
+    other = task(backbone_checkpoint=str(path), model={"backbone_options": {**OPTIONS, "depth": 1}})
+    with pytest.raises(ValueError, match=r"classifier\.ckpt: its weights do not fit the backbone"):
+        trainer(tmp_path).fit(other, scenes())
+    with pytest.raises(FileNotFoundError, match="backbone_checkpoint=nothing"):
+        trainer(tmp_path).fit(task(backbone_checkpoint="nothing"), scenes())
+
+
+def test_norms_biases_and_embeddings_have_no_weight_decay():
+    module = built(optimizer={"class_path": "AdamW", "init_args": {"lr": 0.1, "weight_decay": 0.3}})
+    names = {id(parameter): name for name, parameter in module.model.named_parameters()}
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    decay = {names.pop(id(p)): group["weight_decay"] for group in groups for p in group["params"]}
+    assert not names
+    for name, value in decay.items():
+        plain = name.endswith(("bias", "pos_embed", "cls_token", "class_tokens")) or "norm" in name
+        assert value == (0.0 if plain else 0.3), name
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_overlays_and_a_table_a_class(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [CSVLogger(tmp_path, name="run"), TensorBoardLogger(tmp_path, name="tensorboard")]
+    overlay = SegmentationOverlay(every_n_epochs=2, num_images=3)
+    run = trainer(tmp_path, logger=loggers, callbacks=[overlay], max_epochs=3)
+    module, drawn = task(), []
+    folder = tmp_path / "run" / "version_0"
+    keep = overlay._draw
+    overlay._draw = lambda *given: drawn.append((given[2], run.current_epoch, len(overlay._seen))) or keep(*given)
+    run.fit(module, scenes())
+    assert [entry for entry in drawn if entry[2]] == [("val/overlay", 1, 3)]
+    assert (folder / "val_overlay.png").stat().st_size > 2000
+    run.test(module, scenes(), verbose=False)
+    run.predict(module, scenes())
+    stages = ("val", "test", "predict")
+    assert {path.name for path in folder.glob("*.png")} == {f"{stage}_overlay.png" for stage in stages}
+    with (folder / "test_classes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["background", *"0123456789"]
+    assert sum(int(row["pixels"]) for row in rows) == 4 * 40 * 40
+    loggers[1].finalize("success")
+    events = EventAccumulator(loggers[1].log_dir)
+    events.Reload()
+    assert set(events.Tags()["images"]) == {f"{stage}/overlay" for stage in stages}
+
+
+def test_overlays_need_masks(tmp_path):
+    class Silent(SegmentationTask):
+        def validation_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ValueError, match="needs steps that return predicted masks"):
+        trainer(tmp_path, callbacks=[SegmentationOverlay()]).validate(Silent(MODEL, 11), scenes(), verbose=False)
+    with pytest.raises(ValueError, match="every_n_epochs is 0"):
+        SegmentationOverlay(every_n_epochs=0)
+
+
+def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
+    imagecorruptions = pytest.importorskip("imagecorruptions")
+    assert imagecorruptions
+    options = {"attacks": [], "corruptions": ["gaussian_noise", "brightness"], "severities": [1, 5]}
+    callback = RobustnessEvaluation(**options, num_images=3)
+    run = trainer(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path, name="run"))
+    module = built(11)
+    run.test(module, scenes(), verbose=False)
+    rows = {(row.test, row.name, row.setting, row.metric): row for row in callback.table}
+    assert len([key for key in rows if key[0] == "corruption"]) == 4
+    data = scenes()
+    data.setup("test")
+    images, masks = next(iter(data.test_dataloader()))
+    metric = SegmentationScores(11, 255)
+    metric.update(module.predict_masks(images[:3]), masks[:3])
+    assert rows["clean", "", "", "mIoU"].value == pytest.approx(scores(metric.compute())["miou"])
+    values = [row.value for key, row in rows.items() if key[0] == "corruption"]
+    assert rows["mean corruption", "", "", "mIoU"].value == pytest.approx(sum(values) / 4)
+    assert {row.samples for row in callback.table} == {3}
+    assert "corruption, mIoU at severity" in (tmp_path / "run" / "version_0" / "robustness.md").read_text()
+
+
+def test_robustness_of_images_of_different_sizes(tmp_path):
+    callback = RobustnessEvaluation(attacks=["fgsm"], corruptions=[])
+    batches = [pair(1, height=40), pair(1, width=48)]
+    run = trainer(tmp_path, callbacks=[callback])
+    with pytest.warns(UserWarning, match="for classifiers: not measured of a SegmentationTask"):
+        logged = run.test(built(), DataLoader(batches, batch_size=None), verbose=False)[0]
+    assert callback.table[0].value == pytest.approx(logged["test/miou"])
+    assert [row.metric for row in callback.table] == ["mIoU", "mean accuracy", "overall accuracy"]
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": {"backbne": "vit_tiny_patch16_224"}}, "needs one of the keys 'backbone'.*did you mean 'backbone'"),
+        ({"model": {**MODEL, "decodr": "linear"}}, "unknown key 'decodr'; Segmenter takes backbone, img_size"),
+        ({"model": {**MODEL, "decoder": "mask"}}, "decoder is 'mask'"),
+        ({"model": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny"),
+        ({"num_classes": 1}, "num_classes must be at least 2"),
+        ({"num_classes": 300}, "ignore_index=255 is one of the 300 classes"),
+        ({"attention": "rcp"}, "Did you mean 'rpc'"),
+        ({"stride": 33, "model": MODEL}, "the stride 33 is above the window 32"),
+        ({"windows_at_once": 0}, "batch_size of the windows is 0"),
+        ({"scales": [1.0, -1.0]}, "scales are"),
+    ],
+)
+def test_bad_arguments(options, text):
+    with pytest.raises(ValueError, match=text):
+        SegmentationTask(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_classes": 9}, "num_classes=9 is below the 11 classes of the data module"),
+        ({"ignore_index": 99}, "ignore_index=99, but the data module marks .* by 255"),
+        ({"model": {"img_size": 48}}, "crops of 32 pixels, the network is built for 48: .*crop_size=48"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_before_training(tmp_path, options, text):
+    with pytest.raises(ValueError, match=text):
+        trainer(tmp_path).fit(task(**options), scenes())
+
+
+@pytest.mark.parametrize(
+    ("images", "masks", "text"),
+    [
+        (pair()[0], pair()[1] + 1, "a mask has the label 256: there are 5 classes"),
+        (pair()[0], pair(width=30)[1], r"masks \[B, H, W\]\), got \[2, 3, 32, 32\] and \[2, 32, 30\]"),
+        (pair()[0], pair()[1].float(), "masks int64, got torch.float32 and torch.float32"),
+    ],
+)
+def test_batches_that_do_not_fit(tmp_path, images, masks, text):
+    with pytest.raises(ValueError, match=text):
+        trainer(tmp_path).fit(task(num_classes=5), loader(images, masks))
+
+
+def test_unknown_number_of_classes_says_what_to_give():
+    with pytest.raises(ValueError, match=r"give SegmentationTask\(num_classes=...\)"):
+        task().configure_model()
