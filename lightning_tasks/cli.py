@@ -248,6 +248,19 @@ def _stored_model(path: str | None) -> dict[str, Any]:
     return {**({"class_path": class_path} if class_path else {}), **({"init_args": hparams} if hparams else {})}
 
 
+class _ParsingCLI(AttnswapCLI):
+    """Parses, and neither builds nor runs anything."""
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing: no folder is claimed."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing."""
+
+
 def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> AttnswapCLI:
     """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
 
@@ -255,8 +268,21 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
         RecipeError: a recipe or part that does not exist.
         SystemExit: arguments that the parser refuses; its message names them.
     """
+    return _command_line(AttnswapCLI, arguments, callbacks)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Parse the arguments of :func:`run`, and neither build nor run anything.
+
+    Raises:
+        RecipeError, SystemExit: as there.
+    """
+    _command_line(_ParsingCLI, arguments, ())
+
+
+def _command_line(kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback]) -> AttnswapCLI:
     expanded = spell_out_classes(expand_recipe_names(arguments))
-    return AttnswapCLI(
+    return kind(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "attnswap"},

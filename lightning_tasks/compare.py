@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import difflib
+import io
 import json
 import os
 import re
@@ -196,11 +198,35 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     return failures
 
 
+def check_cells(cells: Iterable[Cell]) -> None:
+    """Parse what the cells of each configuration ask for, so that a typing error in the last one ends nothing half-way.
+
+    Raises:
+        RecipeError: what some of them ask for is refused.
+    """
+    from lightning_tasks.cli import check_arguments
+
+    refused = {}
+    for cell in {cell.name: cell for cell in cells}.values():
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                check_arguments(cell.arguments)
+        except SystemExit:
+            refused[cell.name] = last_error(printed.getvalue())
+        except RecipeError as error:
+            refused[cell.name] = str(error)
+    if refused:
+        lines = "".join(f"\n{name}: {text}" for name, text in refused.items())
+        raise RecipeError(f"{len(refused)} configurations are refused, and nothing was run:{lines}")
+
+
 def failure(cell: Cell, error: BaseException) -> str:
     """Why a cell failed, in one line, and where its log is; what only ends a process says why in the log."""
     text = reason(error)
     if isinstance(error, (SystemExit, BrokenProcessPool)):
-        text = f"{last_error(cell.log) or 'nothing was printed'} ({text})"
+        printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
+        text = f"{last_error(printed) or 'nothing was printed'} ({text})"
     return f"{text}; log: {cell.log}"
 
 
@@ -273,6 +299,7 @@ def main(arguments: Sequence[str]) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    check_cells(cell for cell in cells if not cell.is_finished())
     failures = run_cells(cells, options.jobs)
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)

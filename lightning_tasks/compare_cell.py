@@ -141,9 +141,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ]
 
 
-def last_error(log: Path) -> str:
+def last_error(text: str) -> str:
     """The error that a log ends with, in one line: from its last "error:" on, else its last line; "" where none is."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if re.match(r"(\S+: )?error:|[\w.]*(Error|Exception)\b", line)]
     return " ".join(lines[starts[-1] if starts else -1 :])

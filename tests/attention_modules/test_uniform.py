@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from attention_modules import AttentionSpec
+from attention_modules.testing import CHECKS, check_mechanism
 from attention_modules.uniform import UniformAttention
 
 
@@ -12,6 +13,11 @@ def mechanism():
 
 def tensors(tokens=5):
     return [torch.randn(3, 2, tokens, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def test_what_every_mechanism_satisfies():
+    """All but that the query and the scale of its products act."""
+    check_mechanism("uniform", only=CHECKS.keys() - {"query", "scale"})
 
 
 def test_mean_of_all_values(mechanism):

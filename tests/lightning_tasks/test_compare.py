@@ -16,6 +16,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare import (
     KEYS,
     Variant,
+    failure,
     override_arguments,
     parse_seeds,
     plan_cells,
@@ -307,32 +308,44 @@ def test_a_killed_comparison_leaves_nobody_at_work():
         ("Traceback:\n  line\nKeyError: 'x'\nValueError: bad\n", "ValueError: bad"),
         ("Killed\n", "Killed"),
         ("", ""),
-        (None, ""),
     ],
 )
-def test_the_error_that_a_log_ends_with(printed, error, tmp_path):
-    if printed is not None:
-        (tmp_path / "log.txt").write_text(printed)
-    assert last_error(tmp_path / "log.txt") == error
+def test_the_error_that_a_log_ends_with(printed, error):
+    assert last_error(printed) == error
 
 
 def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):
     content = yaml.safe_load(comparison.read_text())
     content["variants"]["broken"] = {"model.rate": -1.0}
-    content["variants"]["refused"] = {"model.nothing": 1}
     comparison.write_text(yaml.safe_dump(content, sort_keys=False))
-    with pytest.raises(SystemExit, match="2 of 5 cells failed") as stop:
+    with pytest.raises(SystemExit, match="1 of 4 cells failed") as stop:
         main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
     for text in (capfd.readouterr().err, str(stop.value)):
-        logs = {name: str(tmp_path / "out" / "cells" / name / "seed_0" / "log.txt") for name in ("broken", "refused")}
         (broken,) = [line for line in text.splitlines() if "broken seed 0: " in line]
         assert "ValueError: Invalid learning rate: -1.0" in broken
-        assert logs["broken"] in broken
-        (refused,) = [line for line in text.splitlines() if "refused seed 0: " in line]
-        assert "error: " in refused
-        assert "nothing" in refused
-        assert logs["refused"] in refused
+        assert str(tmp_path / "out" / "cells" / "broken" / "seed_0" / "log.txt") in broken
     assert "slow" in (tmp_path / "out" / "results.csv").read_text()
+
+
+def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):
+    (cell,) = plan_cells([Variant("a", str(demo))], [0], tmp_path)
+    assert failure(cell, SystemExit(2)) == f"nothing was printed (SystemExit: 2); log: {cell.log}"
+    cell.folder.mkdir(parents=True)
+    cell.log.write_text("usage: x\nerror: no room\n")
+    assert failure(cell, SystemExit(2)) == f"error: no room (SystemExit: 2); log: {cell.log}"
+
+
+def test_a_typing_error_in_any_configuration_is_refused_before_the_first_runs(comparison, tmp_path, capsys):
+    content = yaml.safe_load(comparison.read_text())
+    content["variants"]["mistyped"] = {"model.nothing": 1}
+    comparison.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(SystemExit):
+        main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().err
+    assert "1 configurations are refused, and nothing was run" in printed
+    assert "mistyped: " in printed
+    assert "nothing" in printed
+    assert not (tmp_path / "out" / "cells").exists()
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -389,7 +402,8 @@ def test_the_verdict_follows_the_paired_interval(differences, verdict):
 def test_minimum_detectable_effect_of_the_textbook():
     # A paired t-test of 34 pairs finds half a standard deviation with power 0.8 (Cohen's tables: n = 34).
     assert minimum_detectable_effect(2.0, 34) == pytest.approx(2.0 * 0.4949, rel=2e-3)
-    assert minimum_detectable_effect(1.0, 8) == pytest.approx(1.1556, rel=5e-3)
+    assert minimum_detectable_effect(1.0, 8) == pytest.approx(1.1560, rel=1e-3)
+    assert minimum_detectable_effect(1.0, 2) == pytest.approx(11.55, rel=1e-3)  # by integration over chi
     assert minimum_detectable_effect(0.0, 8) == 0.0
 
 
