@@ -1,8 +1,11 @@
-"""The picture of a comparison: each metric over the steps, a line a configuration, its spread over seeds as a band."""
+"""The picture of a comparison: each metric over the steps, a line a configuration, its spread over seeds as a band.
+
+Below it the differences to the first configuration, seed by seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +24,51 @@ def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.
     return np.array(steps), np.array(means), np.array(spreads)
 
 
+def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[str, Any]]:
+    """Rows with the value of configuration ``first``, of the same metric, seed and step, taken off."""
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["metric"], row["seed"], row["step"]
+
+    base = {place(row): row["value"] for row in rows if row["config"] == first}
+    return [
+        {**row, "value": row["value"] - base[place(row)]}
+        for row in rows
+        if row["config"] != first and place(row) in base
+    ]
+
+
 def draw_comparison(
     rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], picture: Path
 ) -> Path | None:
-    """Draw a panel for each metric that was logged; return the file written, None where none was."""
+    """Draw two panels for each metric that was logged; return the file written, None where none was."""
     shown = [metric for metric in metrics if any(row["metric"] == metric for row in rows)]
     if not shown:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(shown), 3.8), layout="constrained")
+    differences = paired_differences(rows, configs[0])
+    kinds = [(rows, ""), *([(differences, f", difference to {configs[0]}")] if differences else [])]
+    figure = Figure(figsize=(5 * len(shown), 3.8 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, metric in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        for config in configs:
-            steps, means, spreads = curve(rows, metric, config)
-            if len(steps):
-                (line,) = axes.plot(steps, means, label=config, linewidth=1.4, marker="o", markersize=3)
-                axes.fill_between(steps, means - spreads, means + spreads, color=line.get_color(), alpha=0.15)
-        axes.set_xlabel("step")
-        axes.set_title(metric, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
+    colors = {config: f"C{place}" for place, config in enumerate(configs)}
+    for (values, kind), line in zip(kinds, figure.subplots(len(kinds), len(shown), squeeze=False), strict=True):
+        for axes, metric in zip(line, shown, strict=True):
+            _draw_panel(axes, values, metric, colors)
+            axes.set_title(f"{metric}{kind}", loc="left", fontsize="medium")
+            if kind:
+                axes.axhline(0.0, color="0.5", linewidth=0.8, linestyle=":")
     figure.axes[0].legend(fontsize="small", frameon=False)
-    figure.savefig(picture, dpi=150)
+    figure.savefig(picture, dpi=110)
     return picture
+
+
+def _draw_panel(axes: Any, rows: Sequence[dict[str, Any]], metric: str, colors: Mapping[str, str]) -> None:
+    for config, color in colors.items():
+        steps, means, spreads = curve(rows, metric, config)
+        if len(steps):
+            axes.plot(steps, means, label=config, color=color, linewidth=1.4, marker="o", markersize=3)
+            axes.fill_between(steps, means - spreads, means + spreads, color=color, alpha=0.15)
+    axes.set_xlabel("step")
+    axes.spines[["top", "right"]].set_visible(False)

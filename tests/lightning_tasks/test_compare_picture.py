@@ -1,6 +1,6 @@
 import numpy as np
 
-from lightning_tasks.compare_picture import curve, draw_comparison
+from lightning_tasks.compare_picture import curve, draw_comparison, paired_differences
 
 ROWS = [
     {"config": config, "seed": seed, "step": step, "metric": "val/loss", "value": 3.0 - step / 10 + seed}
@@ -26,3 +26,14 @@ def test_a_panel_for_each_metric_that_was_logged(tmp_path):
 def test_no_picture_without_a_known_metric(tmp_path):
     assert draw_comparison(ROWS, ["a"], ["absent"], tmp_path / "curves.png") is None
     assert not list(tmp_path.iterdir())
+
+
+def test_differences_are_of_one_metric_seed_and_step():
+    rows = [
+        {"config": "a", "seed": 0, "step": 1, "metric": "m", "value": 2.0},
+        {"config": "b", "seed": 0, "step": 1, "metric": "m", "value": 2.5},
+        {"config": "b", "seed": 1, "step": 1, "metric": "m", "value": 9.0},
+        {"config": "b", "seed": 0, "step": 2, "metric": "m", "value": 9.0},
+        {"config": "b", "seed": 0, "step": 1, "metric": "n", "value": 9.0},
+    ]
+    assert paired_differences(rows, "a") == [{"config": "b", "seed": 0, "step": 1, "metric": "m", "value": 0.5}]
