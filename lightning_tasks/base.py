@@ -18,6 +18,7 @@ from lightning_tasks.optimization import (
     scheduler_spec,
     step_timm,
 )
+from lightning_tasks.resumed_optimizer import refuse_other_settings
 from lightning_tasks.resuming import refuse_other_layout
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
@@ -85,10 +86,12 @@ class BaseTask(LightningModule):
         """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short.
 
         Raises:
-            ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit.
+            ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit, or with
+                other settings of optimizer and schedule than the checkpoint's, which Lightning would restore unsaid.
         """
         if self._trainer is not None:
             refuse_other_layout(self._trainer, self, checkpoint)
+            refuse_other_settings(self._trainer, self, checkpoint)
         self._random_state = checkpoint.get("random_state")
         reopen_cut_epoch(checkpoint)
 

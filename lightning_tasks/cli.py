@@ -22,6 +22,7 @@ from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
+from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
@@ -180,6 +181,8 @@ class AttnswapCLI(LightningCLI):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        if self.config.subcommand == "fit" and section.ckpt_path:
+            self.trainer_defaults["callbacks"].append(CheckResumedOptimizer())
         if self.config.subcommand == "predict":
             self.trainer_defaults["callbacks"].append(PredictionTable())
         trainer = section.trainer
