@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_tasks.hparams import build, plain_data
+from lightning_tasks.hparams import plain_data
 from lightning_tasks.optimization import (
+    build_optimizer,
     build_scheduler,
     optimizer_spec,
     parameter_groups,
@@ -107,7 +108,7 @@ class BaseTask(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""
-        optimizer = build(self.hparams["optimizer"], self.optimizer_groups())
+        optimizer = build_optimizer(self.hparams["optimizer"], self.optimizer_groups())
         spec, interval = self.hparams["scheduler"], self.hparams["scheduler_interval"]
         if spec is None:
             return {"optimizer": optimizer}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import mechanism_class
+from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, import_path, join_arguments
@@ -96,7 +98,7 @@ def _class_path(name: str, value: str) -> str | None:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Save the complete configuration in the run's own folder, and in the W&B run where there is one.
+    """Save the complete configuration in the run's own folder, and in the W&B run where there is one; say where.
 
     It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
     no folder of its own, and nothing is saved: the working folder belongs to the user.
@@ -123,6 +125,8 @@ class SaveConfig(SaveConfigCallback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers:
+            if not self.already_saved:
+                rank_zero_info(f"attnswap: this run's files are in {trainer.log_dir}")
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -157,7 +161,11 @@ class AttnswapCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember what was given explicitly by the command line and its files."""
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            known = self._subcommand_parsers[args[0]]._option_string_actions
+            raise argument_refusal(error, known) from error
         self._given = parser.parse_args(args, defaults=False)
 
     def _parse_ckpt_path(self) -> None:
@@ -195,7 +203,6 @@ class AttnswapCLI(LightningCLI):
         self._claimed = folder, root
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
-        rank_zero_info(f"attnswap: this run's files are in {folder}")
 
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
@@ -255,14 +262,13 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
     """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
 
     Raises:
-        RecipeError: a recipe or part that does not exist.
-        SystemExit: arguments that the parser refuses; its message names them.
+        RecipeError: a recipe or part that does not exist, or an argument that the parser refuses.
     """
     expanded = spell_out_classes(expand_recipe_names(arguments))
     return AttnswapCLI(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "attnswap"},
+        parser_kwargs={"prog": "attnswap", "exit_on_error": False},
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
         auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights

@@ -390,6 +390,59 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
     assert not Path("runs").exists()
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What the command says of a run."""
+    lines = []
+    monkeypatch.setattr("lightning_tasks.cli.rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--model.optimizer=SGD", "--model.optimizer.lr=-1"],
+            "SGD could not be built with {'lr': -1}: Invalid",
+        ),
+        (["--model.optimizer=SDG"], "no 'SDG' was found; looked in torch.optim. Did you mean 'SGD'"),
+        (["--model.optimizr=SGD"], "Option 'optimizr' is not accepted. Did you mean 'optimizer'"),
+        (["--data=WikiTextDataModuel"], "Did you mean 'datamodules.WikiTextDataModule'"),
+        (
+            ["--trainer.max_stepz", "3"],
+            "--trainer.max_stepz 3. Did you mean '--trainer.max_steps'",
+        ),
+        (["--data.batch_size=some"], "Expected a <class 'int'>. Got value: some"),
+        (["--model.attention=rcp"], "Did you mean 'rpc'"),
+        (["--data.batch_size=0"], "batch_size"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_nearest_name(arguments, text, capsys, said):
+    data = ["--data", "datamodules.PythonSourceDataModule"]
+    with pytest.raises(SystemExit) as stop:
+        main([*TASK[:3], *data, *TASK[5:], "--trainer.limit_val_batches=0", *arguments])
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    (line,) = [line for line in printed.splitlines() if line.strip() and "Warning" not in line]
+    assert line.startswith("attnswap: error: ")
+    assert text in line
+    assert not Path("runs").exists()
+    assert said == []
+
+
+def test_a_run_says_once_where_its_files_are(demo, said):
+    main(["fit", "--config", demo])
+    assert said == [f"attnswap: this run's files are in {last_run()}"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m lightning_tasks recipes | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, timeout=60)
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+
+
 def test_a_refusal_of_several_lines_is_indented():
     assert refusal_text(ValueError("one")) == "attnswap: error: one"
     assert refusal_text(ValueError("one"), "more") == "attnswap: error: one (more)"
