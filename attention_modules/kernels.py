@@ -18,6 +18,16 @@ def transforms_active() -> bool:
     return peek is not None and peek() is not None
 
 
+def check_dropout(dropout_p: float) -> None:
+    """Refuse what is no probability.
+
+    Raises:
+        ValueError: if it is below 0 or above 1.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability from 0 to 1, got {dropout_p!r}")
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -40,7 +50,11 @@ def attend(
 
     Returns:
         ``[B, H, N, d]``.
+
+    Raises:
+        ValueError: if ``dropout_p`` is no probability.
     """
+    check_dropout(dropout_p)
     if not torch.compiler.is_compiling() and transforms_active():
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)

@@ -40,7 +40,7 @@ class SelfAttention(nn.Module):
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: if the width is not a multiple of the head count, a norm is asked for without
+        ValueError: if a size is below 1, the width is not a multiple of the head count, a norm is asked for without
             ``norm_layer``, or an option of the mechanism is out of its limits.
         TypeError: if options do not fit the mechanism.
     """
@@ -68,14 +68,17 @@ class SelfAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+        for name, size in (("dim", dim), ("num_heads", num_heads)):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size!r}")
+        if attn_head_dim is None and dim % num_heads:
             raise ValueError(
                 f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it, "
                 "or set attn_head_dim"
             )
-        for name, size in (("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, or None to follow dim, got {size!r}")
+        for name, optional in (("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
+            if optional is not None and optional < 1:
+                raise ValueError(f"{name} must be at least 1, or None to follow dim, got {optional!r}")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("qk_norm and scale_norm need norm_layer, for example torch.nn.LayerNorm")
         if mechanism_options is not None and isinstance(mechanism, (str, type)):

@@ -204,6 +204,12 @@ def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object
             return cls(spec, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__} could not be built with the options {options}: {error}") from error
+    if isinstance(mechanism, AttentionMechanism):
+        name = type(mechanism).__name__
+        raise TypeError(
+            f"expected a mechanism name, class or callable, got a built {name}, which would be one for all layers; "
+            f"give the class {name} itself, and its arguments as options by name"
+        )
     if not callable(mechanism):
         raise TypeError(f"expected a mechanism name, class or callable, got {mechanism!r}")
     if options:

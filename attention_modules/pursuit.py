@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import attend, flash, flash_applies, flash_backward, flash_mask
+from attention_modules.kernels import attend, check_dropout, flash, flash_applies, flash_backward, flash_mask
 
 
 def pursue(
@@ -36,6 +36,7 @@ def pursue(
     Returns:
         ``[B, H, N, d]``.
     """
+    check_dropout(dropout_p)
     wanted = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and dropout_p == 0.0
     if wanted and flash_applies(k, v, attn_mask, is_causal, scale):
         return FusedPursuit.apply(k, v, limit, flash_mask(attn_mask, k.dtype), iterations, is_causal, scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_modules.kernels import check_dropout
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
@@ -27,6 +28,7 @@ class UniformAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
+        check_dropout(dropout_p)
         attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
         if attn_mask is not None:
             attn_mask = visible(attn_mask)

@@ -6,7 +6,7 @@ import ast
 import dis
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HELP = """\
@@ -70,6 +70,15 @@ def refusal_text(refusal: BaseException, hint: str = "") -> str:
     return "\n    ".join([f"attnswap: error: {first}", *others, *([f"({hint})"] if hint else [])])
 
 
+def until_closed(show: Callable[[], None]) -> None:
+    """Call what prints; a reader that has seen enough, such as `head`, ends it without an error."""
+    try:
+        show()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (by default that of the process).
 
@@ -83,11 +92,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
     try:
         if command in ("-h", "--help"):
-            print(HELP, end="")
+            until_closed(lambda: print(HELP, end=""))
         elif command == "--version":
             print(f"attnswap {version()}")
         elif command == "recipes":
-            print_recipes()
+            until_closed(print_recipes)
         elif command == "compare":
             from lightning_tasks.compare import main as compare
 

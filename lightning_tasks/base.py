@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_tasks.hparams import build, plain_data
+from lightning_tasks.hparams import plain_data
 from lightning_tasks.optimization import (
+    build_optimizer,
     build_scheduler,
     optimizer_spec,
     parameter_groups,
@@ -18,6 +19,7 @@ from lightning_tasks.optimization import (
     scheduler_spec,
     step_timm,
 )
+from lightning_tasks.resumed_optimizer import refuse_other_settings
 from lightning_tasks.resuming import refuse_other_layout
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
@@ -85,10 +87,12 @@ class BaseTask(LightningModule):
         """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short.
 
         Raises:
-            ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit.
+            ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit, or with
+                other settings of optimizer and schedule than the checkpoint's, which Lightning would restore unsaid.
         """
         if self._trainer is not None:
             refuse_other_layout(self._trainer, self, checkpoint)
+            refuse_other_settings(self._trainer, self, checkpoint)
         self._random_state = checkpoint.get("random_state")
         reopen_cut_epoch(checkpoint)
 
@@ -104,7 +108,7 @@ class BaseTask(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""
-        optimizer = build(self.hparams["optimizer"], self.optimizer_groups())
+        optimizer = build_optimizer(self.hparams["optimizer"], self.optimizer_groups())
         spec, interval = self.hparams["scheduler"], self.hparams["scheduler_interval"]
         if spec is None:
             return {"optimizer": optimizer}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from lightning.pytorch.utilities import rank_zero_info
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import mechanism_class
+from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
+from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
@@ -95,7 +98,7 @@ def _class_path(name: str, value: str) -> str | None:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Save the complete configuration in the run's own folder, and in the W&B run where there is one.
+    """Save the complete configuration in the run's own folder, and in the W&B run where there is one; say where.
 
     It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
     no folder of its own, and nothing is saved: the working folder belongs to the user.
@@ -122,6 +125,8 @@ class SaveConfig(SaveConfigCallback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers:
+            if not self.already_saved:
+                rank_zero_info(f"attnswap: this run's files are in {trainer.log_dir}")
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,7 +161,11 @@ class AttnswapCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember what was given explicitly by the command line and its files."""
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            known = self._subcommand_parsers[args[0]]._option_string_actions
+            raise argument_refusal(error, known) from error
         self._given = parser.parse_args(args, defaults=False)
 
     def _parse_ckpt_path(self) -> None:
@@ -180,6 +189,8 @@ class AttnswapCLI(LightningCLI):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        if self.config.subcommand == "fit" and section.ckpt_path:
+            self.trainer_defaults["callbacks"].append(CheckResumedOptimizer())
         if self.config.subcommand == "predict":
             self.trainer_defaults["callbacks"].append(PredictionTable())
         trainer = section.trainer
@@ -192,7 +203,6 @@ class AttnswapCLI(LightningCLI):
         self._claimed = folder, root
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
-        rank_zero_info(f"attnswap: this run's files are in {folder}")
 
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
@@ -265,8 +275,7 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
     """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
 
     Raises:
-        RecipeError: a recipe or part that does not exist.
-        SystemExit: arguments that the parser refuses; its message names them.
+        RecipeError: a recipe or part that does not exist, or an argument that the parser refuses.
     """
     return _command_line(AttnswapCLI, arguments, callbacks)
 
@@ -285,7 +294,7 @@ def _command_line(kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: 
     return kind(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "attnswap"},
+        parser_kwargs={"prog": "attnswap", "exit_on_error": False},
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
         auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights

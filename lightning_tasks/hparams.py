@@ -10,6 +10,8 @@ from typing import Any
 
 import jsonargparse
 
+from attention_modules.mechanism import did_you_mean
+
 Spec = dict[str, Any]
 
 
@@ -45,7 +47,8 @@ def import_object(path: str, *modules: ModuleType) -> Any:
             if hasattr(module, path):
                 return getattr(module, path)
         looked = " or ".join(module.__name__ for module in modules) or "nowhere: write the whole dotted path"
-        raise ValueError(f"no {path!r} was found; looked in {looked}")
+        near = did_you_mean(path, [name for module in modules for name in vars(module) if not name.startswith("_")])
+        raise ValueError(f"no {path!r} was found; looked in {looked}.{near}")
     parts = path.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:size])

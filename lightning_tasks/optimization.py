@@ -116,6 +116,23 @@ def step_timm(scheduler: Any, interval: str, updates: int, epochs: int, metric: 
         scheduler.step_update(updates, metric)
 
 
+def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer over groups of parameters.
+
+    Raises:
+        TypeError, ValueError: if it does not take its arguments, or their values; the text shows them.
+    """
+    return _built(spec, groups)
+
+
+def _built(spec: Spec, *args: Any, **extra: Any) -> Any:
+    """As :func:`build`; what torch and timm say of values that they refuse is a refusal of ours."""
+    try:
+        return build(spec, *args, **extra)
+    except ValueError as error:
+        raise ValueError(f"{spec['class_path']} could not be built with {spec['init_args']}: {error}") from error
+
+
 def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
     """A schedule on ``optimizer``; entries under "schedulers" (SequentialLR, ChainedScheduler) are built first.
 
@@ -125,7 +142,7 @@ def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
     if "schedulers" in arguments:
         inner = [plain_spec(entry, lr_scheduler, what="scheduler") for entry in arguments["schedulers"]]
         arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in inner]
-    built = build({**spec, "init_args": {**length, **arguments}}, optimizer=optimizer)
+    built = _built({**spec, "init_args": {**length, **arguments}}, optimizer=optimizer)
     return built[0] if isinstance(built, tuple) else built  # create_scheduler_v2 adds the number of epochs
 
 

@@ -53,7 +53,7 @@ def refuse_other_layout(trainer: pl.Trainer, pl_module: pl.LightningModule, chec
 
 
 _AS_BEFORE = "the attention that it was trained with"
-_WEIGHTS_ONLY = (
+WEIGHTS_ONLY = (
     "take its weights only: --init_from in place of --ckpt_path (from Python: the callback "
     "lightning_tasks.callbacks.init_from.InitFromCheckpoint)"
 )
@@ -68,7 +68,7 @@ def _refuse_swapped(name: str, layer: Any, before: dict[str, Tensor]) -> None:
         raise ValueError(
             f"the checkpoint cannot be resumed: {name!r} now has {type(layer.mechanism).__name__}, and the "
             f"optimizer's state is one of other Parameters (not as they were: {changed}). "
-            f"Resume with {_AS_BEFORE}, or {_WEIGHTS_ONLY}"
+            f"Resume with {_AS_BEFORE}, or {WEIGHTS_ONLY}"
         )
 
 
@@ -79,7 +79,7 @@ def _refuse_built(name: str, layer: SelfAttention, before: dict[str, Tensor]) ->
     changed = _unlike(layer, before)
     if changed:
         adopted = plain_weights_for(layer, before)
-        cure = f", or {_WEIGHTS_ONLY}" if not _unlike(layer, adopted) else ""
+        cure = f", or {WEIGHTS_ONLY}" if not _unlike(layer, adopted) else ""
         raise ValueError(
             f"the checkpoint does not fit: {name!r} is built with {type(layer.mechanism).__name__}, and was trained "
             f"with attention of other Parameters (not as they were: {', '.join(changed)}). "

@@ -169,6 +169,8 @@ def select(
     matched = [layer for layer in found.layers if where is None or _matches(layer.names, layer.module, where)]
     crosses = [layer for layer in matched if layer.cross and layers is None and _names_cross(layer, where)]
     selves = [layer for layer in matched if not layer.cross]
+    if matched and not selves and not crosses:
+        raise AttentionSwapError(_only_cross(matched, where))
     if not selves and not crosses:
         raise AttentionSwapError(
             f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
@@ -242,6 +244,17 @@ def _why_no_match(found: Survey, pattern: str) -> str:
         )
     hint = did_you_mean(pattern, names, cutoff=0.5)
     return f"matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; {here}"
+
+
+def _only_cross(matched: list[Found], where: Selector | None) -> str:
+    """What matched is cross-attention that no pattern spells: how to name it."""
+    last = matched[0].name.rpartition(".")[2]
+    names = _listed([layer.name or "the model" for layer in matched])
+    return (
+        f"where={where!r} selects cross-attention only ({names}), which "
+        "is swapped only where a pattern spells the last part of its name, and without layers=: "
+        f"where={'*.' + last if last else ''!r}"
+    )
 
 
 def _nothing_known(found: Survey) -> str:

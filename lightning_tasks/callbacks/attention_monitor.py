@@ -18,7 +18,7 @@ from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.limits import check_integer, check_layers
 from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
@@ -66,7 +66,7 @@ class AttentionMonitor(Callback):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.statistics = _some_of("statistics", statistics, STATISTICS)
         self.stages = _some_of("stages", stages, get_args(Stage))
-        self.where, self.layers, self.exclude = where, layers, exclude
+        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
         self._hooks: ExitStack | None = None
         self._in_backward = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 
 def check_integer(name: str, value: object, limit: int) -> int:
@@ -15,6 +16,18 @@ def check_integer(name: str, value: object, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < limit:
         raise ValueError(f"{name} must be an integer of at least {limit}, got {value!r}")
     return int(value)
+
+
+def check_layers(layers: Any) -> Any:
+    """The same choice of layers by position; which positions there are shows when the model is built.
+
+    Raises:
+        ValueError: if it is neither None nor an integer or a list of integers.
+    """
+    for index in layers if isinstance(layers, (list, tuple, range)) else [] if layers is None else [layers]:
+        if isinstance(index, bool) or not isinstance(index, Integral):
+            raise ValueError(f"layers must be a list of integers, or None for all, got {layers!r}")
+    return layers
 
 
 def check_number(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_integer, check_number
+from lightning_tasks.callbacks.limits import check_integer, check_layers, check_number
 from lightning_tasks.callbacks.steps import layer_label
 from lightning_tasks.layer_call import LayerCall, eager
 
@@ -67,7 +67,7 @@ class LipschitzMonitor(Callback):
             raise ValueError(f"tol must be above 0, got {tol!r}")
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter
-        self.where, self.layers, self.exclude = where, layers, exclude
+        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._validations = 0
         self._warned: set[str] = set()
         self._hooks: ExitStack | None = None

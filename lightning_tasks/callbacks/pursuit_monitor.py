@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.limits import check_integer, check_layers
 from lightning_tasks.callbacks.steps import layer_label
 
 
@@ -43,7 +43,7 @@ class PursuitMonitor(Callback):
     ) -> None:
         super().__init__()
         self.num_samples = check_integer("num_samples", num_samples, 1)
-        self.where, self.layers, self.exclude = where, layers, exclude
+        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._hooks: ExitStack | None = None
         self._seen: dict[str, Tensor] = {}
 

@@ -57,7 +57,9 @@ class RunSummary(Callback):
         if folder is None:
             return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
         picture = draw_run(folder / "metrics.csv", folder / PICTURE)
-        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        # W&B keeps dozens of files of its own there.
+        files = sorted({"wandb/" if path.parts[0] == "wandb" else path.as_posix() for path in paths})
         lines += [f"files in {folder}: {', '.join(files)}"]
         return "\n".join([*lines, f"picture: {picture}" if picture else "picture: none (nothing of it was logged)"])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention_modules.analysis import qk_statistics
 from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
-from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.limits import check_integer, check_layers
 from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
@@ -49,7 +49,7 @@ class SpectrumMonitor(Callback):
         super().__init__()
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.heads = heads
-        self.where, self.layers, self.exclude = where, layers, exclude
+        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from attention_modules.hosts import attention_layers
-from attention_modules.mechanism import AttentionMechanism, check_options, mechanism_class
+from attention_modules.mechanism import (
+    AttentionMechanism,
+    AttentionSpec,
+    build_mechanism,
+    check_options,
+    mechanism_class,
+)
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
+from lightning_tasks.callbacks.limits import check_layers
 from lightning_tasks.hparams import import_object, import_path, plain_data
 from lightning_tasks.resuming import refuse_other_layout
 
@@ -37,9 +45,9 @@ class SwapAttention(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if the mechanism is unknown; when a trainer starts, if nothing matches, a layer cannot take the
-            mechanism, another ``SwapAttention`` chose the same layer, or a weight-averaging callback copied the module
-            before.
+        ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
+            when a trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention``
+            chose the same layer, or a weight-averaging callback copied the module before.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
     """
@@ -56,8 +64,9 @@ class SwapAttention(Callback):
         self._class = _resolve(mechanism)
         self.mechanism = mechanism if isinstance(mechanism, str) else import_path(mechanism)
         check_options(self._class, options or {})
+        _check_values(self._class, options or {})
         self.options = plain_data(options or {}, "options", specs=False)
-        self.where, self.layers, self.exclude = where, layers, list(exclude)
+        self.where, self.layers, self.exclude = where, check_layers(layers), list(exclude)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
 
@@ -159,6 +168,18 @@ def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
     """Swap as a checkpoint's plan says."""
     swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
     vars(pl_module).setdefault(_PLANS, []).append(plan)
+
+
+def _check_values(cls: type[AttentionMechanism], options: dict[str, Any]) -> None:
+    """Have one of our mechanisms check its options before any layer is there; others may depend on theirs.
+
+    Raises:
+        TypeError, ValueError: from the mechanism.
+    """
+    if cls.__module__.partition(".")[0] == AttentionMechanism.__module__.partition(".")[0]:
+        spec = AttentionSpec(dim=8, num_heads=2, head_dim=4, num_tokens=4)
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            build_mechanism(cls, spec, **options)
 
 
 def _resolve(mechanism: object) -> type[AttentionMechanism]:

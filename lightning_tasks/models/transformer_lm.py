@@ -114,6 +114,10 @@ class TransformerLM(nn.Module):
         for name, size in {**sizes, "mlp_dim": mlp_dim, "num_tokens": num_tokens}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        if dim % num_heads:
+            raise ValueError(
+                f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it"
+            )
         if norm not in ("pre", "post"):
             raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
         if positions not in ("learned", "sinusoidal"):

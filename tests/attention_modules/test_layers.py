@@ -37,10 +37,15 @@ def test_rows_are_keys_then_values_without_a_query():
     assert torch.allclose(layer(x), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [0, -1, 5])
-def test_a_head_count_that_does_not_divide_the_width_is_an_error(heads):
-    with pytest.raises(ValueError, match=f"dim=24.*num_heads={heads}.*divides"):
-        SelfAttention(24, heads)
+def test_a_head_count_that_does_not_divide_the_width_is_an_error():
+    with pytest.raises(ValueError, match=r"dim=24.*num_heads=5.*divides"):
+        SelfAttention(24, 5)
+
+
+@pytest.mark.parametrize(("dim", "heads", "text"), [(24, 0, "num_heads"), (24, -4, "num_heads"), (0, 1, "dim")])
+def test_sizes_below_one_are_an_error(dim, heads, text):
+    with pytest.raises(ValueError, match=f"{text} must be positive, got"):
+        SelfAttention(dim, heads)
 
 
 @pytest.mark.parametrize("option", ["qk_norm", "scale_norm"])

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -97,6 +99,20 @@ def test_a_callable_carries_its_own_options_and_returns_a_mechanism():
         build_mechanism(lambda spec: SoftmaxAttention(spec), SPEC, iterations=2)
     with pytest.raises(TypeError, match="Linear"):
         build_mechanism(lambda spec: torch.nn.Linear(1, 1), SPEC)
+
+
+def test_a_built_mechanism_is_no_factory():
+    with pytest.raises(TypeError, match=r"a built SoftmaxAttention.*give the class SoftmaxAttention itself"):
+        build_mechanism(SoftmaxAttention(SPEC), SPEC)
+
+
+@pytest.mark.parametrize("name", ["softmax", "symmetric", "rpc", "scaled", "uniform"])
+@pytest.mark.parametrize("dropout", [-0.5, 1.5, float("nan")])
+def test_dropout_is_a_probability(name, dropout):
+    mechanism = build_mechanism(name, dataclasses.replace(SPEC, num_tokens=3))
+    x = torch.ones(1, SPEC.num_heads, 3, SPEC.head_dim)
+    with pytest.raises(ValueError, match="dropout_p must be a probability from 0 to 1"):
+        mechanism(x, x, x, dropout_p=dropout)
 
 
 def test_forward_is_left_to_subclasses():

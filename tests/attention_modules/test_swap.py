@@ -282,6 +282,16 @@ def test_cross_attention_is_skipped_unless_named() -> None:
     torch.testing.assert_close(model(x, memory), plain, atol=1e-5, rtol=1e-5)
 
 
+def test_cross_attention_alone_says_how_to_name_it() -> None:
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, HEADS, 16, batch_first=True), 2)
+    with pytest.raises(AttentionSwapError, match=r"cross-attention only .*layers.0.mul.*'\*\.multihead_attn'"):
+        swap_attention(model, "softmax", where="*multihead_attn")
+    alone = nn.MultiheadAttention(DIM, HEADS, kdim=4, vdim=4)
+    with pytest.raises(AttentionSwapError, match=r"cross-attention only .'the model'.*where=''"):
+        swap_attention(alone, "softmax")
+    assert len(swap_attention(alone, "softmax", where="")) == 1
+
+
 def test_other_peoples_cross_attention_is_known_by_its_name() -> None:
     model = nn.ModuleDict({"self_attn": mha(), "cross_attn": mha()})
     assert names(swap_attention(model, NoisyWithoutQuery)) == ["self_attn"]

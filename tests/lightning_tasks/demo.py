@@ -8,7 +8,14 @@ from tests.lightning_tasks.language_data import TOKENS, RandomText
 
 
 class DemoModule(BoringModel):
-    def __init__(self, width: int = 32, rate: float = 0.1, note: str = "none", init_bias: bool = False) -> None:
+    def __init__(
+        self,
+        width: int = 32,
+        rate: float = 0.1,
+        note: str = "none",
+        init_bias: bool = False,
+        optimizer: str = "SGD",
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if note == "fail":
@@ -31,7 +38,9 @@ class DemoModule(BoringModel):
         self.log("test/loss", super().test_step(batch, batch_idx)["y"])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+        name, _, without = self.hparams.optimizer.partition("_without_")
+        trained = [parameter for key, parameter in self.named_parameters() if not without or without not in key]
+        return getattr(torch.optim, name)(trained, lr=self.hparams.rate)
 
 
 class FreezeAll(Callback):

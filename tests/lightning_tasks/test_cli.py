@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_tasks.models import TransformerLM
 from lightning_tasks.recipes import CONFIGS, RecipeError
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
+ARGUMENTS = {"width": 32, "init_bias": False, "optimizer": "SGD"}  # of DemoModule, at their defaults
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -144,7 +146,13 @@ def test_the_next_run_gets_the_next_folder(demo):
 def test_the_saved_config_is_complete_and_runs_again(demo):
     main(["fit", "--config", demo, "--model.width=32"])
     saved = saved_config()
-    assert saved["model"]["init_args"] == {"width": 32, "rate": 0.05, "note": "none", "init_bias": False}
+    assert saved["model"]["init_args"] == {
+        "width": 32,
+        "rate": 0.05,
+        "note": "none",
+        "init_bias": False,
+        "optimizer": "SGD",
+    }
     assert saved["seed_everything"] == 1
     assert saved["trainer"]["gradient_clip_val"] is None  # defaults are there too
     log = last_run() / "metrics.csv"
@@ -178,7 +186,89 @@ def test_the_command_line_beats_the_hyper_parameters_of_the_checkpoint(demo):
     main(["fit", "--config", demo, "--model.note=stored"])
     path = str(checkpoint())
     main(["fit", "--config", demo, "--ckpt_path", path, "--model.rate=0.5", "--trainer.max_steps=4"])
-    assert saved_config()["model"]["init_args"] == {"width": 32, "rate": 0.5, "note": "stored", "init_bias": False}
+    assert saved_config()["model"]["init_args"] == {
+        "width": 32,
+        "rate": 0.5,
+        "note": "stored",
+        "init_bias": False,
+        "optimizer": "SGD",
+    }
+
+
+@pytest.fixture
+def trained(capsys):
+    """A recipe of a language model, and a checkpoint that it wrote after one step."""
+    recipe = {"model": {"class_path": "lightning_tasks.LanguageModelingTask", "init_args": {}}}
+    recipe["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}}
+    cosine = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 9}}
+    recipe["model"]["init_args"]["scheduler"] = cosine
+    recipe["data"] = {"class_path": "tests.lightning_tasks.demo.DemoText"}
+    recipe["trainer"] = {"accelerator": "cpu", "max_steps": 1, "limit_val_batches": 0, "enable_progress_bar": False}
+    Path("lm.yaml").write_text(yaml.safe_dump(recipe))
+    main(["fit", "--config", "lm.yaml"])
+    capsys.readouterr()
+    return ["--config", "lm.yaml", "--ckpt_path", str(checkpoint("lm")), "--trainer.max_steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model.optimizer.init_args.lr=0.5"], "optimizer.lr is 0.003 in the checkpoint and 0.5 now"),
+        (["--model.scheduler.init_args.T_max=99"], "scheduler.T_max is 9 in the checkpoint and 99 now"),
+        (["--model.scheduler_interval=epoch"], "scheduler_interval is 'step' in the checkpoint and 'epoch' now"),
+        (["--model.optimizer", "SGD"], "torch.optim.AdamW(lr=0.003) in the checkpoint and torch.optim.SGD() now"),
+        (['--model.param_groups=[{"match": "*norm*", "weight_decay": 0}]'], "param_groups is None in the checkpoint"),
+    ],
+)
+def test_a_resumed_run_refuses_what_the_restored_optimizer_would_not_use(trained, arguments, text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *trained, *arguments])
+    assert stop.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert text in line
+    assert "--init_from" in line
+    assert [path.name for path in Path("runs/lm").iterdir()] == ["version_0"]
+
+
+def test_a_resumed_run_may_spell_its_settings_in_other_ways(trained):
+    """A default that is written out is no other setting; nor is the saved config.yaml."""
+    main(["fit", *trained, "--model.optimizer.init_args.weight_decay=0.01"])
+    saved = str(last_run("lm") / "config.yaml")
+    main(["fit", *trained, "--config", saved, "--trainer.max_steps=3"])
+    assert torch.load(checkpoint("lm"), weights_only=True)["global_step"] == 3
+
+
+def test_other_settings_of_the_optimizer_are_no_matter_outside_of_fit(trained):
+    main(["validate", *(word for word in trained if "max_steps" not in word), "--model.optimizer.init_args.lr=0.5"])
+
+
+def test_a_resumed_run_warns_of_numbers_that_the_optimizer_of_any_module_does_not_use(demo):
+    main(["fit", "--config", demo])
+    resume = ["fit", "--config", demo, "--ckpt_path", str(checkpoint()), "--trainer.max_steps=4"]
+    with pytest.warns(UserWarning, match=r"SGD goes on with lr 0\.05 of the checkpoint, not with 0\.5.*--init_from"):
+        main([*resume, "--model.rate=0.5"])
+    with warnings.catch_warnings(record=True) as caught:
+        main([*resume, "--model.note=other"])
+    assert not [warning for warning in caught if "goes on with" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ("Adam", "is none of the kind Adam (with "),
+        ("SGD_without_bias", r"its optimizer has groups of [2] parameters, and SGD now has groups of [1]"),
+    ],
+)
+def test_a_resumed_run_refuses_another_optimizer_of_any_module(demo, optimizer, text, capsys):
+    main(["fit", "--config", demo])
+    before = str(checkpoint())
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", demo, "--ckpt_path", before, f"--model.optimizer={optimizer}"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert "--init_from" in error
+    assert [path.name for path in Path("runs/demo").iterdir()] == ["version_0"]
 
 
 def test_a_checkpoint_alone_brings_its_model(demo):
@@ -187,12 +277,7 @@ def test_a_checkpoint_alone_brings_its_model(demo):
     main(
         ["validate", "--model", DEMO, "--ckpt_path", path, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     )
-    assert saved_config("DemoModule")["model"]["init_args"] == {
-        "width": 32,
-        "rate": 0.05,
-        "note": "stored",
-        "init_bias": False,
-    }
+    assert saved_config("DemoModule")["model"]["init_args"] == {**ARGUMENTS, "rate": 0.05, "note": "stored"}
 
 
 def test_fill_goes_level_by_level_and_stops_at_another_class():
@@ -303,6 +388,59 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert text in line
     assert not Path("runs").exists()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the command says of a run."""
+    lines = []
+    monkeypatch.setattr("lightning_tasks.cli.rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--model.optimizer=SGD", "--model.optimizer.lr=-1"],
+            "SGD could not be built with {'lr': -1}: Invalid",
+        ),
+        (["--model.optimizer=SDG"], "no 'SDG' was found; looked in torch.optim. Did you mean 'SGD'"),
+        (["--model.optimizr=SGD"], "Option 'optimizr' is not accepted. Did you mean 'optimizer'"),
+        (["--data=WikiTextDataModuel"], "Did you mean 'datamodules.WikiTextDataModule'"),
+        (
+            ["--trainer.max_stepz", "3"],
+            "--trainer.max_stepz 3. Did you mean '--trainer.max_steps'",
+        ),
+        (["--data.batch_size=some"], "Expected a <class 'int'>. Got value: some"),
+        (["--model.attention=rcp"], "Did you mean 'rpc'"),
+        (["--data.batch_size=0"], "batch_size"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_nearest_name(arguments, text, capsys, said):
+    data = ["--data", "datamodules.PythonSourceDataModule"]
+    with pytest.raises(SystemExit) as stop:
+        main([*TASK[:3], *data, *TASK[5:], "--trainer.limit_val_batches=0", *arguments])
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    (line,) = [line for line in printed.splitlines() if line.strip() and "Warning" not in line]
+    assert line.startswith("attnswap: error: ")
+    assert text in line
+    assert not Path("runs").exists()
+    assert said == []
+
+
+def test_a_run_says_once_where_its_files_are(demo, said):
+    main(["fit", "--config", demo])
+    assert said == [f"attnswap: this run's files are in {last_run()}"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m lightning_tasks recipes | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, timeout=60)
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
 
 
 def test_a_refusal_of_several_lines_is_indented():

@@ -103,6 +103,14 @@ def test_the_summary_says_before_and_after(tmp_path, monkeypatch, capsys):
     assert f"picture: {folder / 'run.png'}" in printed
 
 
+def test_the_files_that_wandb_keeps_for_itself_are_not_listed(log):
+    inner = log.parent / "wandb" / "offline-run-1" / "files"
+    inner.mkdir(parents=True)
+    (inner / "requirements.txt").write_text("x")
+    (log.parent / "wandb" / "debug.log").write_text("x")
+    assert f"files in {log.parent}: metrics.csv, run.png, wandb/\n" in RunSummary().text(nn.Identity(), log.parent)
+
+
 def test_without_a_log_the_summary_still_speaks():
     text = RunSummary().text(nn.Identity(), None)
     assert "not measured before" in text

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +12,16 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.softmax import SoftmaxAttention
-from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.callbacks import (
+    AttentionMonitor,
+    FreezeQK,
+    LipschitzMonitor,
+    LocAteR,
+    PursuitMonitor,
+    QKWeightDecay,
+    SpectrumMonitor,
+    SwapAttention,
+)
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.loading import load_swapped
 from tests.lightning_tasks.callbacks.modules import (
@@ -42,6 +52,38 @@ PATH = f"{__name__}.TemperedSoftmax"
 
 def mechanisms(module):
     return [found for found in module.modules() if isinstance(found, AttentionMechanism)]
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "text"),
+    [("rpc", {"iterations": 0}, "iterations"), ("rpc", {"lam": -1.0}, "lam"), ("scaled", {"variant": "x"}, "variant")],
+)
+def test_an_option_out_of_its_limits_is_refused_when_the_callback_is_made(mechanism, options, text):
+    state = torch.get_rng_state()
+    SwapAttention("scaled", {"num_tokens": 8})
+    with pytest.raises(ValueError, match=text):
+        SwapAttention(mechanism, options)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("layers", ["x", 1.5, [0, "1"], [True]])
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(SwapAttention, "rpc"),
+        partial(LocAteR, 1.0),
+        partial(QKWeightDecay, 0.1),
+        AttentionMonitor,
+        FreezeQK,
+        LipschitzMonitor,
+        PursuitMonitor,
+        SpectrumMonitor,
+    ],
+)
+def test_layers_are_integers(build, layers):
+    with pytest.raises(ValueError, match="layers must be a list of integers"):
+        build(layers=layers)
+    build(layers=[0, -1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
