@@ -106,7 +106,11 @@ def test_stored_as_plain_data_that_resumes_with_weights_only(tmp_path):
     loaded = Regression.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert torch.equal(loaded.model[0].weight, task.model[0].weight)
     again = trainer(tmp_path, max_epochs=2)
-    again.fit(Regression(optimizer=torch.optim.Adam), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match=r"scheduler is torch.optim.lr_scheduler.ConstantLR\(\) .* and None now"):
+        again.fit(Regression(optimizer=torch.optim.Adam), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    same = Regression(optimizer="Adam", scheduler="ConstantLR")
+    again = trainer(tmp_path, max_epochs=2)
+    again.fit(same, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert again.global_step == 8
 
 

@@ -105,6 +105,13 @@ def test_uniform_and_one_hot_attention():
     assert hot["effective_support"].item() == pytest.approx(1, abs=1e-5)
 
 
+def test_a_sharp_row_has_no_probability_above_one():
+    """Logits of some ten thousand are rounded in the row's sum and in its largest entry apart."""
+    k = 100 * torch.randn(1, 2, 64, 8)
+    total, count = statistics.attention_row_sums(k, k, statistics=["largest_probability"])["largest_probability"]
+    assert (total <= count).all()
+
+
 def test_one_token_has_no_normalised_entropy():
     found = attention_statistics(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4))
     assert found["entropy"].abs().max() < 1e-6
