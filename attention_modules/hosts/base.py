@@ -78,6 +78,10 @@ class Host(ABC):
     def understands(self, module: nn.Module) -> bool:
         """Whether this plain module is one of this host's layers, with the host's own forward."""
 
+    def understands_in(self, module: nn.Module, parent: nn.Module | None) -> bool:
+        """As `understands`, where the module stands below ``parent`` in the model."""
+        return self.understands(module)
+
     @abstractmethod
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         """What a mechanism is told about the layer."""

@@ -16,6 +16,11 @@ from attention_modules.mechanism import AttentionSpec
 _KEPT_FLAG = "use_nested_tensor_before_swap"
 
 
+def _same_tokens(query: Tensor, key: Tensor) -> bool:
+    """Whether these are one tensor, or two views alike of one (as wrappers make that transpose each for itself)."""
+    return query is key or query.is_set_to(key)
+
+
 def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
     """One mask as mechanisms take it, from nn.MultiheadAttention's two (there True = hidden).
 
@@ -84,7 +89,7 @@ class SwappedMultiheadAttention(Swapped):
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
                 "its use_nested_tensor to False"
             )
-        if self.dropped_query and query is not key:
+        if self.dropped_query and not _same_tokens(query, key):
             raise RuntimeError(
                 f"{type(self.mechanism).__name__} has no query, so this layer can only attend to its own input; it was "
                 "called with another key: restore it, or choose a mechanism with a query"
