@@ -122,6 +122,10 @@ class Host(ABC):
         """Why no mechanism can be put into this layer, if so."""
         return None
 
+    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
+        """Why this mechanism, of all, cannot be put into this layer, if so."""
+        return None
+
     def query_refusal(self, layer: Any) -> str | None:
         """Why the query of this plain layer cannot be dropped, if so."""
         if self.groups(layer) > 1:

@@ -13,6 +13,7 @@ from torch import nn
 
 from attention_modules.hosts.base import Host
 from attention_modules.hosts.torch import MultiheadAttentionHost
+from attention_modules.mechanism import AttentionMechanism
 
 _NO_ADAPTER = "no adapter yet"
 
@@ -39,10 +40,12 @@ class ReducedKeysHost(MultiheadAttentionHost):
     def near_miss(self, module: nn.Module) -> str | None:
         return None
 
-    def query_refusal(self, layer: Any) -> str | None:
+    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
+        if mechanism.uses_query and not mechanism.one_query_a_key:
+            return None
         return (
-            "its keys come from a reduced image: more queries than keys, so a mechanism without a query (symmetric, "
-            "rpc) has nothing to ask with; leave the layer out by `layers` or `where`, or choose one with a query"
+            f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced "
+            "image: leave it out by `layers` or `where`, or choose another mechanism"
         )
 
 

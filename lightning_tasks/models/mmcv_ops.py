@@ -42,7 +42,8 @@ def provide_ops() -> None:
 
 def _calling_modules() -> Iterator[str]:
     """Classes of the modules that are being called, from the innermost outwards."""
-    frame, seen = sys._getframe(1), []
+    seen: list[nn.Module] = []
+    frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not any(module is other for other in seen):

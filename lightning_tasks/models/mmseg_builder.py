@@ -86,7 +86,7 @@ class MMSegBuilder(SegmentationBuilder):
             )
         return network
 
-    def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+    def losses(self, network: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The loss terms of the model's own `loss`; what else that measures (`acc_seg`) is no loss."""
         from mmengine.structures import PixelData
 
@@ -94,16 +94,16 @@ class MMSegBuilder(SegmentationBuilder):
         masks = masks.masked_fill(masks == ignore_index, _ignored(network))
         for sample, mask in zip(samples, masks, strict=True):
             sample.gt_sem_seg = PixelData(data=mask[None])
-        found: dict[str, Any] = network.loss(**preprocessed(network, images, samples, training=True))  # type: ignore
+        found: dict[str, Any] = network.loss(**preprocessed(network, images, samples, training=True))
         terms = {name: value for name, value in found.items() if "loss" in name}  # as mmengine's `parse_losses`
         return {
             name: value.mean() if isinstance(value, Tensor) else torch.stack([part.mean() for part in value]).sum()
             for name, value in terms.items()
         }
 
-    def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
+    def bands(self, network: Any, images: Tensor) -> Iterator[Tensor]:
         """The logits of the model's own `predict`, all rows at once: it holds them all."""
-        results = network.predict(**preprocessed(network, images, _samples(images), training=False))  # type: ignore
+        results = network.predict(**preprocessed(network, images, _samples(images), training=False))
         yield torch.stack([result.seg_logits.data for result in results])
 
 
@@ -126,15 +126,16 @@ def _samples(images: Tensor) -> list[Any]:
 
 def _ignored(network: Any) -> int:
     """The label that the model's heads leave out."""
-    head = network.decode_head
-    return (head[-1] if isinstance(head, nn.ModuleList) else head).ignore_index
+    heads = network.decode_head
+    last: Any = heads[-1] if isinstance(heads, nn.ModuleList) else heads
+    return last.ignore_index
 
 
 def _set_inference(config: Any, inference: Mapping[str, Any], name: str) -> None:
     plain = {"windows_at_once": 1, "scales": [1.0], "flip": False}
     if other := [key for key, value in plain.items() if inference[key] != value]:
         raise ValueError(f"{other[0]}={inference[other[0]]}: mmsegmentation's own prediction knows none; leave it out")
-    stride, windows = inference["stride"], config.get("test_cfg") or {}
+    stride, windows = inference["stride"], config.get("test_cfg", {})
     if stride is None:
         return
     if windows.get("mode") != "slide":

@@ -81,7 +81,7 @@ def without_pretrained(config: Any) -> None:
     for section in _sections(config):
         if "pretrained" in section:
             section["pretrained"] = None
-        if (section.get("init_cfg") or {}) and _reads_weights(section["init_cfg"]):
+        if section.get("init_cfg") and _reads_weights(section["init_cfg"]):
             section["init_cfg"] = None
 
 
@@ -99,7 +99,7 @@ def set_crop_size(config: Any, size: int) -> None:
         config.backbone.img_size = (size, size)
     if (config.get("data_preprocessor") or {}).get("size") is not None:
         config.data_preprocessor.size = (size, size)
-    windows = config.get("test_cfg") or {}
+    windows = config.get("test_cfg", {})
     if windows.get("mode") == "slide":
         windows.stride = tuple(max(1, size * s // c) for s, c in zip(windows.stride, windows.crop_size, strict=True))
         windows.crop_size = (size, size)
