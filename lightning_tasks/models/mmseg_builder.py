@@ -40,7 +40,8 @@ class MMSegBuilder(SegmentationBuilder):
     Raises:
         FileNotFoundError: if there is no such file.
         ModuleNotFoundError: if the extra `mmseg` is not installed.
-        ValueError: for an unknown configuration (the nearest names are given) or key, and what it does not know.
+        ValueError: for an unknown configuration (the nearest names are given) or key, and for settings of the
+            prediction that it does not know.
     """
 
     size_key = "crop_size"
@@ -64,7 +65,8 @@ class MMSegBuilder(SegmentationBuilder):
         """The network, its weights initialised.
 
         Raises:
-            ValueError: if mmsegmentation cannot build it, or its heads have one channel for two classes.
+            ValueError: if mmsegmentation cannot build it, its weights cannot be had, or its head has one channel for
+                two classes.
         """
         load_mmseg()
         from mmengine.model import revert_sync_batchnorm
@@ -79,6 +81,11 @@ class MMSegBuilder(SegmentationBuilder):
                 network.init_weights()
         except (AssertionError, KeyError, TypeError, ImportError) as error:
             raise ValueError(f"mmseg_config={self.name} could not be built: {error or type(error).__name__}") from error
+        except OSError as error:  # of the weights, read only where `pretrained` asks for them
+            raise ValueError(
+                f"the weights that mmseg_config={self.name} names cannot be had ({error}): give cfg_options the path "
+                "of a local file of them, or pretrained: false, with --init_from PATH for a checkpoint"
+            ) from error
         if network.out_channels != num_classes:
             raise ValueError(
                 f"mmseg_config={self.name} has {network.out_channels} channels for {num_classes} classes: give "

@@ -238,6 +238,20 @@ def test_a_file_of_one_s_own(tmp_path):
     assert len(built(str(own)).model.backbone.layers) == 1
 
 
+def test_weights_that_cannot_be_had_are_named(tmp_path):
+    options = {**SHALLOW, "model.pretrained": str(tmp_path / "nothing.pth")}
+    module = SegmentationTask(
+        model={"mmseg_config": SEGMENTER, "cfg_options": options, "pretrained": True}, num_classes=5
+    )
+    with pytest.raises(ValueError, match=r"names cannot be had \(.*nothing\.pth"):
+        module.configure_model()
+    torch.save({"state_dict": {"model.pos_embed": torch.zeros(1)}}, tmp_path / "a.ckpt")
+    data = DigitScenesDataModule(num_train=2, num_val=2, num_test=2, batch_size=2, img_size=40, crop_size=32)
+    other = task(crop_size=32, num_classes=None, cfg_options=SHALLOW, backbone_checkpoint=str(tmp_path / "a.ckpt"))
+    with pytest.raises(ValueError, match="goes into a timm backbone, and this one is a VisionTransformer"):
+        trainer(tmp_path).fit(other, data)
+
+
 def test_what_mmsegmentation_cannot_build_is_named():
     with pytest.raises(ValueError, match=rf"mmseg_config={SEGMENTER} could not be built: .*depth"):
         built(cfg_options={"model.backbone.depth": 1})
