@@ -50,8 +50,18 @@ def test_the_same_tokens_through_two_views_are_the_same() -> None:
     swap_attention(layer, "symmetric")
     x = torch.randn(2, 5, DIM)
     layer(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))
+    on_meta = x.to("meta")
+    layer.to("meta")(on_meta.transpose(0, 1), on_meta.transpose(0, 1), on_meta.transpose(0, 1))
+    layer.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match="another key"):
         layer(x.transpose(0, 1), x.clone().transpose(0, 1), x.transpose(0, 1))
+
+
+def test_a_whole_layer_compiles_without_a_query() -> None:
+    model, x = mmseg_layer("vit")().eval(), torch.randn(2, 5, DIM)
+    swap_attention(model, "symmetric")
+    expected = model(x)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), expected)
 
 
 def segformer() -> nn.Module:

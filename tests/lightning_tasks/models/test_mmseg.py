@@ -11,6 +11,7 @@ pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
 from attention_modules import AttentionMechanism, RPCAttention, swap_attention
 from datamodules import DigitScenesDataModule
 from lightning_tasks import SegmentationTask
+from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
 from lightning_tasks.models.mmseg_config import shipped_configs
@@ -133,6 +134,20 @@ def test_any_mechanism_trains(name):
     _, images, masks = batch()
     torch.stack(list(module._builder.losses(module.model, images, masks, 255).values())).sum().backward()
     assert module.model.backbone.layers[0].attn.attn.in_proj_weight.grad.abs().sum() > 0
+
+
+def test_a_layer_s_call_is_a_function_of_all_its_input():
+    module = built(cfg_options=SHALLOW)
+    layer, seen = module.model.backbone.layers[0].attn.attn, []
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        module(batch()[1])
+    hook.remove()
+    call = LayerCall.of(layer, *seen[0])
+    assert call.x.shape == (2, 17, 192)
+    x = torch.randn(2, 17, 192)
+    expected = layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)  # query, key and value
+    torch.testing.assert_close(call(x), expected)
 
 
 def test_segformer_takes_symmetric_attention_in_its_last_stage_alone():
