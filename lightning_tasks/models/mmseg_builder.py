@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class MMSegBuilder(SegmentationBuilder):
         from mmengine.registry import DefaultScope
         from mmseg.registry import MODELS
 
-        config = self.config.copy()  # a deep one
+        config = copy.deepcopy(self.config)
         set_num_classes(config, num_classes)
         try:
             with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
