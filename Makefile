@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # One thread each: two test processes with two torch threads each are slower than with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test test-mmseg clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -16,6 +16,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+# After `test`, in the same environment: what the extra [mmseg] adds, which `test` skips on a fresh clone.
+test-mmseg: $(VENV)/.installed-mmseg
+	$(BIN)/python -c "import mmseg"
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -k mmseg
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
@@ -27,4 +32,8 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-mmseg: $(VENV)/.installed-test
+	$(PIP) --editable '.[mmseg]'
 	touch $@

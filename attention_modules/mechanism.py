@@ -58,6 +58,8 @@ class AttentionMechanism(nn.Module):
     """
 
     uses_query: ClassVar[bool] = True
+    one_query_a_key: ClassVar[bool] = False
+    """Whether it takes as many queries as keys only, though it uses them."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()

@@ -104,6 +104,8 @@ class ScaledAttention(AttentionMechanism):
         ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens.
     """
 
+    one_query_a_key = True
+
     def __init__(self, spec: AttentionSpec, variant: Variant = "matrix", num_tokens: int | None = None) -> None:
         if num_tokens is not None:
             spec = dataclasses.replace(spec, num_tokens=num_tokens)

@@ -150,6 +150,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
         _raise_for(layer.name, host.refusal(module))
+        _raise_for(layer.name, host.mechanism_refusal(module, built))
         if built.uses_query:
             _raise_for(layer.name, host.missing_query(module))
             if swapped:

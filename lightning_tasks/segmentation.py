@@ -36,7 +36,9 @@ class SegmentationTask(BaseTask):
 
     Args:
         model: the name of a timm backbone for :class:`~lightning_tasks.models.segmenter.Segmenter`, or its arguments,
-            ``{"backbone": NAME, "img_size": 512, "decoder": "linear", ...}``.
+            ``{"backbone": NAME, "img_size": 512, "decoder": "linear", ...}``; or a model of mmsegmentation's,
+            ``{"mmseg_config": NAME_OR_PATH, ...}``, as :class:`~lightning_tasks.models.mmseg_builder.MMSegBuilder`
+            reads it (extra ``[mmseg]``), with its own losses and its own prediction of whole images.
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
         ignore_index: the label of pixels that do not count.
         attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
@@ -120,7 +122,7 @@ class SegmentationTask(BaseTask):
         if None not in (crops, size) and crops != size:
             raise ValueError(
                 f"the data module gives crops of {crops} pixels, the network is built for {size}: give the data module "
-                f"crop_size={size}, or the model img_size={crops}"
+                f"crop_size={size}, or the model {self._builder.size_key}={crops}"
             )
         network = self._builder.build(num_classes)
         attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])

@@ -78,6 +78,10 @@ class Host(ABC):
     def understands(self, module: nn.Module) -> bool:
         """Whether this plain module is one of this host's layers, with the host's own forward."""
 
+    def understands_in(self, module: nn.Module, parent: nn.Module | None) -> bool:
+        """As `understands`, where the module stands below ``parent`` in the model."""
+        return self.understands(module)
+
     @abstractmethod
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         """What a mechanism is told about the layer."""
@@ -116,6 +120,10 @@ class Host(ABC):
 
     def refusal(self, layer: Any) -> str | None:
         """Why no mechanism can be put into this layer, if so."""
+        return None
+
+    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
+        """Why this mechanism, of all, cannot be put into this layer, if so."""
         return None
 
     def query_refusal(self, layer: Any) -> str | None:

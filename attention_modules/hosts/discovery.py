@@ -50,11 +50,11 @@ class Survey:
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
-def host_of(module: nn.Module) -> Host | None:
-    """The host that understands this plain or swapped layer, if one does."""
+def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
+    """The host that understands this plain or swapped layer (below ``parent``, where it has one), if one does."""
     if isinstance(module, Swapped):
         return module.host
-    return next((host for host in loaded_hosts() if host.understands(module)), None)
+    return next((host for host in loaded_hosts() if host.understands_in(module, parent)), None)
 
 
 def check_module(model: object) -> None:
@@ -84,9 +84,9 @@ def survey(model: nn.Module) -> Survey:
     for name, module in found.modules.items():
         if any(name.startswith(prefix) for prefix in inside):
             continue
-        host = host_of(module)
         parent_name, _, attribute = name.rpartition(".")
         parent = found.modules[parent_name] if name else None
+        host = host_of(module, parent)
         if parent is not None and wrapped_by_peft(parent):
             continue  # the wrapper is listed
         if host is None:

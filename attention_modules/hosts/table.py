@@ -11,6 +11,10 @@ from attention_modules.hosts.base import Host
 # library whose presence in memory makes a host possible -> (our module, what it covers)
 TABLE: dict[str, tuple[str, str]] = {
     "attention_modules.layers": ("attention_modules.hosts.attnswap", "attnswap SelfAttention"),
+    "mmcv.cnn.bricks.transformer": (  # before torch, whose layers it wraps
+        "attention_modules.hosts.mmseg",
+        "mmsegmentation models (their nn.MultiheadAttention, with reduced keys too)",
+    ),
     "torch": ("attention_modules.hosts.torch", "torch MultiheadAttention"),
     "timm.layers.attention": ("attention_modules.hosts.timm", "timm attention layers (docs/hosts.md lists the models)"),
     "transformers.modeling_utils": (

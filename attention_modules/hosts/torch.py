@@ -16,6 +16,17 @@ from attention_modules.mechanism import AttentionSpec
 _KEPT_FLAG = "use_nested_tensor_before_swap"
 
 
+def same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether these are one tensor, or two views alike of one (as wrappers make that transpose each for itself)."""
+    if one is other:
+        return True
+    if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
+        return False
+    # `is_set_to` says as much, but knows no meta tensors.
+    same_memory = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(same_memory and one.storage_offset() == other.storage_offset())
+
+
 def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
     """One mask as mechanisms take it, from nn.MultiheadAttention's two (there True = hidden).
 
@@ -84,7 +95,7 @@ class SwappedMultiheadAttention(Swapped):
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
                 "its use_nested_tensor to False"
             )
-        if self.dropped_query and query is not key:
+        if self.dropped_query and not same_view(query, key):
             raise RuntimeError(
                 f"{type(self.mechanism).__name__} has no query, so this layer can only attend to its own input; it was "
                 "called with another key: restore it, or choose a mechanism with a query"

@@ -26,7 +26,7 @@ def load_backbone(network: nn.Module, path: str) -> None:
 
     Raises:
         FileNotFoundError: no file at ``path``.
-        ValueError: if the weights do not fit.
+        ValueError: if the weights do not fit, or the backbone is none of timm's.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"backbone_checkpoint={path}: no such file; give the path of a .ckpt file")
@@ -37,6 +37,11 @@ def load_backbone(network: nn.Module, path: str) -> None:
         if name.startswith(_PREFIX) and not name.startswith(f"{_PREFIX}head")
     }
     backbone: Any = network.backbone
+    if not hasattr(backbone, "num_prefix_tokens"):
+        raise ValueError(
+            f"backbone_checkpoint={path} goes into a timm backbone, and this one is a {type(backbone).__name__}; a "
+            "model of mmsegmentation's takes `pretrained: true`, or --init_from PATH"
+        )
     own = backbone.state_dict().get(_POSITIONS)
     if own is not None and _POSITIONS in weights and weights[_POSITIONS].shape != own.shape:
         without_prefix = getattr(backbone, "no_embed_class", False)

@@ -11,7 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 # The key that tells what kind of model a description means -> module and class of its builder.
-BUILDERS = {"backbone": ("lightning_tasks.models.segmenter_builder", "SegmenterBuilder")}
+BUILDERS = {
+    "backbone": ("lightning_tasks.models.segmenter_builder", "SegmenterBuilder"),
+    "mmseg_config": ("lightning_tasks.models.mmseg_builder", "MMSegBuilder"),
+}
 
 
 class SegmentationBuilder(ABC):
@@ -30,6 +33,9 @@ class SegmentationBuilder(ABC):
 
     crop_size: int | None
     """H = W of training images that the network takes, None for any."""
+
+    size_key: str
+    """The key of the description that sets it."""
 
     @abstractmethod
     def build(self, num_classes: int) -> nn.Module:

@@ -30,6 +30,8 @@ class SegmenterBuilder(SegmentationBuilder):
         ValueError: for unknown arguments, backbones and decoders, and a stride above the window.
     """
 
+    size_key = "img_size"
+
     def __init__(self, description: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
         if unknown := [name for name in description if name not in _ARGUMENTS]:
             raise ValueError(f"model has the unknown key {unknown[0]!r}; Segmenter takes {', '.join(_ARGUMENTS)}")

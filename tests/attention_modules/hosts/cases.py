@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -178,6 +179,28 @@ def run_tokens(model: nn.Module, padding: Tensor | None) -> Tensor:
     return model(token_ids(), attention_mask=mask, use_cache=False)[0]
 
 
+def mmseg_layer(backbone: str, **options: Any) -> Callable[[], nn.Module]:
+    """A builder of one encoder layer of a backbone of mmsegmentation's."""
+
+    def build() -> nn.Module:
+        pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
+        from lightning_tasks.models.mmcv_ops import provide_ops
+
+        provide_ops()
+        layer = import_module(f"mmseg.models.backbones.{backbone}").TransformerEncoderLayer
+        return layer(DIM, HEADS, 2 * DIM, **options)
+
+    return build
+
+
+def _run_mmseg(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return model(features())
+
+
+def _run_segformer(model: nn.Module, padding: Tensor | None) -> Tensor:
+    return model(torch.randn(BATCH, 16, DIM, generator=torch.Generator().manual_seed(0)), (4, 4))
+
+
 def _refuses(text: str) -> dict[str, str]:
     return dict.fromkeys(WITHOUT_QUERY, text)
 
@@ -240,6 +263,17 @@ HOSTS: dict[str, HostCase] = {
             patch_size=4,
         ),
         _run_image_features,
+        padding=False,
+    ),
+    "mmseg-vit": HostCase("mmsegmentation ViT, Segmenter's decoder", mmseg_layer("vit"), _run_mmseg, padding=False),
+    "mmseg-segformer": HostCase(
+        "mmsegmentation SegFormer, last stage", mmseg_layer("mit"), _run_segformer, padding=False
+    ),
+    "mmseg-segformer-reduced": HostCase(
+        "mmsegmentation SegFormer, reduced keys",
+        mmseg_layer("mit", sr_ratio=2),
+        _run_segformer,
+        dict.fromkeys(("symmetric", "rpc", "scaled"), "reduced image"),
         padding=False,
     ),
 }

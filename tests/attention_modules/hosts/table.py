@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hosts.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- hosts: made by `python -m tests.attention_modules.hosts.table` -->\n", "<!-- /hosts -->")
-REASONS = {"grouped keys": "¹", "q_norm": "²"}
+REASONS = {"grouped keys": "¹", "q_norm": "²", "reduced image": "³"}
 
 NOTES = """\
 ✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
@@ -19,6 +19,7 @@ padding mask (where the host has one) and compiled; softmax put in for softmax c
 Refusals are errors that leave the model as it was:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
+³ reduced keys: more queries than keys, and the mechanism needs one for each.
 
 What else to know:
 
@@ -45,6 +46,10 @@ What else to know:
   layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
   path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
   differ, or where its name has "cross" in it.
+- mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
+  sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
+  stages but the last come from a reduced image. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
+  which are listed in the report with the reason.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
   swapped layout: build the model from its config, swap it, then load the file. Learned positions tell `scaled` how many

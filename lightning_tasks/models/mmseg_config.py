@@ -1,0 +1,119 @@
+"""Configurations of mmsegmentation: found by name or path, and changed as a description of a model asks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_tasks.models.mmcv_ops import provide_ops
+
+
+def load_mmseg() -> Any:
+    """The package `mmseg`, with the stand-in for compiled operators where it needs one.
+
+    Raises:
+        ModuleNotFoundError: if the extra is not installed.
+    """
+    try:
+        provide_ops()
+        import mmseg
+        import mmseg.models
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"a model of mmsegmentation needs the extra: pip install 'attnswap[mmseg]' ({error})", name=error.name
+        ) from error
+    return mmseg
+
+
+def shipped_configs() -> dict[str, Path]:
+    """mmsegmentation's own configurations of models: name -> file."""
+    root = Path(load_mmseg().__file__).parent / ".mim" / "configs"
+    files = (path for path in sorted(root.rglob("*.py")) if "_base_" not in path.parts)
+    return {path.stem: path for path in files}
+
+
+def config_file(name: str) -> Path:
+    """The file of a configuration: what ``name`` names among the shipped ones, else the path that it is.
+
+    Raises:
+        FileNotFoundError: if it ends in .py, and there is no such file.
+        ValueError: if no shipped configuration has this name; the text gives the nearest.
+    """
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"mmseg_config={name}: no such file")
+        return Path(name)
+    near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5)
+    hint = f"the nearest are {', '.join(near)}" if near else "its folder .mim/configs has them"
+    raise ValueError(f"mmsegmentation has no configuration {name!r}; {hint}. A file of your own is a path with .py")
+
+
+def model_config(file: Path, options: Mapping[str, Any]) -> Any:
+    """The section `model` of a configuration, a file of Python that is run.
+
+    Args:
+        file: the configuration.
+        options: changes by dotted path, as ``--cfg-options`` of mmsegmentation's tools: ``{"model.backbone.num_layers":
+            6}``; a number in a path is an index of a list.
+
+    Raises:
+        ValueError: if the file has no model, or an option cannot be set.
+    """
+    from mmengine.config import Config
+
+    config = Config.fromfile(file)
+    try:
+        config.merge_from_dict(dict(options))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"cfg_options {dict(options)} do not fit {file.name}: {error}") from error
+    if "model" not in config:
+        raise ValueError(f"mmseg_config={file}: it has no `model`")
+    return config.model
+
+
+def without_pretrained(config: Any) -> None:
+    """Take out what would read weights, anywhere in a section of a configuration."""
+    for section in _sections(config):
+        if "pretrained" in section:
+            section["pretrained"] = None
+        if section.get("init_cfg") and _reads_weights(section["init_cfg"]):
+            section["init_cfg"] = None
+
+
+def set_num_classes(config: Any, num_classes: int) -> None:
+    """Give every head this number of classes."""
+    for name in ("decode_head", "auxiliary_head"):
+        for section in _sections(config.get(name)):
+            if "num_classes" in section:
+                section["num_classes"] = num_classes
+
+
+def set_crop_size(config: Any, size: int) -> None:
+    """Build for crops of ``size`` pixels: the positions, what training pads to, and the windows with their stride."""
+    if "img_size" in config.backbone:
+        config.backbone.img_size = (size, size)
+    if (config.get("data_preprocessor") or {}).get("size") is not None:
+        config.data_preprocessor.size = (size, size)
+    windows = config.get("test_cfg", {})
+    if windows.get("mode") == "slide":
+        windows.stride = tuple(max(1, size * s // c) for s, c in zip(windows.stride, windows.crop_size, strict=True))
+        windows.crop_size = (size, size)
+
+
+def _reads_weights(init: Any) -> bool:
+    return any(entry.get("type") == "Pretrained" for entry in (init if isinstance(init, list) else [init]))
+
+
+def _sections(config: Any) -> Iterator[Any]:
+    """Every mapping in a section, itself included."""
+    if isinstance(config, Mapping):
+        yield config
+        config = list(config.values())
+    if isinstance(config, (list, tuple)):
+        for entry in config:
+            yield from _sections(entry)
