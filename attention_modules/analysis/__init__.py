@@ -31,7 +31,9 @@ from attention_modules.analysis.statistics import (
     Statistic,
     attention_entropy,
     attention_row_sums,
+    attention_sink,
     attention_statistics,
+    token_similarity,
 )
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "ascend_lipschitz",
     "attention_entropy",
     "attention_row_sums",
+    "attention_sink",
     "attention_statistics",
     "compare_values",
     "frobenius_squared",
@@ -60,6 +63,7 @@ __all__ = [
     "projection_loss",
     "qk_spectrum",
     "qk_statistics",
+    "token_similarity",
     "trace",
     "trace_squared",
 ]
