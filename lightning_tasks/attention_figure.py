@@ -49,7 +49,7 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
             large = interpolate(maps[sample, query][None], size=(height, width), mode="bilinear")[0]
             for head in range(heads):
                 axes[1 + head].imshow(shown)
-                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65)
+                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0)
     for axes, name in zip(panels[0], ("image", *columns), strict=True):
         axes.set_title(name, fontsize=8)
     return figure
