@@ -37,9 +37,9 @@ def order(metrics: Sequence[str]) -> list[str]:
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """ "0.913 ± 0.004" of several seeds, "0.913" of one; what is no number says "diverged"."""
+    """ "0.913 ± 0.004" of several seeds, "0.913" of one; infinite and nan values say "not finite"."""
     if not all(math.isfinite(value) for value in values):
-        return "diverged"
+        return "not finite"
     spread = f" ± {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
     return f"{np.mean(values):.4g}{spread}"
 

@@ -26,10 +26,13 @@ def colours(count: int) -> list[str]:
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
     """The metric over the steps, a line a configuration and its standard deviation over seeds as a band."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _figure(4.6, 2.8)
     for config, colour in zip(configs, colours(len(configs)), strict=True):
         draw_metric(axes, rows, [config], metric, colour)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     return _svg(figure, metric)
 

@@ -16,6 +16,7 @@ from lightning_tasks.report_settings import read_run_settings, same_but_for_the_
 from lightning_tasks.robustness.table import Row, read_csv
 
 LOG, RESULTS, SUMMARY, ROBUSTNESS = "metrics.csv", "results.csv", "summary.csv", "robustness.csv"
+Rows = list[dict[str, Any]]  # step, metric, value
 _T = TypeVar("_T")
 
 
@@ -26,7 +27,7 @@ class Run:
     config: str
     seed: int
     folder: Path
-    rows: list[dict[str, Any]]  # step, metric, value
+    rows: Rows
     settings: dict[str, Any] | None = None
     robustness: list[Row] = field(default_factory=list)
 
@@ -44,7 +45,7 @@ class Read:
         """The configurations, in the order in which they were given."""
         return list(dict.fromkeys(run.config for run in self.runs))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """The long table: config, seed, step, metric, value."""
         return [{"config": run.config, "seed": run.seed, **row} for run in self.runs for row in run.rows]
 
@@ -86,18 +87,17 @@ def read_run(folder: Path) -> Run:
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{LOG}"))
         hint = f"it holds the runs {', '.join(inside[:5])}" if inside else f"a run has {LOG}, a comparison {RESULTS}"
         raise RecipeError(f"{folder} is no folder of a run or comparison: {hint}")
-    table = folder / ROBUSTNESS
     return Run(
         f"{folder.resolve().parent.name}/{folder.resolve().name}",
         0,
         folder,
         merge_epochs(_readable(folder / LOG, read_metrics)),
         read_run_settings(folder),
-        _readable(table, read_csv) if table.is_file() else [],
+        _read_robustness(folder),
     )
 
 
-def merge_epochs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_epochs(rows: Rows) -> Rows:
     """Without Lightning's epoch means of what was logged by the step too; `_step` is no part of a name then."""
     names = {row["metric"] for row in rows}
     both = {name.removesuffix("_step") for name in names if f"{name.removesuffix('_step')}_epoch" in names}
@@ -136,28 +136,30 @@ def read_comparison(folder: Path) -> Read:
     Raises:
         RecipeError: nothing is finished, or a file cannot be read.
     """
-    cells = _finished_cells(folder)
+    cells = {
+        (config, seed): (path.parent, rows)
+        for path in sorted(folder.glob(f"cells/*/seed_*/{RESULT}"))
+        for config, seed, rows in [_readable(path, _read_cell)]
+    }
+    logged = {key: rows for key, (_, rows) in cells.items()}
+    if (folder / RESULTS).is_file():
+        logged = _readable(folder / RESULTS, _read_results)
+    if not logged:
+        raise RecipeError(f"{folder}: no cell of this comparison is finished; start the same command again")
+    runs = []
+    for (config, seed), rows in logged.items():
+        run = Run(config, seed, folder, merge_epochs(rows))
+        if (config, seed) in cells:
+            of_cell = sorted(log.parent for log in cells[config, seed][0].glob(f"runs/**/{LOG}"))
+            for place in of_cell[-1:]:
+                run = replace(run, folder=place, settings=read_run_settings(place), robustness=_read_robustness(place))
+        runs.append(run)
+    summary = folder / SUMMARY
     unfinished = sorted(
         str(path.relative_to(folder / "cells"))
         for path in folder.glob("cells/*/seed_*")
         if not (path / RESULT).is_file()
     )
-    logged: dict[tuple[str, int], list[dict[str, Any]]]
-    if (folder / RESULTS).is_file():
-        logged = {}
-        for key, row in _readable(folder / RESULTS, _read_results):
-            logged.setdefault(key, []).append(row)
-    else:
-        logged = {key: result["rows"] for key, (_, result) in cells.items()}
-    if not logged:
-        raise RecipeError(f"{folder}: no cell of this comparison is finished; start the same command again")
-    runs = []
-    for (config, seed), rows in logged.items():
-        place = cells[config, seed][0] if (config, seed) in cells else folder
-        logs = sorted(place.glob(f"runs/**/{LOG}")) if (config, seed) in cells else []
-        run = read_run(logs[-1].parent) if logs else Run(config, seed, folder, [])
-        runs.append(replace(run, config=config, seed=seed, rows=merge_epochs(rows)))
-    summary = folder / SUMMARY
     return Read(
         runs,
         _readable(summary, _read_table) if summary.is_file() else [],
@@ -165,28 +167,24 @@ def read_comparison(folder: Path) -> Read:
     )
 
 
-def _finished_cells(folder: Path) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
-    found = {}
-    for path in sorted(folder.glob(f"cells/*/seed_*/{RESULT}")):
-        config, seed, rows, place = _readable(path, _read_cell)
-        found[config, seed] = (place, {"rows": rows})
-    return found
+def _read_robustness(folder: Path) -> list[Row]:
+    table = folder / ROBUSTNESS
+    return _readable(table, read_csv) if table.is_file() else []
 
 
-def _read_cell(path: Path) -> tuple[str, int, list[dict[str, Any]], Path]:
+def _read_cell(path: Path) -> tuple[str, int, Rows]:
     result = json.loads(path.read_text(encoding="utf-8"))
-    return str(result["config"]), int(result["seed"]), result["rows"], path.parent
+    return str(result["config"]), int(result["seed"]), result["rows"]
 
 
-def _read_results(path: Path) -> list[tuple[tuple[str, int], dict[str, Any]]]:
+def _read_results(path: Path) -> dict[tuple[str, int], Rows]:
+    """The rows of each cell, in the order of the table."""
+    found: dict[tuple[str, int], Rows] = {}
     with path.open(newline="", encoding="utf-8") as file:
-        return [
-            (
-                (line["config"], int(line["seed"])),
-                {"step": int(line["step"]), "metric": line["metric"], "value": float(line["value"])},
-            )
-            for line in csv.DictReader(file)
-        ]
+        for line in csv.DictReader(file):
+            row = {"step": int(line["step"]), "metric": line["metric"], "value": float(line["value"])}
+            found.setdefault((line["config"], int(line["seed"])), []).append(row)
+    return found
 
 
 def _read_table(path: Path) -> list[dict[str, str]]:

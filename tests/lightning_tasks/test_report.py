@@ -130,7 +130,7 @@ def test_a_comparison_that_is_not_finished(tmp_path):
     text, found = report(tmp_path, tmp_path / "compared")
     assert "not finished: rpc/seed_1" in text
     rows = found.rows
-    assert "val/loss diverged" in rows
+    assert "val/loss not finite" in rows
     assert "rpc! rpc (iterations 4) in layers 0" in rows
 
 
