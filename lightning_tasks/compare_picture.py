@@ -21,18 +21,6 @@ def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.
     return np.array(steps), np.array(means), np.array(spreads)
 
 
-def draw_metric(
-    axes: Any, rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str, colour: str | None = None
-) -> None:
-    """Draw a metric on Matplotlib axes: a line a configuration, in the next colour where `colour` is None."""
-    for config in configs:
-        steps, means, spreads = curve(rows, metric, config)
-        if len(steps):
-            marker = "o" if len(steps) < 30 else None
-            (line,) = axes.plot(steps, means, label=config, color=colour, linewidth=1.4, marker=marker, markersize=3)
-            axes.fill_between(steps, means - spreads, means + spreads, color=line.get_color(), alpha=0.15)
-
-
 def draw_comparison(
     rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], picture: Path
 ) -> Path | None:
@@ -46,7 +34,11 @@ def draw_comparison(
     figure = Figure(figsize=(5 * len(shown), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, metric in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw_metric(axes, rows, configs, metric)
+        for config in configs:
+            steps, means, spreads = curve(rows, metric, config)
+            if len(steps):
+                (line,) = axes.plot(steps, means, label=config, linewidth=1.4, marker="o", markersize=3)
+                axes.fill_between(steps, means - spreads, means + spreads, color=line.get_color(), alpha=0.15)
         axes.set_xlabel("step")
         axes.set_title(metric, loc="left")
         axes.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.compare_picture import draw_metric
+from lightning_tasks.compare_picture import curve
 
 _INK = "#010203"  # no picture has this colour: it stands for that of the page's text
 _LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d+)(?:/(?P<part>[^/]+))?$")
@@ -30,7 +30,10 @@ def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: s
 
     figure, axes = _figure(4.6, 2.8)
     for config, colour in zip(configs, colours(len(configs)), strict=True):
-        draw_metric(axes, rows, [config], metric, colour)
+        steps, means, spreads = curve(rows, metric, config)
+        if len(steps):
+            axes.plot(steps, means, color=colour, linewidth=1.4, marker="o" if len(steps) < 30 else None, markersize=3)
+            axes.fill_between(steps, means - spreads, means + spreads, color=colour, alpha=0.15)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
