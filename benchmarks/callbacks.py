@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
-from attention_modules.analysis import STATISTICS, attention_statistics
+from attention_modules.analysis import STATISTICS, attention_sink, attention_statistics, token_similarity
 from benchmarks.common import alternate, peak_memory, write_results
 from lightning_tasks.callbacks import LocAteR, SpectrumMonitor
+from lightning_tasks.callbacks.attention_monitor import SINK_ROWS
 from lightning_tasks.language_modeling import LanguageModelingTask
 
 VOCABULARY, TOKENS, LM_BATCH, IMAGE_BATCH = 33_278, 64, 64, 16
@@ -144,11 +145,17 @@ def statistics_against_attention(repeats: int) -> list[dict[str, str]]:
         "attention": lambda: scaled_dot_product_attention(q, k, v),
         "entropy": lambda: attention_statistics(q, k, statistics=("entropy",)),
         "all four": lambda: attention_statistics(q, k, statistics=STATISTICS),
+        "all of a firing": lambda: (
+            attention_statistics(q, k, statistics=STATISTICS),
+            attention_sink(q, k, max_rows=SINK_ROWS),
+            token_similarity(tokens),
+        ),
     }
+    tokens = q.transpose(1, 2).flatten(2)
     with torch.no_grad():
         seconds = alternate(calls, repeats, cpu_time=True)
         peaks = {name: peak_memory(call) for name, call in calls.items()}
-    limits = {"entropy": (1.2, 2.5), "all four": (3.5, 6.0)}
+    limits = {"entropy": (1.2, 2.5), "all four": (3.5, 6.0), "all of a firing": (3.5, 6.0)}
     one = peaks["attention"]
     memory = {name: "unknown" if not (one and peak) else f"{peak / one:.2f}x" for name, peak in peaks.items()}
     return [

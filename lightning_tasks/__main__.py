@@ -21,6 +21,7 @@ commands:
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
   recipes                       list the shipped recipes: name, summary, paper, what each needs
   compare                       run configurations x seeds, paired, resumable, into one table
+  report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
   analyze                       run an analysis: attnswap analyze token-selection --output DIR
   show-batch                    draw a batch as the model gets it: attnswap show-batch --config RECIPE --output PNG
 
@@ -101,6 +102,10 @@ def main(args: Sequence[str] | None = None) -> None:
             from lightning_tasks.compare import main as compare
 
             compare(arguments[1:])
+        elif command == "report":
+            from lightning_tasks.report import main as report
+
+            report(arguments[1:])
         elif command == "analyze":
             from lightning_tasks.analyses import main as analyze
 
@@ -114,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
             run(arguments)
         else:
-            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "analyze", "show-batch"))
+            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
             raise RecipeError(f"unknown command {command!r}; the commands are {known}")
     except Exception as error:
         refusal = error if isinstance(error, RecipeError) else refusal_in(error)

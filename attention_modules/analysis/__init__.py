@@ -11,6 +11,7 @@ from attention_modules.analysis.kernel_pca import (
 from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
 from attention_modules.analysis.lipschitz_ascent import ascend_lipschitz
 from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
+from attention_modules.analysis.maps import attention_map, attention_rollout
 from attention_modules.analysis.max_margin import (
     NotSeparableError,
     locally_optimal,
@@ -31,7 +32,9 @@ from attention_modules.analysis.statistics import (
     Statistic,
     attention_entropy,
     attention_row_sums,
+    attention_sink,
     attention_statistics,
+    token_similarity,
 )
 
 __all__ = [
@@ -44,7 +47,10 @@ __all__ = [
     "Statistic",
     "ascend_lipschitz",
     "attention_entropy",
+    "attention_map",
+    "attention_rollout",
     "attention_row_sums",
+    "attention_sink",
     "attention_statistics",
     "compare_values",
     "frobenius_squared",
@@ -60,6 +66,7 @@ __all__ = [
     "projection_loss",
     "qk_spectrum",
     "qk_statistics",
+    "token_similarity",
     "trace",
     "trace_squared",
 ]

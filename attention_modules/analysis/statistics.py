@@ -230,3 +230,80 @@ def attention_entropy(
     return attention_statistics(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=("entropy",))[
         "entropy"
     ]
+
+
+def attention_sink(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    max_rows: int | None = None,
+) -> Tensor:
+    """max_j of the mean of A_ij over the rows i that see a key: the share of attention that one key takes of all rows.
+
+    From 1/M (uniform over M keys) to 1 (every row attends to one and the same key). After Gu et al. (When Attention
+    Sink Emerges in Language Models, ICLR 2025), who take the mean for the first key over the rows that see it; that of
+    any key, over all rows, is our reading. Some rows of the map at a time.
+
+    Args:
+        q, k, attn_mask, is_causal, scale: as :func:`attention_statistics`.
+        max_rows: more rows than these are looked at in so many that lie evenly from the first to the last; all where
+            None.
+
+    Returns:
+        fp32 ``[B, H]``; NaN where a head of a sample has no row that sees a key.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _check(q, k, attn_mask, STATISTICS)
+    number, columns = q.shape[2], k.shape[2]
+    kept = torch.arange(number, device=q.device)
+    if max_rows is not None and number > max_rows:
+        kept = torch.linspace(0, number - 1, max_rows, device=q.device).round().long()
+    with torch.autocast(q.device.type, enabled=False):
+        if attn_mask is not None:
+            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+            attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., kept, :]
+        visible, bias = _split_mask(attn_mask)
+        if is_causal:
+            past = torch.arange(columns, device=q.device) <= kept[:, None]
+            visible = past.view(1, 1, *past.shape) if visible is None else visible & past
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        attention = _Attention(q[:, :, kept].float(), k.float(), visible, bias, False, scale)
+        mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)
+        rows: Tensor = torch.zeros(k.shape[:2], device=k.device)
+        for logits in attention.chunks():
+            mass = mass + logits.softmax(-1).nan_to_num(0.0).sum(-2)  # 0/0 in rows that see nothing
+            rows = rows + (logits > float("-inf")).any(-1).sum(-1)
+    return mass.amax(-1) / rows
+
+
+def token_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean cosine of the angles between different tokens of a sequence, in fp32: 1 where all point one way.
+
+    What grows to 1 in rank collapse (Dong et al., Attention is Not All You Need, ICML 2021) and oversmoothing. It is
+    (‖Σ_i x̂_i‖² - n) / (n (n - 1)) for the n normalised tokens x̂_i, in O(n C).
+
+    Args:
+        x: tokens ``[B, N, C]``.
+        valid: which of them count, boolean ``[B, N]``; all where None.
+
+    Returns:
+        ``[B]``; NaN where fewer than two tokens count.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    if x.ndim != 3 or (valid is not None and valid.shape != x.shape[:2]):
+        shape = None if valid is None else tuple(valid.shape)
+        raise ValueError(f"x must be [B, N, C] and valid [B, N], got {tuple(x.shape)} and {shape}")
+    with torch.autocast(x.device.type, enabled=False):
+        unit = torch.nn.functional.normalize(x.float(), dim=-1)
+        if valid is not None:
+            unit = unit * valid.unsqueeze(-1)
+        squares = unit.square().sum((-2, -1))  # n, but for tokens of zeros
+        count = torch.full_like(squares, x.shape[1]) if valid is None else valid.sum(-1).float()
+        return (unit.sum(-2).square().sum(-1) - squares) / (count * (count - 1)).masked_fill(count < 2, torch.nan)

@@ -1,5 +1,6 @@
 """Callbacks that work on any LightningModule, from Python and from YAML, of ``lightning`` and ``pytorch_lightning``."""
 
+from lightning_tasks.callbacks.attention_maps import AttentionMapLogger
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
@@ -14,6 +15,7 @@ from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.swap import SwapAttention
 
 __all__ = [
+    "AttentionMapLogger",
     "AttentionMonitor",
     "Callback",
     "FreezeQK",

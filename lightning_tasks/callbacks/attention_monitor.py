@@ -10,18 +10,29 @@ from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism
-from attention_modules.analysis import STATISTICS, Statistic, attention_row_sums
+from attention_modules.analysis import (
+    STATISTICS,
+    Statistic,
+    attention_row_sums,
+    attention_sink,
+    token_similarity,
+)
 from attention_modules.hosts import attention_layers
+from attention_modules.masks import visible
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.collapse import FEWEST_KEYS, CollapseWarnings
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
 from lightning_tasks.callbacks.limits import check_integer, check_layers
 from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
+Observable = Statistic | Literal["sink", "token_similarity"]
+OBSERVABLES: tuple[Observable, ...] = (*STATISTICS, "sink", "token_similarity")
+SINK_ROWS = 256  # looked at for sinks, so that they cost a fraction of a pass of attention in long sequences
 
 
 class AttentionMonitor(Callback):
@@ -34,6 +45,14 @@ class AttentionMonitor(Callback):
     layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages).
     Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the
     mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
+
+    ``sink`` is the largest share of all rows' attention that one key takes, from at most 256 rows of each map of at
+    least 16 keys, and counts once a head and sample (:func:`attention_modules.analysis.attention_sink`);
+    ``token_similarity`` the mean cosine between the tokens ``[B, N, C]`` that enter the layer (not those that nothing
+    sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
+
+    A layer's value beyond one of these is warned of in words, each kind once: ``normalised_entropy`` below 0.02
+    (entropy collapse), ``token_similarity`` above 0.98 (rank collapse), ``sink`` above 0.3 (attention sink).
 
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
@@ -56,7 +75,7 @@ class AttentionMonitor(Callback):
     def __init__(
         self,
         every_n_steps: int = 50,
-        statistics: Sequence[Statistic] = STATISTICS,
+        statistics: Sequence[Observable] = OBSERVABLES,
         stages: Sequence[Stage] = ("train", "validation"),
         where: Where = None,
         layers: list[int] | None = None,
@@ -64,13 +83,15 @@ class AttentionMonitor(Callback):
     ) -> None:
         super().__init__()
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
-        self.statistics = _some_of("statistics", statistics, STATISTICS)
+        self.statistics = _some_of("statistics", statistics, OBSERVABLES)
         self.stages = _some_of("stages", stages, get_args(Stage))
         self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
         self._hooks: ExitStack | None = None
         self._in_backward = False
         self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call: the sum over rows, and their number
+        self._tokens: dict[int, Tensor] = {}  # what entered a layer whose attention is not yet called
+        self._warnings = CollapseWarnings()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
@@ -102,7 +123,9 @@ class AttentionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            log_now(pl_module, {name: mean for name, (mean, _) in self._close().items()})
+            values = {name: mean for name, (mean, _) in self._close().items()}
+            self._warn(pl_module, values, f"training step {self._last_step}")
+            log_now(pl_module, values)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there
@@ -148,6 +171,8 @@ class AttentionMonitor(Callback):
         if self._hooks is None:
             return
         values = self._close()
+        means = {name: mean for name, (mean, _) in values.items()}
+        self._warn(pl_module, means, f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
         # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
         weights = torch.stack([rows for _, rows in values.values()]).tolist() if values else []
         for (name, (mean, _)), weight in zip(values.items(), weights, strict=True):
@@ -173,8 +198,17 @@ class AttentionMonitor(Callback):
                 )
             handle = layer.mechanism.register_forward_pre_hook(partial(self._observe, index), with_kwargs=True)
             self._hooks.callback(handle.remove)
+            if "token_similarity" in self.statistics:
+                entering = layer.module.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+                self._hooks.callback(entering.remove)
         if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came later
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _enter(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the tokens that enter a layer, as ``[B, N, C]``, until its attention is called."""
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is not None and given.ndim == 3 and given.is_floating_point():
+            self._tokens[index] = given if getattr(module, "batch_first", True) else given.transpose(0, 1)
 
     @torch.no_grad()
     def _observe(
@@ -183,17 +217,34 @@ class AttentionMonitor(Callback):
         if self._in_backward:
             return
         query, key = args[:2]
-        sums = attention_row_sums(
-            query if mechanism.uses_query else key,
-            key,
-            attn_mask=kwargs.get("attn_mask"),
-            is_causal=kwargs.get("is_causal", False),
-            scale=kwargs.get("scale"),
-            statistics=self.statistics,
-        )
+        query = query if mechanism.uses_query else key
+        given = {
+            "attn_mask": kwargs.get("attn_mask"),
+            "is_causal": kwargs.get("is_causal", False),
+            "scale": kwargs.get("scale"),
+        }
+        rows = [name for name in STATISTICS if name in self.statistics]
+        sums = attention_row_sums(query, key, **given, statistics=rows) if rows else {}
+        if "sink" in self.statistics and key.shape[2] >= FEWEST_KEYS:
+            sums["sink"] = _known(attention_sink(query, key, **given, max_rows=SINK_ROWS))
+        tokens = self._tokens.pop(index, None)
+        if tokens is not None:
+            sums["token_similarity"] = _known(token_similarity(tokens, _seen(given["attn_mask"], tokens)))
         self._observed[index].append(
             {name: torch.stack([total.sum(), count.sum()]) for name, (total, count) in sums.items()}
         )
+
+    def _warn(self, pl_module: pl.LightningModule, values: dict[str, Tensor], where: str) -> None:
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        wanted = {
+            (sign.statistic, layer.name): values[label]
+            for sign in self._warnings.wanted
+            for index, layer in enumerate(layers)
+            if (label := f"attention/{sign.statistic}/{layer_label(index)}") in values
+        }
+        if wanted:
+            numbers = torch.stack(list(wanted.values())).tolist()  # one transfer
+            self._warnings.look(dict(zip(wanted, numbers, strict=True)), where)
 
     def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
@@ -204,17 +255,32 @@ class AttentionMonitor(Callback):
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.statistics:
             sums = {
-                layer_label(index): torch.stack([call[name] for call in calls]).sum(0)
+                layer_label(index): torch.stack(known).sum(0)
                 for index, calls in enumerate(self._observed)
-                if calls
+                if (known := [call[name] for call in calls if name in call])
             }
             if sums:
                 # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.
                 sums["mean"] = torch.stack(list(sums.values())).sum(0)
             for label, (total, rows) in sums.items():
                 values[f"attention/{name}/{label}"] = (total / rows, rows)
-        self._observed = []
+        self._observed, self._tokens = [], {}
         return values
+
+
+def _known(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The values with 0 for NaN, and which they were."""
+    return values.nan_to_num(0.0), ~values.isnan()
+
+
+def _seen(attn_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Which tokens ``[B, N]`` some row sees by the mask, of self-attention; None where it does not say of tokens."""
+    if attn_mask is None or attn_mask.shape[-1] != tokens.shape[1]:
+        return None
+    if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, tokens.shape[0]):
+        return None
+    mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+    return visible(mask).flatten(1, 2).any(1).expand(tokens.shape[:2])
 
 
 _Name = TypeVar("_Name", bound=str)

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from attention_modules.analysis import STATISTICS, attention_entropy, attention_statistics, kernels, statistics
+from attention_modules.analysis import (
+    STATISTICS,
+    attention_entropy,
+    attention_sink,
+    attention_statistics,
+    kernels,
+    statistics,
+    token_similarity,
+)
 
 
 def naive_statistics(q, k, mask, is_causal, scale):
@@ -164,3 +172,49 @@ def test_bad_arguments(arguments, message):
 def test_heads_must_agree():
     with pytest.raises(ValueError, match=r"\(1, 4, 6, 4\) and \(1, 2, 6, 4\)"):
         attention_statistics(torch.randn(1, 4, 6, 4), torch.randn(1, 2, 6, 4))
+
+
+@pytest.mark.parametrize("masked", [None, "boolean", "additive"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sink_is_the_largest_mean_column_of_the_map(masked, is_causal, monkeypatch):
+    monkeypatch.setattr("attention_modules.analysis.statistics.CHUNK_ELEMENTS", 60)  # several chunks
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 9, 4), torch.randn(2, 3, 9, 4)
+    mask = torch.rand(2, 1, 9, 9) > 0.4
+    mask[0, :, 0] = False  # a row that sees nothing
+    given = {None: None, "boolean": mask, "additive": torch.randn(9, 9)}[masked]
+    logits = q @ k.mT / 2
+    if given is not None:
+        logits = logits.masked_fill(~given, -torch.inf) if masked == "boolean" else logits + given
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    some = (logits > -torch.inf).any(-1)
+    maps = logits.softmax(-1).nan_to_num(0.0)
+    expected = maps.sum(-2).amax(-1) / some.sum(-1)
+    torch.testing.assert_close(attention_sink(q, k, attn_mask=given, is_causal=is_causal), expected)
+    kept = [0, 4, 8]
+    expected = maps[:, :, kept].sum(-2).amax(-1) / some[:, :, kept].sum(-1)
+    found = attention_sink(q, k, attn_mask=given, is_causal=is_causal, max_rows=3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_sink_from_uniform_to_one_key():
+    k = torch.zeros(1, 1, 10, 4)
+    assert attention_sink(torch.randn(1, 1, 10, 4), k).item() == pytest.approx(0.1)
+    k[..., 3, :] = 100.0
+    assert attention_sink(torch.ones(1, 1, 10, 4), k).item() == pytest.approx(1.0)
+
+
+def test_token_similarity_is_the_mean_of_all_pairs():
+    torch.manual_seed(0)
+    x, valid = torch.randn(3, 6, 5), torch.rand(3, 6) > 0.3
+    for found, one, kept in zip(token_similarity(x, valid), x, valid, strict=True):
+        tokens = one[kept]
+        cosines = torch.nn.functional.cosine_similarity(tokens[:, None], tokens[None], dim=-1)
+        pairs = cosines[~torch.eye(len(tokens), dtype=torch.bool)]
+        torch.testing.assert_close(found, pairs.mean())
+    same = torch.randn(1, 1, 5).expand(1, 6, 5) * torch.arange(1, 7).view(1, 6, 1)
+    assert token_similarity(same).item() == pytest.approx(1.0, abs=1e-6)
+    assert token_similarity(torch.randn(1, 1, 5)).isnan().all()
+    with pytest.raises(ValueError, match=r"got \(6, 5\)"):
+        token_similarity(torch.randn(6, 5))

@@ -1,12 +1,14 @@
 """Attention statistics in the logs, of plain and swapped layers."""
 
+import re
+
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics
+from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics, token_similarity
 from attention_modules.mechanism import AttentionMechanism
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from tests.lightning_tasks.callbacks import modules
@@ -263,3 +265,76 @@ def test_every_row_counts_once_whatever_the_padding():
     for name in STATISTICS:
         assert metrics[f"attention/{name}/layer_00"].item() == mean(name, [0, 1])
         assert metrics[f"val/attention/{name}/layer_00"].item() == mean(name, [0, 1, 2, 3])
+
+
+def test_token_similarity_is_that_of_the_layers_input_without_padding():
+    tokens = batches(1, batch_size=2).dataset.tensors[0]
+    padding = torch.tensor([0, 3])
+    loader = DataLoader([(tokens, padding)], batch_size=None)
+    metrics = fit(LeftPadded(lr=0.0), [AttentionMonitor(every_n_steps=9)], loader, loader).callback_metrics
+    embed = TinyLM().net["embed"]
+    alone = [token_similarity(embed(one[None, pad:])).item() for one, pad in zip(tokens, padding, strict=True)]
+    for prefix in ("", "val/"):
+        found = metrics[f"{prefix}attention/token_similarity/layer_00"].item()
+        assert found == pytest.approx(sum(alone) / 2, rel=1e-4)
+
+
+class Long(TinyLM):
+    """Twenty tokens, so that sinks are looked for, and first weights that `spoil` changes."""
+
+    def __init__(self, spoil=None):
+        super().__init__(lr=0.0)
+        attention = self.net["encoder"].layers[0].self_attn
+        with torch.no_grad():
+            if spoil == "entropy":  # all rows, in both heads, attend to the largest token
+                first = torch.arange(1, 1 + modules.VOCABULARY).float()[:, None]
+                self.net["embed"].weight[:, [0, DIM // HEADS]] = first
+                attention.in_proj_weight.copy_(100 * torch.eye(DIM).repeat(3, 1))
+            if spoil == "tokens":
+                self.net["embed"].weight.copy_(torch.ones_like(self.net["embed"].weight))
+            if spoil == "sink":  # all rows attend to the word that only the first place holds
+                self.net["embed"].weight[:, 0] = 1.0
+                self.net["embed"].weight[:, 1] = 0.0
+                self.net["embed"].weight[0, 1] = 1.0
+                attention.in_proj_weight.zero_()
+                attention.in_proj_weight[[0, DIM // HEADS], 0] = 3.0
+                attention.in_proj_weight[[DIM, DIM + DIM // HEADS], 1] = 3.0
+                attention.in_proj_bias.zero_()
+
+    def forward(self, tokens):
+        return self.net["head"](self.net["encoder"](self.net["embed"](tokens)))
+
+
+def collapse_warnings(recwarn):
+    return [str(one.message) for one in recwarn if "said once" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (None, None),
+        ("tokens", "rank collapse: .* token_similarity above 0.98 in net.encoder.layers.0.self_attn \\(1\\)"),
+        ("sink", "attention sink: .* sink above 0.3 in net.encoder.layers.0.self_attn"),
+        ("entropy", "entropy collapse: .* normalised_entropy below 0.02 in net.encoder.layers.0.self_attn"),
+    ],
+)
+def test_collapse_is_warned_of_once_in_words(spoil, words, recwarn):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, modules.VOCABULARY, (6, 20), generator=generator)
+    if spoil == "entropy":
+        tokens = torch.full((6, 20), 1)
+        tokens[:, 3] = 12  # the largest product with every query
+    tokens[:, 0] = 0
+    loader = DataLoader([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], batch_size=None)
+    monitor = AttentionMonitor(every_n_steps=1, layers=[0])
+    fit(Long(spoil), [monitor], loader, loader, max_epochs=2, max_steps=-1)
+    said = collapse_warnings(recwarn)
+    assert len(said) == (words is not None) + (spoil == "entropy"), said  # a collapsed row is a sink here, too
+    if words is not None:
+        assert any(re.search(words, one) for one in said), said
+
+
+def test_sinks_are_not_looked_for_among_few_keys():
+    metrics = fit(TinyLM(), [AttentionMonitor(every_n_steps=1)], max_steps=1).callback_metrics
+    assert "attention/token_similarity/layer_01" in metrics
+    assert not any("sink" in name for name in metrics)

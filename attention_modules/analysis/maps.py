@@ -1,0 +1,73 @@
+"""Attention maps themselves, for looking at: chosen rows of softmax(q kᵀ), and their rollout over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention_modules.masks import combine_masks, hide
+
+
+@torch.no_grad()
+def attention_map(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Rows of softmax(scale · q kᵀ + mask) in fp32; zeros in rows that see nothing.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+        rows: numbers of the queries wanted, integer ``[R]``; all where None.
+
+    Returns:
+        ``[B, H, R, M]``.
+
+    Raises:
+        TypeError, ValueError: as :func:`attention_modules.masks.combine_masks`.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+    attn_mask = hide(attn_mask)
+    rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q[:, :, rows].float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        logits = logits.masked_fill(torch.arange(k.shape[2], device=q.device) > rows[:, None], float("-inf"))
+    if attn_mask is not None:
+        part = attn_mask[..., rows, :] if attn_mask.shape[-2] > 1 else attn_mask
+        logits = logits.masked_fill(~part, float("-inf")) if part.dtype == torch.bool else logits + part
+    return logits.softmax(-1).nan_to_num(0.0)
+
+
+def attention_rollout(maps: Sequence[Tensor]) -> Tensor:
+    """Π_l (A_l + I)/2, the last layer leftmost: how much of each input token is in each token after all layers.
+
+    Attention rollout of Abnar and Zuidema (Quantifying Attention Flow in Transformers, ACL 2020): the identity stands
+    for the residual connection.
+
+    Args:
+        maps: of each layer, first to last, means over heads, ``[B, N, N]``.
+
+    Returns:
+        ``[B, N, N]``.
+
+    Raises:
+        ValueError: if there are none, or they are not square and of one shape.
+    """
+    shapes = {tuple(one.shape) for one in maps}
+    if len(shapes) != 1 or maps[0].ndim != 3 or maps[0].shape[1] != maps[0].shape[2]:
+        raise ValueError(f"rollout needs square maps [B, N, N] of one shape, got {sorted(shapes)}")
+    rolled = torch.eye(maps[0].shape[1], dtype=maps[0].dtype, device=maps[0].device).expand_as(maps[0])
+    for one in maps:
+        rolled = (one @ rolled + rolled) / 2
+    return rolled

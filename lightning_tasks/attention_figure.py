@@ -1,0 +1,90 @@
+"""Attention drawn: over images, and token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+_MOST_PREFIX = 9  # class, distillation and register tokens before the patches
+
+
+def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | None:
+    """Prefix tokens, rows and columns of patches that so many tokens of an image are; None where no grid fits.
+
+    The fewest prefix tokens with which square patches tile the image (our reading: models do not say it alike).
+    """
+    for prefix in range(min(_MOST_PREFIX, tokens - 1) + 1):
+        side = math.sqrt(height * width / (tokens - prefix))
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns == tokens - prefix and rows * width == columns * height and height % rows == 0:
+            return prefix, rows, columns
+    return None
+
+
+def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns: Sequence[str], title: str) -> Any:
+    """A Matplotlib figure: a sample and query a row; the image, then the map of each head over it.
+
+    Args:
+        images: ``[S, C, H, W]`` in any range.
+        maps: attention to the patches, ``[S, R, K, h, w]`` for R queries and K heads; each is scaled to its largest.
+        rows: names of the queries.
+        columns: names of the heads.
+        title: of the figure.
+    """
+    samples, queries, heads = maps.shape[:3]
+    height, width = images.shape[-2:]
+    figure, panels = _panels(samples * queries, 1 + heads, height / width, title)
+    for sample, image in enumerate(images):
+        shown = image if image.shape[0] in (1, 3) else image.mean(0, keepdim=True)
+        low, high = shown.amin(), shown.amax()
+        shown = ((shown - low) / (high - low).clamp(min=1e-12)).expand(3, -1, -1).permute(1, 2, 0).numpy()
+        for query in range(queries):
+            axes = panels[sample * queries + query]
+            axes[0].imshow(shown)
+            axes[0].set_ylabel(rows[query], fontsize=7)
+            large = interpolate(maps[sample, query][None], size=(height, width), mode="bilinear")[0]
+            for head in range(heads):
+                axes[1 + head].imshow(shown)
+                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0)
+    for axes, name in zip(panels[0], ("image", *columns), strict=True):
+        axes.set_title(name, fontsize=8)
+    return figure
+
+
+def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], title: str) -> Any:
+    """A Matplotlib figure: a sample a row, a head a column; queries downwards, keys to the right.
+
+    Args:
+        maps: ``[S, K, R, M]`` for K heads and R queries.
+        rows: places of the queries.
+        columns: names of the heads.
+        title: of the figure.
+    """
+    figure, panels = _panels(len(maps), maps.shape[1], min(1.0, maps.shape[2] / maps.shape[3] + 0.2), title)
+    for axes, sample in zip(panels, maps, strict=True):
+        for panel, one in zip(axes, sample, strict=True):
+            panel.imshow(one.numpy(), cmap="viridis", vmin=0.0, aspect="auto", interpolation="nearest")
+        step = max(1, len(rows) // 6)
+        axes[0].set_yticks(range(0, len(rows), step), [str(row) for row in rows[::step]], fontsize=6)
+        axes[0].set_ylabel("query", fontsize=7)
+    for axes, name in zip(panels[0], columns, strict=True):
+        axes.set_title(name, fontsize=8)
+    return figure
+
+
+def _panels(rows: int, columns: int, ratio: float, title: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.2 * columns + 0.4, 2.1 * rows * ratio + 0.7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=9, parse_math=False)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    return figure, panels

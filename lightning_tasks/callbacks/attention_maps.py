@@ -1,0 +1,236 @@
+"""Pictures of attention maps at validations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from attention_modules import AttentionMechanism
+from attention_modules.analysis import attention_map, attention_rollout
+from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.swap import swap_attention
+from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
+from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.layer_call import eager
+
+_ROWS_AT_ONCE = 256
+
+
+class AttentionMapLogger(Callback):
+    """Draws attention maps of the first samples of a validation, over the images or token by token.
+
+    In a fit every n-th epoch's validation is drawn, and ``validate`` once, from its first batch (keep its order, and
+    the samples stay the same): ``attention_maps_layer_00.png`` in the run's folder, which holds the newest, and
+    ``attention_maps/layer_00`` in W&B and TensorBoard, which keep all. The maps are softmax(q kᵀ) of the q and k that
+    the mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass. Images whose
+    tokens are no grid of square patches, as in windowed models, are drawn token by token, like text.
+
+    Plain layers are observed by putting plain softmax attention into them, as
+    :class:`~lightning_tasks.callbacks.AttentionMonitor` does. Fused attention stays in use: the rows that are drawn
+    are computed beside it, and nothing is hooked but in that batch, which runs without ``torch.compile``. With
+    ``rollout`` the whole maps ``[num_samples, H, N, N]`` of a layer, and those of all layers without H, are held.
+
+    Args:
+        every_n_epochs: epochs from one picture to the next.
+        num_samples: how many samples.
+        heads: which, each by itself; their mean where None.
+        queries: places of the tokens whose rows are drawn (negative from the end); where None, for images the mean of
+            all rows, for text the first ``max_tokens``.
+        max_tokens: keys, and where ``queries`` is None queries, that are drawn of a text.
+        rollout: also draw the rollout over the chosen layers (:func:`attention_modules.analysis.attention_rollout`).
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if a number is out of its limits; when a trainer starts, if no layer matches, or one has too few
+            heads; when it fires, if a sample has too few tokens, or the layers' maps do not fit a rollout.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        num_samples: int = 2,
+        heads: list[int] | None = None,
+        queries: list[int] | None = None,
+        max_tokens: int = 64,
+        rollout: bool = False,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.every_n_epochs = check_integer("every_n_epochs", every_n_epochs, 1)
+        self.num_samples = check_integer("num_samples", num_samples, 1)
+        self.max_tokens = check_integer("max_tokens", max_tokens, 1)
+        for name, chosen in (("heads", heads), ("queries", queries)):
+            if chosen is not None and not chosen:
+                raise ValueError(f"{name} is empty: give some numbers, or leave it out")
+        self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
+        self.queries, self.rollout = queries, rollout
+        self.where, self.layers, self.exclude = where, layers, exclude
+        self._hooks: ExitStack | None = None
+        self._images: Tensor | None = None
+        self._batch_size = 0
+        self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]
+        self._whole: dict[int, Tensor] = {}  # for the rollout, [S, N, N]
+        self._places: dict[int, list[int]] = {}  # the rows' numbers, empty for their mean
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        after_configure_model(pl_module, self, self._make_observable)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+        forget_actions(pl_module, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+        forget_actions(pl_module, self)
+
+    def _make_observable(self, pl_module: pl.LightningModule) -> None:
+        chosen = self._chosen(pl_module)
+        for layer in chosen:
+            if self.heads is not None and max(self.heads) >= layer.spec.num_heads:
+                raise ValueError(
+                    f"AttentionMapLogger: heads {self.heads} do not fit {layer.name!r}, which has "
+                    f"{layer.spec.num_heads}, counted from 0"
+                )
+        plain = [layer.name for layer in chosen if layer.mechanism is None]
+        if plain:
+            swap_attention(pl_module, "softmax", where=plain)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        first = batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking
+        if due and first and trainer.is_global_zero:
+            self._open(pl_module, batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._hooks is None:
+            return
+        from lightning_tasks.pictures import save_picture  # which imports this package for the step
+
+        try:
+            for index, layer in enumerate(self._chosen(pl_module)):
+                if index in self._maps:
+                    names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
+                    figure = self._figure(self._maps[index], self._places[index], names, layer.name)
+                    save_picture(trainer, figure, f"attention_maps/{layer_label(index)}")
+            if self.rollout and self._whole:
+                rolled, places = self._rolled()
+                save_picture(trainer, self._figure(rolled, places, ["rollout"], "rollout"), "attention_maps/rollout")
+        finally:
+            self._close()
+
+    def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
+        return attention_layers(pl_module, self.where, self.layers, self.exclude)
+
+    def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
+        self._close()
+        self._hooks = ExitStack()
+        given = batch if isinstance(batch, Tensor) else next(iter(_tensors(batch)), None)
+        if given is not None and given.ndim == 4 and given.is_floating_point():
+            self._images = given[: self.num_samples].detach().float().cpu()
+            self._batch_size = len(given)
+        for index, layer in enumerate(self._chosen(pl_module)):
+            if layer.mechanism is None:
+                raise ValueError(
+                    f"AttentionMapLogger: {layer.name!r} became plain attention after the model was configured, and "
+                    "cannot be observed; do not restore or replace layers while the trainer runs"
+                )
+            hook = partial(self._observe, index, layer.name)
+            self._hooks.callback(layer.mechanism.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._hooks.enter_context(eager())
+
+    def _close(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks, self._images = None, None
+        self._maps, self._whole, self._places = {}, {}, {}
+
+    def _observe(
+        self, index: int, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if index in self._maps:  # a layer that is called again, for further windows of an image
+            return
+        query, key = args[:2]
+        query = query if mechanism.uses_query else key
+        tokens, samples = query.shape[2], slice(0, self.num_samples)
+        if self._images is not None and len(query) != self._batch_size:
+            self._images = None  # windows of images
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.ndim == 4 and len(mask) == len(query):
+            mask = mask[samples]
+        compute = partial(
+            attention_map,
+            query[samples],
+            key[samples],
+            attn_mask=mask,
+            is_causal=kwargs.get("is_causal", False),
+            scale=kwargs.get("scale"),
+        )
+        if self.rollout:
+            self._whole[index] = compute().mean(1).cpu()
+        rows = self._rows(tokens, name)
+        self._places[index] = rows
+        if rows:
+            self._maps[index] = self._heads(compute(rows=torch.tensor(rows, device=query.device)))
+        else:
+            blocks = torch.arange(tokens, device=query.device).split(_ROWS_AT_ONCE)
+            sums = [self._heads(compute(rows=block).sum(2, keepdim=True)) for block in blocks]
+            self._maps[index] = torch.stack(sums).sum(0) / tokens
+
+    def _rows(self, tokens: int, name: str) -> list[int]:
+        """The queries to draw of so many, empty for the mean of all."""
+        if self.queries is None:
+            over_image = self._images is not None and patch_grid(tokens, *self._images.shape[-2:]) is not None
+            return [] if over_image else list(range(min(tokens, self.max_tokens)))
+        for query in self.queries:
+            if not -tokens <= query < tokens:
+                raise ValueError(f"AttentionMapLogger: queries {self.queries} on {name!r}, which has {tokens} tokens")
+        return [query % tokens for query in self.queries]
+
+    def _heads(self, maps: Tensor) -> Tensor:
+        return (maps.mean(1, keepdim=True) if self.heads is None else maps[:, self.heads]).cpu()
+
+    def _rolled(self) -> tuple[Tensor, list[int]]:
+        try:
+            rolled = attention_rollout([self._whole[index] for index in sorted(self._whole)])
+        except ValueError as error:
+            raise ValueError(f"AttentionMapLogger: {error}; choose layers of one kind, or rollout: false") from error
+        rows = self._rows(rolled.shape[1], "rollout")
+        return (rolled[:, rows] if rows else rolled.mean(1, keepdim=True)).unsqueeze(1), rows
+
+    def _figure(self, maps: Tensor, places: list[int], columns: list[str], title: str) -> Any:
+        """The picture of maps ``[S, heads, rows, keys]``."""
+        grid = None if self._images is None else patch_grid(maps.shape[-1], *self._images.shape[-2:])
+        if self._images is None or grid is None:
+            return draw_token_maps(maps[..., : self.max_tokens], places or [0], columns, title)
+        prefix, height, width = grid
+        patches = maps[..., prefix:].unflatten(-1, (height, width)).transpose(1, 2)
+        names = [f"token {place}" for place in places] or ["mean of tokens"]
+        return draw_over_images(self._images, patches, names, columns, title)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,167 @@
+"""`attnswap report`: runs and comparisons in one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from lightning_tasks.compare_table import last_values
+from lightning_tasks.recipes import RecipeError
+from lightning_tasks.report_picture import colours, curves_svg, heat_map, heat_svg, layer_metrics
+from lightning_tasks.report_runs import Read, Run, read_all
+from lightning_tasks.report_settings import differences, swapped
+from lightning_tasks.robustness.table import figure
+
+TEMPLATE = "report.html.j2"
+_FIRST = ("loss", "perplexity", "top1", "accuracy", "miou")  # what is looked for first
+
+
+def order(metrics: Sequence[str]) -> list[str]:
+    """Metrics as the page shows them: validation, test and training scores before what monitors logged."""
+    stages = ("val", "test", "train")
+
+    def place(metric: str) -> tuple[int, int, str]:
+        stage, _, name = metric.partition("/")
+        score = _FIRST.index(name) if name in _FIRST else len(_FIRST) + name.count("/")
+        return (stages.index(stage) if stage in stages else len(stages)) + 10 * (name.count("/") > 0), score, metric
+
+    return sorted(metrics, key=place)
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """ "0.913 ± 0.004" of several seeds, "0.913" of one; infinite and nan values say "not finite"."""
+    if not all(math.isfinite(value) for value in values):
+        return "not finite"
+    spread = f" ± {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4g}{spread}"
+
+
+def final_table(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[Any]:
+    """For each metric its name and, for each configuration, the last value over its seeds, and how many they are."""
+    table = []
+    for metric in metrics:
+        last = last_values(_of(rows, metric), metric)
+        cells = [list(last.get(config, {}).values()) for config in configs]
+        table.append((metric, [(mean_and_std(cell), len(cell)) if cell else None for cell in cells]))
+    return table
+
+
+def robustness_table(runs: Sequence[Run], configs: Sequence[str]) -> list[Any]:
+    """For each line of the robustness tables its name and, for each configuration, the mean over seeds."""
+    values: dict[tuple[str, ...], dict[str, list[Any]]] = {}
+    for run in runs:
+        for row in run.robustness:
+            key = (row.test, row.name, row.setting, row.metric)
+            values.setdefault(key, {}).setdefault(run.config, []).append(row)
+    return [
+        (key, [_robust(found[config]) if config in found else "" for config in configs])
+        for key, found in values.items()
+    ]
+
+
+def _robust(rows: Sequence[Any]) -> str:
+    values = [row.value for row in rows]
+    text = figure(replace(rows[0], value=float(np.mean(values))))
+    if len(values) == 1 or math.isnan(sum(values)):
+        return text
+    return f"{text} ± {figure(replace(rows[0], value=float(np.std(values, ddof=1)))).removesuffix('%')}"
+
+
+def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[Any]:
+    """For each name that monitors logged by layer, a heat map a configuration, all in one scale of colours."""
+    found = []
+    for name, metrics in layer_metrics(sorted({row["metric"] for row in rows})).items():
+        of_these = [row for row in rows if row["metric"] in set(metrics)]
+        finite = [row["value"] for row in of_these if math.isfinite(row["value"])]
+        limits = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        maps = []
+        for config in configs:
+            steps, values = heat_map([row for row in of_these if row["config"] == config], metrics)
+            if steps:
+                maps.append((config, heat_svg(steps, values, metrics, limits, f"{name} {config}")))
+        found.append((name, maps))
+    return found
+
+
+def page(read: Read) -> str:
+    """The HTML page; whatever comes from runs is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    configs, rows = read.configs, read.rows()
+    settings: dict[str, dict[str, Any] | None] = dict.fromkeys(configs)
+    for run in read.runs:
+        settings[run.config] = settings[run.config] or run.settings  # the first seed's that are known
+    steps: dict[str, set[int]] = {}
+    for row in rows:
+        steps.setdefault(row["metric"], set()).add(row["step"])
+    plain = order([metric for metric in steps if "/layer_" not in metric and not metric.startswith("robustness/")])
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    return environment.get_template(TEMPLATE).render(
+        configs=list(zip(configs, colours(len(configs)), strict=True)),
+        runs=read.runs,
+        notes=read.notes,
+        swapped=[(config, swapped(each)) for config, each in settings.items()],
+        unknown=[config for config, each in settings.items() if each is None],
+        differences=differences(settings),
+        final=final_table(rows, configs, plain),
+        summary=read.summary,
+        curves=[
+            (metric, Markup(curves_svg(_of(rows, metric), configs, metric)))
+            for metric in plain
+            if len(steps[metric]) > 1
+        ],
+        heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
+        robustness=robustness_table(read.runs, configs),
+        settings=[
+            (config, yaml.safe_dump(each, sort_keys=False)) for config, each in settings.items() if each is not None
+        ],
+    )
+
+
+def _number(text: str) -> str:
+    try:
+        return f"{float(text):.4g}"
+    except ValueError:
+        return text
+
+
+def _of(rows: Sequence[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["metric"] == metric]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `attnswap report` with these arguments.
+
+    Raises:
+        RecipeError: a folder that cannot be read, or an output that is a folder or lies in none.
+        SystemExit: arguments that the parser refuses.
+    """
+    parser = argparse.ArgumentParser(prog="attnswap report", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path, help="folder of a run (with metrics.csv), or of `attnswap compare`"
+    )
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)")
+    options = parser.parse_args(list(arguments))
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise RecipeError(f"--output {options.output}: give a file in a folder that is there")
+    text = page(read_all(options.runs))
+    partial = options.output.with_name(f"{options.output.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, options.output)
+    print(f"report: {options.output}")

@@ -1,0 +1,113 @@
+"""Pictures of a report as SVG text that takes the page's colours: curves and heat maps of layers over steps."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_tasks.compare_picture import curve
+
+_INK = "#010203"  # no picture has this colour: it stands for that of the page's text
+_LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d+)(?:/(?P<part>[^/]+))?$")
+
+
+def colours(count: int) -> list[str]:
+    """A colour for each configuration, `#rrggbb`; beyond twenty they come again."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    table = colormaps["tab10" if count <= 10 else "tab20"]
+    return [to_hex(table(index % table.N)) for index in range(count)]
+
+
+def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
+    """The metric over the steps, a line a configuration and its standard deviation over seeds as a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _figure(4.6, 2.8)
+    for config, colour in zip(configs, colours(len(configs)), strict=True):
+        steps, means, spreads = curve(rows, metric, config)
+        if len(steps):
+            axes.plot(steps, means, color=colour, linewidth=1.4, marker="o" if len(steps) < 30 else None, markersize=3)
+            axes.fill_between(steps, means - spreads, means + spreads, color=colour, alpha=0.15)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    return _svg(figure, metric)
+
+
+def layer_metrics(metrics: Sequence[str]) -> dict[str, list[str]]:
+    """The metrics that a monitor logged by layer, under the name that they share, by layer (and head or pass)."""
+    found: dict[str, list[tuple[int, str, str]]] = {}
+    for metric in metrics:
+        if match := _LAYER.match(metric):
+            kind = (match["part"] or "").rpartition("_")[0]
+            name = f"{match['name']} by {kind}" if kind else match["name"]
+            found.setdefault(name, []).append((int(match["layer"]), match["part"] or "", metric))
+    return {name: [metric for *_, metric in sorted(entries)] for name, entries in found.items()}
+
+
+def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[list[int], np.ndarray]:
+    """Steps, and the means over seeds of metrics (one a layer) of one configuration, ``[metrics, steps]``."""
+    values: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        values.setdefault((row["metric"], row["step"]), []).append(row["value"])
+    steps = sorted({step for metric, step in values if metric in metrics})
+    found = [[float(np.mean(values.get((metric, step), [np.nan]))) for step in steps] for metric in metrics]
+    return steps, np.array(found)
+
+
+def heat_svg(
+    steps: Sequence[int], values: np.ndarray, metrics: Sequence[str], limits: tuple[float, float], label: str
+) -> str:
+    """A row a layer, a column a step that was logged, in the colours from `limits[0]` to `limits[1]`."""
+    figure, axes = _figure(4.6, 1.1 + 0.2 * min(len(metrics), 24))
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
+    places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 5)).round().astype(int))
+    axes.set_xticks(places, [f"{steps[place]:,}" for place in places])
+    shown = np.unique(np.linspace(0, len(metrics) - 1, min(len(metrics), 12)).round().astype(int))
+    axes.set_yticks(shown, [_row_label(metrics[place]) for place in shown])
+    axes.set_xlabel("step")
+    figure.colorbar(image, ax=axes)
+    return _svg(figure, label)
+
+
+def _row_label(metric: str) -> str:
+    match = _LAYER.match(metric)
+    if match is None:
+        raise ValueError(f"{metric!r} is no metric of a layer")
+    return str(int(match["layer"])) + (f" {match['part'].replace('_', ' ')}" if match["part"] else "")
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure, figure.subplots()
+
+
+def _svg(figure: Any, salt: str) -> str:
+    """The SVG element alone; ids hold `salt`, so that those of several pictures on one page differ."""
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        axes.tick_params(colors=_INK, which="both", labelsize=8)
+        axes.patch.set_visible(False)
+        for spine in axes.spines.values():
+            spine.set_color(_INK)
+    figure.patch.set_visible(False)
+    for text in figure.findobj(Text):
+        text.set_color(_INK)
+        text.set_parse_math(False)
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :].replace(_INK, "currentColor")

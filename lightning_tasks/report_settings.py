@@ -1,0 +1,129 @@
+"""The settings of runs: read from their folders, flattened, compared, and searched for what was swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_tasks.recipes import RecipeError
+
+# What says where and how often a run was made, and nothing of what was done in it.
+_OF_THE_RUN = ("seed_everything", "trainer.default_root_dir", "trainer.logger")
+
+
+class _Reader(yaml.SafeLoader):
+    """YAML in which what a foreign module kept (classes, tuples) is read as plain data, and never built."""
+
+
+def _plain(loader: _Reader, tag: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return f"{tag.rpartition(':')[2]} {loader.construct_scalar(node)}".strip()
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return loader.construct_mapping(node, deep=True) if isinstance(node, yaml.MappingNode) else tag
+
+
+_Reader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
+_Reader.add_multi_constructor("!", _plain)
+
+
+def read_run_settings(folder: Path) -> dict[str, Any] | None:
+    """The configuration that a run saved, else the module's hyper-parameters under `model`, else None.
+
+    Raises:
+        RecipeError: the file holds something else than settings.
+    """
+    for name in ("config.yaml", "hparams.yaml"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
+            raise RecipeError(f"{path} cannot be read: {error}") from error
+        if content is not None and not isinstance(content, dict):
+            raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+        if content:
+            return content if name == "config.yaml" else {"model": content}
+    return None
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested settings by dotted name, as text; an entry of a list of classes is named by its class, not by its place.
+
+    So a callback more in one run does not make all later ones differ.
+    """
+    if isinstance(value, Mapping) and value:
+        found: dict[str, str] = {}
+        for key, entry in value.items():
+            inner = prefix if key == "init_args" else f"{prefix}.{key}" if prefix else str(key)
+            found |= flatten(entry, inner)
+        return found
+    if isinstance(value, Sequence) and value and all(isinstance(e, Mapping) and "class_path" in e for e in value):
+        found = {}
+        seen: dict[str, int] = {}
+        for entry in value:
+            kind = str(entry["class_path"]).rpartition(".")[2]
+            seen[kind] = seen.get(kind, 0) + 1
+            found |= flatten(entry, f"{prefix}[{kind}{'' if seen[kind] == 1 else f' {seen[kind]}'}]")
+        return found
+    return {prefix: "none" if value is None else str(value)}
+
+
+def same_but_for_the_run(settings: dict[str, Any]) -> dict[str, str]:
+    """The flat settings without the seed, the loggers and folders."""
+    return {
+        name: value
+        for name, value in flatten(settings).items()
+        if not any(name == own or name.startswith((f"{own}.", f"{own}[")) for own in _OF_THE_RUN)
+    }
+
+
+def differences(settings: Mapping[str, dict[str, Any] | None]) -> dict[str, list[str | None]]:
+    """Of configurations by name, each setting that is not the same in all whose settings are known.
+
+    Returns:
+        By setting, its text in each configuration, None where it has none.
+    """
+    flat = [None if each is None else same_but_for_the_run(each) for each in settings.values()]
+    known = [each for each in flat if each is not None]
+    names = dict.fromkeys(name for each in known for name in each)
+    return {
+        name: [None if each is None else each.get(name) for each in flat]
+        for name in names
+        if len({each.get(name) for each in known}) > 1
+    }
+
+
+def swapped(settings: dict[str, Any] | None) -> list[str]:
+    """What was put into which attention layers, in words, from the settings."""
+    if settings is None:
+        return ["not known: the folder has neither config.yaml nor hyper-parameters"]
+    plain = "softmax in all layers"  # what models have where a callback swaps, too
+    texts = [text for text in dict.fromkeys(_swaps(settings)) if text != plain]
+    return texts or ["nothing that the settings say: softmax"]
+
+
+def _swaps(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if str(value.get("class_path", "")).rpartition(".")[2] == "SwapAttention":
+            given = value.get("init_args") or {}
+            yield _swap_text(given.get("mechanism"), given.get("options"), given.get("layers"), given.get("where"))
+        elif isinstance(value.get("attention"), str) and "attention_options" in value:
+            text = _swap_text(value["attention"], value["attention_options"], value.get("attention_layers"), None)
+            other = value.get("other_attention")
+            yield f"{text}, {other} in the others" if other else text
+    if isinstance(value, (Mapping, list)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _swaps(entry)
+
+
+def _swap_text(mechanism: Any, options: Any, layers: Any, where: Any) -> str:
+    name = str(mechanism).rpartition(".")[2]
+    if isinstance(options, Mapping) and options:
+        name += f" ({', '.join(f'{key} {value}' for key, value in options.items())})"
+    place = "all layers" if layers is None else f"layers {', '.join(map(str, layers))}"
+    return f"{name} in {place}" + (f" of {where}" if where else "")

@@ -1,0 +1,170 @@
+"""Pictures of attention: what is in them, where they go, and that the run is as without them."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
+
+from attention_modules import AttentionMechanism
+from attention_modules.analysis import attention_rollout
+from datamodules import DigitsDataModule
+from lightning_tasks import ImageClassificationTask
+from lightning_tasks.attention_figure import patch_grid
+from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
+from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
+from tests.lightning_tasks.language_data import trainer
+
+TINY = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+TARGET = "lightning_tasks.callbacks.attention_maps"
+
+
+class WandbLogger(CSVLogger):
+    """Takes images as W&B's logger does; loggers are known by the names of their classes."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.images = []
+
+    def log_image(self, key, images):
+        self.images.append(key)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The arguments of each figure."""
+    import lightning_tasks.callbacks.attention_maps as module
+
+    calls = []
+
+    def recording(draw, *args):
+        calls.append(args)
+        return draw(*args)
+
+    for name in ("draw_over_images", "draw_token_maps"):
+        monkeypatch.setattr(module, name, partial(recording, getattr(module, name)))
+    return calls
+
+
+def first_layer_map(module, tokens):
+    """Softmax of the causal logits of the first layer, from its weights, ``[B, H, N, N]``."""
+    with torch.no_grad():
+        attention = module.net["encoder"].layers[0].self_attn
+        packed = module.net["embed"](tokens) @ attention.in_proj_weight.T + attention.in_proj_bias
+        q, k, _ = (part.unflatten(-1, (HEADS, DIM // HEADS)).transpose(1, 2) for part in packed.chunk(3, -1))
+        logits = q @ k.mT * (DIM // HEADS) ** -0.5
+        return logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
+    logger = WandbLogger(tmp_path)
+    callback = AttentionMapLogger(every_n_epochs=2, heads=[1], queries=[0, -1], max_tokens=4, rollout=True)
+    fit(TinyLM(lr=0.0), [callback], batches(2), batches(2), logger=logger, max_epochs=3)
+    assert logger.images == ["attention_maps/layer_00", "attention_maps/layer_01", "attention_maps/rollout"]
+    for name in ("layer_00", "layer_01", "rollout"):
+        with Image.open(f"{logger.log_dir}/attention_maps_{name}.png") as picture:
+            assert min(picture.size) > 50
+    tokens = next(iter(batches(2)))[0]
+    maps, rows, columns, title = drawn[0]
+    torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])
+    assert (rows, columns, title) == ([0, TOKENS - 1], ["head 1"], "net.encoder.layers.0.self_attn")
+
+
+def test_training_is_untouched_and_nothing_stays_hooked():
+    watched, plain = TinyLM(), TinyLM()
+    fit(watched, [SwapAttention("softmax"), AttentionMapLogger(rollout=True)], val_loader=batches(2))
+    fit(plain, [SwapAttention("softmax")], val_loader=batches(2))
+    assert torch.equal(weights_of(watched), weights_of(plain))
+    found = [module for module in watched.modules() if isinstance(module, AttentionMechanism)]
+    assert found
+    assert not any(module._forward_pre_hooks for module in found)
+
+
+def test_only_the_first_batch_is_hooked():
+    hooks = []
+
+    class Records(TinyLM):
+        def validation_step(self, batch, batch_idx):
+            found = [module for module in self.modules() if isinstance(module, AttentionMechanism)]
+            hooks.append([len(module._forward_pre_hooks) for module in found])
+            return super().validation_step(batch, batch_idx)
+
+    fit(Records(), [AttentionMapLogger(every_n_epochs=2, layers=[1])], val_loader=batches(2), max_epochs=2)
+    # The sanity check, the first epoch, the second.
+    assert [sum(one) for one in hooks] == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("queries", [None, [0, 3]])
+def test_maps_over_images(tmp_path, drawn, queries):
+    logger = CSVLogger(tmp_path)
+    callbacks = [AttentionMapLogger(num_samples=3, queries=queries, rollout=True), AttentionMonitor(stages=["test"])]
+    run = trainer(tmp_path, logger=logger, callbacks=callbacks, max_epochs=1, limit_train_batches=1)
+    data = DigitsDataModule(batch_size=8)
+    run.fit(ImageClassificationTask(model_options=TINY), data)
+    assert len(drawn) == 3
+    images, maps, rows, *_ = drawn[0]
+    torch.testing.assert_close(images, next(iter(data.val_dataloader()))[0][:3])
+    queries_drawn = 1 if queries is None else 2
+    assert maps.shape == (3, queries_drawn, 1, 4, 4)
+    assert rows == (["mean of tokens"] if queries is None else ["token 0", "token 3"])
+    assert ((maps.sum((-2, -1)) < 1) & (maps.sum((-2, -1)) > 0.5)).all()  # without the class token
+    assert (tmp_path / "lightning_logs/version_0/attention_maps_rollout.png").is_file()
+
+
+def test_rollout_is_that_of_the_layers_maps(drawn, tmp_path, monkeypatch):
+    seen = []
+
+    def recording(maps):
+        seen.append(list(maps))
+        return attention_rollout(maps)
+
+    monkeypatch.setattr(f"{TARGET}.attention_rollout", recording)
+    fit(TinyLM(lr=0.0), [AttentionMapLogger(rollout=True)], None, batches(1), logger=CSVLogger(tmp_path))
+    first, second = seen[0]
+    expected = first_layer_map(TinyLM(), next(iter(batches(1)))[0]).mean(1)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(drawn[2][0][:, 0], attention_rollout([first, second]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "grid"),
+    [
+        (197, (224, 224), (1, 14, 14)),
+        (196, (224, 224), (0, 14, 14)),
+        (198, (224, 224), (2, 14, 14)),
+        (1 + 8 * 16, (128, 256), (1, 8, 16)),
+        (3, (224, 224), (2, 1, 1)),
+        (7 * 11, (224, 224), (13, 8, 8)),
+        (60, (64, 640), (20, 2, 20)),
+    ],
+)
+def test_patch_grid(tokens, size, grid):
+    assert patch_grid(tokens, *size) == (None if grid[0] > 9 else grid)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_epochs": 0}, "every_n_epochs must be an integer of at least 1, got 0"),
+        ({"heads": [-1]}, "heads must be an integer of at least 0, got -1"),
+        ({"heads": []}, "heads is empty"),
+        ({"queries": []}, "queries is empty"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionMapLogger(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": [HEADS]}, r"heads \[2\] do not fit .*self_attn', which has 2, counted from 0"),
+        ({"queries": [TOKENS]}, r"queries \[6\] on .* which has 6 tokens"),
+        ({"where": "blocks.*"}, "blocks"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(TinyLM(), [AttentionMapLogger(**options)], val_loader=batches(1))

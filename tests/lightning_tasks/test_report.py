@@ -1,0 +1,229 @@
+"""`attnswap report`: what the page says of runs, that it needs no network, and what it refuses."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.report import order
+from lightning_tasks.report_picture import heat_map, layer_metrics
+from lightning_tasks.report_runs import merge_epochs
+from lightning_tasks.report_settings import differences, flatten, read_run_settings, swapped
+from lightning_tasks.robustness.table import Row, write_csv
+
+HOSTILE = "<script>alert('$x$')</script>"
+SWAP = {
+    "class_path": "lightning_tasks.callbacks.SwapAttention",
+    "init_args": {"mechanism": "rpc", "options": {"iterations": 4}, "layers": [0]},
+}
+
+
+class Texts(HTMLParser):
+    """The text of each table row, the tags, and every address that a browser would fetch."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.tags, self.addresses, self.in_row = [], set(), [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag == "tr":
+            self.rows.append("")
+            self.in_row = True
+
+    def handle_endtag(self, tag):
+        if tag == "tr":
+            self.in_row = False
+            self.rows[-1] = " ".join(self.rows[-1].split())
+
+    def handle_data(self, data):
+        if self.in_row:
+            self.rows[-1] += f" {data}"
+
+
+def run_folder(folder, seed=0, offset=0.0, **settings):
+    """A run with a curve, a monitor of two layers and a saved configuration."""
+    folder.mkdir(parents=True)
+    lines = ["epoch,step,val/loss,attention/entropy/layer_00,attention/entropy/layer_01,attention/entropy/mean"]
+    lines += [f"0,{step},{3 - step / 10 + offset},{step},{2 * step},{1.5 * step}" for step in (0, 5, 10)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    config = {"seed_everything": seed, "trainer": {"callbacks": [SWAP], "logger": str(folder)}, **settings}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def report(tmp_path, *folders):
+    output = tmp_path / "report.html"
+    main(["report", *map(str, folders), "--output", str(output)])
+    text = output.read_text()
+    return text, Texts(text)
+
+
+def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
+    seeds = [run_folder(tmp_path / "a" / f"version_{seed}", seed, seed / 10) for seed in (0, 1)]
+    other = run_folder(tmp_path / "b" / "version_0", data={"name": HOSTILE}, model={"lr": 0.5})
+    rows = [Row("clean", "", "", "accuracy", value, 10) for value in (0.5, 0.7)]
+    for folder, row in zip(seeds, rows, strict=True):
+        write_csv([row], folder / "robustness.csv")
+    text, found = report(tmp_path, *seeds, other)
+    assert "3 runs of 2" in " ".join(text.split())
+    rows = found.rows
+    assert "val/loss 2.05 ± 0.071 (2) 2" in rows
+    assert "model.lr – 0.5" in rows
+    assert "a rpc (iterations 4) in layers 0" in rows
+    assert "clean, accuracy 60.0% ± 14.1" in rows
+    assert not any(row.startswith("seed_everything") or "logger" in row for row in rows)
+    assert text.count('<figure role="img"') == 2 + 2  # two curves; a heat map a configuration
+    referred = set(re.findall(r"""url\(#([^)]+)\)|href="#([^"]+)""", text))
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert referred
+    assert all(ids.count(one or other) == 1 for one, other in referred)
+
+
+def test_the_page_is_escaped_and_needs_no_network(tmp_path):
+    folder = run_folder(tmp_path / "<b>bold" / "version_0", data={"name": HOSTILE})
+    other = run_folder(tmp_path / "plain" / "version_0")
+    log = folder / "metrics.csv"
+    log.write_text(log.read_text().replace("val/loss", f"val/{HOSTILE}"))
+    text, found = report(tmp_path, folder, other)
+    assert "script" not in found.tags
+    assert "<b>bold" not in text
+    assert "&lt;script&gt;" in text
+    assert "&lt;b&gt;bold" in text
+    assert all(address.startswith(("#", "data:")) for address in found.addresses)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert "currentColor" in text
+
+
+def test_a_comparison_by_its_table_alone(tmp_path):
+    folder = tmp_path / "compared"
+    folder.mkdir()
+    lines = [
+        f"{config},{seed},5,val/loss,{seed + add}" for config, add in (("plain", 0), ("rpc", 1)) for seed in (1, 3)
+    ]
+    (folder / "results.csv").write_text("\n".join(["config,seed,step,metric,value", *lines]))
+    head = "metric,config,seeds,mean,std,reference,pairs,difference,low,high,detectable"
+    (folder / "summary.csv").write_text(
+        f"{head}\nval/loss,plain,2,2,1,,0,,,,\nval/loss,rpc,2,3,1,plain,2,1,0.5,1.5,2\n"
+    )
+    _, found = report(tmp_path, folder)
+    rows = found.rows
+    assert "val/loss 2 ± 1.4 (2) 3 ± 1.4 (2)" in rows
+    assert "val/loss rpc plain 2 1 [0.5, 1.5] 2" in rows
+    assert "plain not known: the folder has neither config.yaml nor hyper-parameters" in rows
+
+
+def test_a_comparison_that_is_not_finished(tmp_path):
+    cells = tmp_path / "compared" / "cells"
+    run = run_folder(cells / "rpc" / "seed_0" / "runs" / "recipe" / "version_0")
+    result = {"config": "rpc!", "seed": 0, "rows": [{"step": 1, "metric": "val/loss", "value": float("nan")}]}
+    (run.parents[2] / "result.json").write_text(json.dumps(result))
+    (cells / "rpc" / "seed_1").mkdir()
+    text, found = report(tmp_path, tmp_path / "compared")
+    assert "not finished: rpc/seed_1" in text
+    rows = found.rows
+    assert "val/loss not finite" in rows
+    assert "rpc! rpc (iterations 4) in layers 0" in rows
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (None, None, "no such folder"),
+        ("other.txt", "", "no folder of a run or comparison"),
+        ("metrics.csv", "step,loss\n0,nought\n", "metrics.csv cannot be read: ValueError.*nought"),
+        ("metrics.csv", "loss\n1\n", "metrics.csv cannot be read: KeyError: 'step'"),
+        ("metrics.csv", "step,loss\n0,1,2\n", "metrics.csv cannot be read"),
+        ("config.yaml", "a: [", "config.yaml cannot be read"),
+        ("config.yaml", "- 1", "config.yaml holds list"),
+        ("robustness.csv", "a,b\n", "robustness.csv cannot be read.*columns"),
+        ("results.csv", "config,seed\nrpc,0\n", "results.csv cannot be read: KeyError"),
+        ("results.csv", "config,seed,step,metric,value\n", "no cell of this comparison is finished"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, capsys, file, content, message):
+    folder = tmp_path / "bad run"
+    if file is not None:
+        folder.mkdir()
+        (folder / "metrics.csv").write_text("step,loss\n0,1\n")
+        (folder / file).write_text(content)
+        if file == "other.txt":
+            (folder / "metrics.csv").unlink()
+    with pytest.raises(SystemExit) as stop:
+        report(tmp_path, run_folder(tmp_path / "good"), folder)
+    assert stop.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, said)
+    assert str(folder) in said
+    assert not list(tmp_path.glob("report.html*"))
+
+
+def test_the_output_must_be_a_file_in_a_folder(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(["report", str(folder), "--output", str(tmp_path / "absent" / "report.html")])
+    assert "give a file in a folder that is there" in capsys.readouterr().err
+
+
+def test_epoch_means_of_step_values_are_left_out():
+    rows = [{"metric": name, "step": 0, "value": 1.0} for name in ("loss_step", "loss_epoch", "acc_epoch")]
+    assert [row["metric"] for row in merge_epochs(rows)] == ["loss", "acc_epoch"]
+
+
+def test_heat_map_is_a_mean_over_seeds_with_gaps():
+    names = ["val/x/layer_10", "val/x/layer_02", "x/layer_00/pass_1", "val/x/mean"]
+    found = layer_metrics(names)
+    assert found == {"val/x": ["val/x/layer_02", "val/x/layer_10"], "x by pass": ["x/layer_00/pass_1"]}
+    rows = [
+        {"metric": "val/x/layer_02", "step": step, "value": value} for step, value in ((1, 2.0), (1, 4.0), (0, 1.0))
+    ]
+    steps, values = heat_map([*rows, {"metric": "val/x/layer_10", "step": 1, "value": 7.0}], found["val/x"])
+    assert steps == [0, 1]
+    np.testing.assert_array_equal(values, [[1.0, 3.0], [np.nan, 7.0]])
+
+
+def test_one_callback_more_does_not_shift_the_others():
+    other = {"class_path": "x.Other", "init_args": {"a": 1}}
+    settings = {"one": {"callbacks": [SWAP]}, "two": {"callbacks": [other, SWAP]}}
+    assert set(differences(settings)) == {"callbacks[Other].class_path", "callbacks[Other].a"}
+    assert flatten({"callbacks": [other, other]})["callbacks[Other 2].a"] == "1"
+
+
+def test_swaps_of_models_and_callbacks():
+    model = {"attention": "symmetric", "attention_options": None, "attention_layers": [1], "other_attention": "rpc"}
+    assert swapped({"trainer": {"callbacks": [SWAP]}, "model": {"init_args": model}}) == [
+        "rpc (iterations 4) in layers 0",
+        "symmetric in layers 1, rpc in the others",
+    ]
+    assert swapped({"model": {"attention": "softmax", "attention_options": {}}}) == [
+        "nothing that the settings say: softmax"
+    ]
+
+
+def test_hyper_parameters_of_foreign_modules_are_never_built(tmp_path):
+    (tmp_path / "hparams.yaml").write_text(
+        "act: !!python/name:torch.nn.GELU ''\nsize: !!python/tuple [1, 2]\n"
+        f"run: !!python/object/apply:os.system ['touch {tmp_path}/built']\n"
+    )
+    known = {"act": "torch.nn.GELU", "size": [1, 2], "run": [f"touch {tmp_path}/built"]}
+    assert read_run_settings(tmp_path) == {"model": known}
+    assert not (tmp_path / "built").exists()
+
+
+def test_scores_come_before_what_monitors_logged():
+    metrics = ["attention/entropy/mean", "train/loss", "val/attention/entropy/mean", "val/top1", "val/loss"]
+    assert order(metrics) == [
+        "val/loss",
+        "val/top1",
+        "train/loss",
+        "val/attention/entropy/mean",
+        "attention/entropy/mean",
+    ]
