@@ -32,6 +32,7 @@ options:
 
 Errors in what was asked for have no traceback; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
 """
+_TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -47,7 +48,7 @@ def version() -> str:
 def refusal_in(error: BaseException | None) -> BaseException | None:
     """The error that a `raise` in one of our own packages made, whose text says all that the user needs, if it is one.
 
-    jsonargparse wraps what constructors raise.
+    Lightning's words on the trainer's settings pass as ours; jsonargparse wraps what constructors raise.
     """
     last = None if error is None else error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -55,11 +56,13 @@ def refusal_in(error: BaseException | None) -> BaseException | None:
     if error is None or last is None:
         return None
     code = last.tb_frame.f_code
-    package = str(last.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    module = str(last.tb_frame.f_globals.get("__name__"))
+    package = module.partition(".")[0]
     if package == "jsonargparse":
         return refusal_in(error.__cause__)
     meant = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return error if meant and package in ("attention_modules", "lightning_tasks", "datamodules") else None
+    ours = package in ("attention_modules", "lightning_tasks", "datamodules")
+    return error if meant and (ours or module.startswith(_TRAINER_SETTINGS)) else None
 
 
 def refusal_text(refusal: BaseException, hint: str = "") -> str:

@@ -172,7 +172,10 @@ class AttnswapCLI(LightningCLI):
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
         if section.get("ckpt_path") and section.get("init_from"):
-            raise RecipeError("--ckpt_path resumes a run and --init_from starts a new one; give only one of the two")
+            raise RecipeError(
+                "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
+                "config.yaml has the other: --init_from null, or --ckpt_path null)"
+            )
         _check_ckpt_path(section.get("ckpt_path"))
         stored = _stored_model(section.get("ckpt_path"))
         section_given = self._given[self.config.subcommand].as_dict()
@@ -259,13 +262,17 @@ def _stored_model(path: str | None) -> dict[str, Any]:
 
 
 class _ParsingCLI(AttnswapCLI):
-    """Parses, and neither builds nor runs anything."""
+    """Parses, builds the module alone, whose constructor checks its arguments, and runs nothing."""
 
     def before_instantiate_classes(self) -> None:
         """Nothing: no folder is claimed."""
 
     def instantiate_classes(self) -> None:
-        """Nothing."""
+        """The module."""
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+        section = self.config[self.config.subcommand]
+        parser.instantiate_classes(parser.parse_object({"model": section.model.as_dict()}))
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing."""
@@ -281,10 +288,11 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Attnswa
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Parse the arguments of :func:`run`, and neither build nor run anything.
+    """Parse the arguments of :func:`run` and build the module, and run nothing.
 
     Raises:
-        RecipeError, SystemExit: as there.
+        RecipeError: as there.
+        Exception: from the module's constructor.
     """
     _command_line(_ParsingCLI, arguments, ())
 

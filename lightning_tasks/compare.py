@@ -21,6 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare_cell import Cell, end_with_parent, last_error, run_cell
 from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_table import summarise, write_summary
@@ -199,11 +200,12 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
 
 
 def check_cells(cells: Iterable[Cell]) -> None:
-    """Parse what the cells of each configuration ask for, so that a typing error in the last one ends nothing half-way.
+    """Parse what the cells of each configuration ask for and build its module, before the first of them runs.
 
     Raises:
-        RecipeError: what some of them ask for is refused.
+        RecipeError: some of them are refused, or cannot be built.
     """
+    from lightning_tasks.__main__ import refusal_in
     from lightning_tasks.cli import check_arguments
 
     refused = {}
@@ -212,13 +214,12 @@ def check_cells(cells: Iterable[Cell]) -> None:
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 check_arguments(cell.arguments)
-        except SystemExit:
-            refused[cell.name] = last_error(printed.getvalue())
-        except RecipeError as error:
-            refused[cell.name] = str(error)
+        except Exception as error:
+            refusal = error if isinstance(error, RecipeError) else refusal_in(error)
+            refused[cell.name] = reason(error) if refusal is None else str(refusal)
     if refused:
         lines = "".join(f"\n{name}: {text}" for name, text in refused.items())
-        raise RecipeError(f"{len(refused)} configurations are refused, and nothing was run:{lines}")
+        raise RecipeError(f"nothing was run, as configurations are refused: {', '.join(refused)}{lines}")
 
 
 def failure(cell: Cell, error: BaseException) -> str:
@@ -295,22 +296,25 @@ def main(arguments: Sequence[str]) -> None:
     variants = [variant for name in options.configs for variant in read_variants(name)]
     cells = plan_cells(variants, parse_seeds(options.seeds), options.output, [f"--{item}" for item in options.set])
     metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
+    check_cells(cell for cell in cells if not cell.is_finished())
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"--output {options.output} is a file; give a folder") from None
-    check_cells(cell for cell in cells if not cell.is_finished())
     failures = run_cells(cells, options.jobs)
     rows = collect_results(cells)
     write_results(rows, options.output / RESULTS)
     if rows:
         names = [variant.name for variant in variants]
         logged = sorted({row["metric"] for row in rows})
-        if absent := [metric for metric in metrics if metric not in logged]:
-            print(f"never logged: {', '.join(absent)}; --metrics takes some of {', '.join(logged)}", file=sys.stderr)
         draw_comparison(rows, names, metrics, options.output / "curves.png")
         summary = summarise(rows, names, metrics, summary_references(options.configs))
         print(write_summary(summary, unpaired_seeds(cells), options.output))
+        if absent := [metric for metric in metrics if metric not in logged]:
+            near = "".join(did_you_mean(metric, logged) for metric in absent)
+            print(f"never logged: {', '.join(absent)}.{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
+        if not summary:
+            raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
     if failures:
         reasons = "".join(f"\n  {cell.label}: {text}" for cell, text in failures)
         raise SystemExit(

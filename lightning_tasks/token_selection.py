@@ -159,6 +159,14 @@ class TokenSelectionTask(BaseTask):
         """Probability of each token, ``[n, T]``."""
         return self.model.probabilities(batch[0])
 
+    def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """For each input the token of the highest probability, and that probability."""
+        highest = prediction.max(-1)
+        return [
+            {"token": token, "probability": value}
+            for token, value in zip(highest.indices.tolist(), highest.values.tolist(), strict=True)
+        ]
+
     def _loss(self, batch: Batch) -> Tensor:
         x, labels = batch
         return LOSSES[self.hparams["loss"]](labels * self.model(x)).mean()

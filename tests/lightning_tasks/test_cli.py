@@ -546,6 +546,18 @@ def test_an_error_of_other_code_keeps_its_traceback(demo):
         main(["fit", "--config", demo, "--model.note=fail"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [("--trainer.accelerator=tpuu", "accelerator='tpuu'"), ("--trainer.strategy=foo", "strategy='foo'")],
+)
+def test_what_the_trainer_refuses_has_no_traceback(argument, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*TASK, argument])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 def test_a_fault_of_ours_is_no_refusal():
     with pytest.raises(ValueError, match="layers") as refusal:
         TransformerLM(9, num_layers=0)

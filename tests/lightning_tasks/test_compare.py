@@ -337,15 +337,15 @@ def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):
 
 def test_a_typing_error_in_any_configuration_is_refused_before_the_first_runs(comparison, tmp_path, capsys):
     content = yaml.safe_load(comparison.read_text())
-    content["variants"]["mistyped"] = {"model.nothing": 1}
+    content["variants"] |= {"mistyped": {"model.nothing": 1}, "unbuilt": {"model.note": "fail"}}
     comparison.write_text(yaml.safe_dump(content, sort_keys=False))
     with pytest.raises(SystemExit):
         main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
     printed = capsys.readouterr().err
-    assert "1 configurations are refused, and nothing was run" in printed
-    assert "mistyped: " in printed
-    assert "nothing" in printed
-    assert not (tmp_path / "out" / "cells").exists()
+    assert "nothing was run, as configurations are refused: mistyped, unbuilt" in printed
+    assert "Option 'nothing' is not accepted" in printed
+    assert "the module's own" in printed
+    assert not (tmp_path / "out").exists()
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -435,6 +435,9 @@ def test_one_seed_has_no_interval():
 
 
 def test_metrics_that_were_never_logged_are_named(comparison, tmp_path, capsys):
-    arguments = [str(comparison), "--seeds", "0:1", "--output", str(tmp_path / "out"), "--metrics", "val/absent"]
-    main(["compare", *arguments])
-    assert "never logged: val/absent; --metrics takes some of" in capsys.readouterr().err
+    arguments = [str(comparison), "--seeds", "0:1", "--output", str(tmp_path / "out"), "--metrics"]
+    with pytest.raises(SystemExit, match="the summary is empty"):
+        main(["compare", *arguments, "val/los"])
+    assert "never logged: val/los. Did you mean 'val/loss'" in capsys.readouterr().err
+    main(["compare", *arguments, "val/loss,val/absent"])
+    assert "never logged: val/absent" in capsys.readouterr().err
