@@ -27,7 +27,10 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     size = tuple(attn_mask.shape)
     fits = len(size) <= len(full) and all(m in (1, f) for m, f in zip(size[::-1], full[::-1], strict=False))
     if not fits:
-        raise ValueError(f"attn_mask of shape {size} does not broadcast to [batch, heads, queries, keys] = {full}")
+        raise ValueError(
+            f"attn_mask of shape {size} does not broadcast to [batch, heads, queries, keys] = {full}; "
+            "a padding mask [batch, keys] goes in as mask[:, None, None, :]"
+        )
 
 
 def check_causal(is_causal: bool, q: Tensor, k: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import mechanism_class
@@ -192,6 +192,8 @@ class AttnswapCLI(LightningCLI):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        elif self.config.subcommand != "fit" and not section.ckpt_path:
+            rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
         if self.config.subcommand == "fit" and section.ckpt_path:
             self.trainer_defaults["callbacks"].append(CheckResumedOptimizer())
         if self.config.subcommand == "predict":

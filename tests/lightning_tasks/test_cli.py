@@ -558,6 +558,11 @@ def test_what_the_trainer_refuses_has_no_traceback(argument, says, capsys):
     assert not Path("runs").exists()
 
 
+def test_a_test_of_no_checkpoint_warns(demo):
+    with pytest.warns(UserWarning, match="no --ckpt_path and no --init_from"):
+        main(["test", "--config", demo])
+
+
 def test_a_fault_of_ours_is_no_refusal():
     with pytest.raises(ValueError, match="layers") as refusal:
         TransformerLM(9, num_layers=0)
