@@ -312,7 +312,7 @@ def main(arguments: Sequence[str]) -> None:
         print(write_summary(summary, unpaired_seeds(cells), options.output))
         if absent := [metric for metric in metrics if metric not in logged]:
             near = "".join(did_you_mean(metric, logged) for metric in absent)
-            print(f"never logged: {', '.join(absent)}.{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
+            print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
         if not summary:
             raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
     if failures:

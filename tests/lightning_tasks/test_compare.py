@@ -438,6 +438,6 @@ def test_metrics_that_were_never_logged_are_named(comparison, tmp_path, capsys):
     arguments = [str(comparison), "--seeds", "0:1", "--output", str(tmp_path / "out"), "--metrics"]
     with pytest.raises(SystemExit, match="the summary is empty"):
         main(["compare", *arguments, "val/los"])
-    assert "never logged: val/los. Did you mean 'val/loss'" in capsys.readouterr().err
+    assert "never logged: val/los; Did you mean 'val/loss'" in capsys.readouterr().err
     main(["compare", *arguments, "val/loss,val/absent"])
     assert "never logged: val/absent" in capsys.readouterr().err
