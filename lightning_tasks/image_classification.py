@@ -18,6 +18,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.class_count import class_count
 from lightning_tasks.class_report import class_table, draw_confusion
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
@@ -143,7 +144,8 @@ class ImageClassificationTask(BaseTask):
             ValueError: if the number of classes is unknown, or the data has more, or other images.
         """
         datamodule: Any = getattr(self._trainer, "datamodule", None)
-        self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
+        num_classes = class_count(type(self).__name__, self.hparams["num_classes"], datamodule)
+        self.hparams["num_classes"] = num_classes
         options = self.hparams["model_options"] or {}
         model = build_timm_model(self.hparams["model"], num_classes, self.hparams["pretrained"], options)
         self._limits = InputLimits.of(model, self.hparams["model"], options)
@@ -161,20 +163,6 @@ class ImageClassificationTask(BaseTask):
 
     def _normalisation(self, model: nn.Module) -> tuple[list[float], list[float]]:
         return normalisation(model, self.in_chans, self.hparams["mean"], self.hparams["std"])
-
-    def _num_classes(self, datamodule: Any) -> int:
-        given = self.hparams["num_classes"]
-        found = getattr(datamodule, "num_classes", None)
-        if given is None and found is None:
-            raise ValueError(
-                "the number of classes is unknown: give ImageClassificationTask(num_classes=...), or fit with a data "
-                f"module that has num_classes after setup (got {type(datamodule).__name__})"
-            )
-        if given is not None and found is not None and found > given:
-            raise ValueError(
-                f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
-            )
-        return given or int(found)  # type: ignore[arg-type]
 
     def _make_metrics(self, num_classes: int) -> None:
         unchecked: dict[str, Any] = {"validate_args": False}  # check_batch did, without waiting for the device

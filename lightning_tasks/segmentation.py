@@ -12,6 +12,7 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.class_count import class_count
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.hparams import plain_data
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
@@ -117,7 +118,9 @@ class SegmentationTask(BaseTask):
             ValueError: if the number of classes is unknown, or the data has more, or its crops do not fit.
         """
         datamodule: Any = getattr(self._trainer, "datamodule", None)
-        self.hparams["num_classes"] = num_classes = self._num_classes(datamodule)
+        num_classes = class_count(type(self).__name__, self.hparams["num_classes"], datamodule)
+        self.hparams["num_classes"] = num_classes
+        self._check_ignore_index(datamodule)
         crops, size = getattr(datamodule, "crop_size", None), self._builder.crop_size
         if None not in (crops, size) and crops != size:
             raise ValueError(
@@ -136,25 +139,13 @@ class SegmentationTask(BaseTask):
             setattr(self, f"{stage}_loss", MeanMetric())
         return network
 
-    def _num_classes(self, datamodule: Any) -> int:
-        given = self.hparams["num_classes"]
-        found = getattr(datamodule, "num_classes", None)
-        if given is None and found is None:
-            raise ValueError(
-                "the number of classes is unknown: give SegmentationTask(num_classes=...), or fit with a data module "
-                f"that has num_classes after setup (got {type(datamodule).__name__})"
-            )
-        if given is not None and found is not None and found > given:
-            raise ValueError(
-                f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
-            )
+    def _check_ignore_index(self, datamodule: Any) -> None:
         marked = getattr(datamodule, "ignore_index", None)
         if marked is not None and marked != self.hparams["ignore_index"]:
             raise ValueError(
                 f"ignore_index={self.hparams['ignore_index']}, but the data module marks pixels that do not count by "
                 f"{marked}: give ignore_index={marked}"
             )
-        return given or int(found)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, K, H, W]`` of whole images ``[B, 3, H, W]`` in [0, 1], of any size.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,19 +12,16 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
-from attention_modules.hosts import AttentionLayer, attention_layers
-from attention_modules.swap import swap_attention
 from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
-from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
+from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label
-from lightning_tasks.layer_call import eager
 
 _ROWS_AT_ONCE = 256
 
 
-class AttentionMapLogger(Callback):
+class AttentionMapLogger(MechanismObserver):
     """Draws attention maps of the first samples of a validation, over the images or token by token.
 
     In a fit every n-th epoch's validation is drawn, and ``validate`` once, from its first batch (keep its order, and
@@ -68,7 +64,7 @@ class AttentionMapLogger(Callback):
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(where, layers, exclude)
         self.every_n_epochs = check_integer("every_n_epochs", every_n_epochs, 1)
         self.num_samples = check_integer("num_samples", num_samples, 1)
         self.max_tokens = check_integer("max_tokens", max_tokens, 1)
@@ -77,36 +73,20 @@ class AttentionMapLogger(Callback):
                 raise ValueError(f"{name} is empty: give some numbers, or leave it out")
         self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
         self.queries, self.rollout = queries, rollout
-        self.where, self.layers, self.exclude = where, layers, exclude
-        self._hooks: ExitStack | None = None
         self._images: Tensor | None = None
         self._batch_size = 0
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]
         self._whole: dict[int, Tensor] = {}  # for the rollout, [S, N, N]
         self._places: dict[int, list[int]] = {}  # the rows' numbers, empty for their mean
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        after_configure_model(pl_module, self, self._make_observable)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-        forget_actions(pl_module, self)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-        forget_actions(pl_module, self)
-
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
-        chosen = self._chosen(pl_module)
-        for layer in chosen:
+        for layer in self._chosen(pl_module):
             if self.heads is not None and max(self.heads) >= layer.spec.num_heads:
                 raise ValueError(
                     f"AttentionMapLogger: heads {self.heads} do not fit {layer.name!r}, which has "
                     f"{layer.spec.num_heads}, counted from 0"
                 )
-        plain = [layer.name for layer in chosen if layer.mechanism is None]
-        if plain:
-            swap_attention(pl_module, "softmax", where=plain)
+        super()._make_observable(pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -141,30 +121,20 @@ class AttentionMapLogger(Callback):
         finally:
             self._close()
 
-    def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
-        return attention_layers(pl_module, self.where, self.layers, self.exclude)
-
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
         self._close()
-        self._hooks = ExitStack()
         given = batch if isinstance(batch, Tensor) else next(iter(_tensors(batch)), None)
         if given is not None and given.ndim == 4 and given.is_floating_point():
             self._images = given[: self.num_samples].detach().float().cpu()
             self._batch_size = len(given)
-        for index, layer in enumerate(self._chosen(pl_module)):
-            if layer.mechanism is None:
-                raise ValueError(
-                    f"AttentionMapLogger: {layer.name!r} became plain attention after the model was configured, and "
-                    "cannot be observed; do not restore or replace layers while the trainer runs"
-                )
-            hook = partial(self._observe, index, layer.name)
-            self._hooks.callback(layer.mechanism.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        self._hooks.enter_context(eager())
+        self._hook(
+            (self._mechanism(layer), partial(self._observe, index, layer.name))
+            for index, layer in enumerate(self._chosen(pl_module))
+        )
 
     def _close(self) -> None:
-        if self._hooks is not None:
-            self._hooks.close()
-        self._hooks, self._images = None, None
+        super()._close()
+        self._images = None
         self._maps, self._whole, self._places = {}, {}, {}
 
     def _observe(

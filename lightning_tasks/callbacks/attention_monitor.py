@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -20,13 +18,11 @@ from attention_modules.analysis import (
     attention_sink,
     token_similarity,
 )
-from attention_modules.hosts import attention_layers
 from attention_modules.masks import visible
-from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, CollapseWarnings
-from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.limits import check_integer, check_layers
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
 
 Stage = Literal["train", "validation", "test"]
@@ -35,7 +31,7 @@ OBSERVABLES: tuple[Observable, ...] = (*STATISTICS, "sink", "token_similarity")
 SINK_ROWS = 256  # looked at for sinks, so that they cost a fraction of a pass of attention in long sequences
 
 
-class AttentionMonitor(Callback):
+class AttentionMonitor(MechanismObserver):
     """Logs attention entropy and its relatives, a layer and averaged, every n steps and over validation.
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
@@ -81,13 +77,11 @@ class AttentionMonitor(Callback):
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(where, layers, exclude)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.statistics = _some_of("statistics", statistics, OBSERVABLES)
         self.stages = _some_of("stages", stages, get_args(Stage))
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
-        self._hooks: ExitStack | None = None
         self._in_backward = False
         self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call: the sum over rows, and their number
         self._tokens: dict[int, Tensor] = {}  # what entered a layer whose attention is not yet called
@@ -95,21 +89,7 @@ class AttentionMonitor(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
-        after_configure_model(pl_module, self, self._make_observable)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-        forget_actions(pl_module, self)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-        forget_actions(pl_module, self)
-
-    def _make_observable(self, pl_module: pl.LightningModule) -> None:
-        chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
-        plain = [layer.name for layer in chosen if layer.mechanism is None]
-        if plain:
-            swap_attention(pl_module, "softmax", where=plain)
+        super().setup(trainer, pl_module, stage)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -187,22 +167,14 @@ class AttentionMonitor(Callback):
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()  # of a batch that was skipped before its end
-        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        layers = self._chosen(pl_module)
         self._observed = [[] for _ in layers]
-        self._hooks = ExitStack()
+        hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
-            if layer.mechanism is None:
-                raise ValueError(
-                    f"AttentionMonitor: {layer.name!r} became plain attention after the model was configured, and "
-                    "cannot be observed; do not restore or replace layers while the trainer runs"
-                )
-            handle = layer.mechanism.register_forward_pre_hook(partial(self._observe, index), with_kwargs=True)
-            self._hooks.callback(handle.remove)
+            hooks.append((self._mechanism(layer), partial(self._observe, index)))
             if "token_similarity" in self.statistics:
-                entering = layer.module.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
-                self._hooks.callback(entering.remove)
-        if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came later
-            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+                hooks.append((layer.module, partial(self._enter, index)))
+        self._hook(hooks)
 
     def _enter(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the tokens that enter a layer, as ``[B, N, C]``, until its attention is called."""
@@ -235,7 +207,7 @@ class AttentionMonitor(Callback):
         )
 
     def _warn(self, pl_module: pl.LightningModule, values: dict[str, Tensor], where: str) -> None:
-        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        layers = self._chosen(pl_module)
         wanted = {
             (sign.statistic, layer.name): values[label]
             for sign in self._warnings.wanted
@@ -250,8 +222,8 @@ class AttentionMonitor(Callback):
         """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
         if self._hooks is None:
             return {}
-        self._hooks.close()
-        self._hooks, self._in_backward = None, False
+        super()._close()
+        self._in_backward = False
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.statistics:
             sums = {

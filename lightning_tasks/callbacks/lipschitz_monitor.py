@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
-from attention_modules.hosts import AttentionLayer, attention_layers
-from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_integer, check_layers, check_number
+from attention_modules.hosts import AttentionLayer
+from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.limits import check_integer, check_number
+from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
 from lightning_tasks.layer_call import LayerCall, eager
 
 
-class LipschitzMonitor(Callback):
+class LipschitzMonitor(LayerObserver):
     """Logs the local Lipschitz constant of each layer at what it is given in the first batch of a validation.
 
     ``val/lipschitz/layer_00`` is the mean over the samples of ‖D_x layer‖₂ (projections, mechanism and output, at the
@@ -59,7 +59,7 @@ class LipschitzMonitor(Callback):
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(where, layers, exclude)
         limits = {"every_n_validations": every_n_validations, "num_samples": num_samples, "max_iter": max_iter}
         for name, value in {**limits, "max_tokens": 1 if max_tokens is None else max_tokens}.items():
             check_integer(name, value, 1)
@@ -67,10 +67,8 @@ class LipschitzMonitor(Callback):
             raise ValueError(f"tol must be above 0, got {tol!r}")
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._validations = 0
         self._warned: set[str] = set()
-        self._hooks: ExitStack | None = None
         self._calls: dict[int, LayerCall] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,28 +96,16 @@ class LipschitzMonitor(Callback):
             else:
                 self._warn(layer.name, "it was not called on its own in the first batch, and is not logged")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
-        return attention_layers(pl_module, self.where, self.layers, self.exclude)
-
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()
-        self._hooks = ExitStack()
-        for index, layer in enumerate(self._chosen(pl_module)):
-            hook = partial(self._observe, index, layer)
-            self._hooks.callback(layer.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        self._hooks.enter_context(eager())
+        self._hook(
+            (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
+        )
 
     def _close(self) -> dict[int, LayerCall]:
         """Unhook; what was seen since :meth:`_open`."""
-        if self._hooks is not None:
-            self._hooks.close()
-        calls, self._hooks, self._calls = self._calls, None, {}
+        super()._close()
+        calls, self._calls = self._calls, {}
         return calls
 
     def _observe(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
-from attention_modules.hosts import attention_layers
-from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_integer, check_layers
+from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
 
 
-class PursuitMonitor(Callback):
+class PursuitMonitor(LayerObserver):
     """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
 
     Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
@@ -41,10 +38,8 @@ class PursuitMonitor(Callback):
     def __init__(
         self, num_samples: int = 32, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()
     ) -> None:
-        super().__init__()
+        super().__init__(where, layers, exclude)
         self.num_samples = check_integer("num_samples", num_samples, 1)
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
-        self._hooks: ExitStack | None = None
         self._seen: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,14 +69,8 @@ class PursuitMonitor(Callback):
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
         self._log(pl_module, "test/")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-
     def _pursuing(self, pl_module: pl.LightningModule) -> list[RPCAttention]:
-        chosen = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        chosen = self._chosen(pl_module)
         pursuing = [layer.mechanism for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
         if not pursuing:
             raise ValueError(
@@ -91,13 +80,10 @@ class PursuitMonitor(Callback):
         return pursuing
 
     def _open(self, pl_module: pl.LightningModule) -> None:
-        pursuing = self._pursuing(pl_module)
-        self._hooks = ExitStack()
-        for index, mechanism in enumerate(pursuing):
-            hook = mechanism.register_forward_pre_hook(partial(self._observe, layer_label(index)), with_kwargs=True)
-            self._hooks.callback(hook.remove)
-        if "torch._dynamo" in sys.modules:  # compiled code does not see hooks that came later
-            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        self._hook(
+            (mechanism, partial(self._observe, layer_label(index)))
+            for index, mechanism in enumerate(self._pursuing(pl_module))
+        )
 
     def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(mechanism, RPCAttention):
@@ -127,6 +113,5 @@ class PursuitMonitor(Callback):
             pl_module.log(prefix + name, value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
     def _close(self) -> None:
-        if self._hooks is not None:
-            self._hooks.close()
-        self._hooks, self._seen = None, {}
+        super()._close()
+        self._seen = {}
