@@ -37,23 +37,38 @@ def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, cpu_time:
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+class ResidentPeak:
+    """By how much resident memory rises at most from here on.
+
+    Raises:
+        OSError: where Linux' counters are missing.
+    """
+
+    _STATUS = Path("/proc/self/status")
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed must not be there to be reused
+        self._before = self._read("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def rise(self) -> float:
+        """MiB up to now."""
+        return (self._read("VmHWM") - self._before) / 1024
+
+    def _read(self, name: str) -> int:
+        line = next(line for line in self._STATUS.read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1])
+
+
 def peak_memory(call: Callable[[], object]) -> float | None:
     """MiB by which resident memory rises at most while the call runs; None where Linux' counters are missing."""
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    gc.collect()
     try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed must not be there to be reused
-        before = _status(status, "VmRSS")
-        reset.write_text("5")
+        peak = ResidentPeak()
     except OSError:
         return None
     call()
-    return (_status(status, "VmHWM") - before) / 1024
-
-
-def _status(path: Path, name: str) -> int:
-    line = next(line for line in path.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1])
+    return peak.rise()
 
 
 def machine() -> str:
