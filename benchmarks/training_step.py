@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from benchmarks.common import ResidentPeak, write_results
 from lightning_tasks.cli import run
 from lightning_tasks.compare import plan_cells, read_variants
+from lightning_tasks.recipes import find_recipe, recipe_name
 
 WARM_UP, TIMED, WEIGHED = 3, 12, 3
 
@@ -80,11 +79,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="fits of each variant (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     rows = measure(options.comparison, options.rounds)
     command = f"python -m benchmarks.training_step {options.comparison} --rounds {options.rounds}"
-    slug = options.comparison.replace("/", "_")
+    slug = recipe_name(find_recipe(options.comparison)).replace("/", "_")
     print(write_results(f"training_step_{slug}", f"A training step of {options.comparison}", command, rows).read_text())
 
 

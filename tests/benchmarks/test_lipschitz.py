@@ -1,16 +1,6 @@
 import csv
 
-import pytest
-import torch
-
 from benchmarks import common, lipschitz
-
-
-@pytest.fixture(autouse=True)
-def _threads_stay():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_both_agree_and_a_table_is_written(tmp_path, monkeypatch):

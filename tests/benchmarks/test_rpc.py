@@ -6,13 +6,6 @@ import torch
 from benchmarks import common, rpc
 
 
-@pytest.fixture(autouse=True)
-def _threads_stay():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_measures_and_writes_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(rpc, "CASES", (rpc.Case("tiny", (1, 2, 16, 8), True, 3),))

@@ -1,0 +1,27 @@
+"""The training-step benchmark on a comparison of two tiny variants."""
+
+import sys
+
+import pytest
+
+from benchmarks import common, training_step
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        "base: quickstart/classification\n"
+        "settings: {data.batch_size: 4}\n"
+        "variants: {rpc: {}, one pass: {model.attention_options: {iterations: 1, lam: 4.0}}}\n"
+    )
+    return path
+
+
+def test_a_row_a_variant_with_time_and_memory(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["training_step", str(comparison), "--rounds", "1"])
+    training_step.main()
+    written = (tmp_path / "results" / "training_step_tiny.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in written] == ["variant", "rpc", "one pass"]
+    assert written[1].split(",")[2] == "1.00"
