@@ -7,13 +7,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_tasks.callbacks.base import Callback
@@ -296,7 +297,12 @@ class RobustnessEvaluation(Callback):
             write_csv(self.table, folder / TABLE)
             (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
 
-        run_suite(measurements, identity, store, seconds, trainer.progress_bar_callback is not None, write)
+        def end_when_asked() -> None:
+            if trainer.received_sigterm:  # which Lightning notes, and heeds between training batches alone
+                raise SIGTERMException
+
+        show = trainer.progress_bar_callback is not None
+        run_suite(measurements, identity, store, seconds, show, write, between=end_when_asked)
         for logger in trainer.loggers:
             if hasattr(logger, "log_table"):  # W&B's, of either Lightning package
                 data = [[getattr(row, column) for column in COLUMNS] for row in self.table]
@@ -336,6 +342,9 @@ class _InPrecision(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         with self._plugin.forward_context():
             return self.module(self._plugin.convert_input(images))
+
+    def _get_name(self) -> str:
+        return type(self.module).__name__
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         with self._plugin.forward_context():
@@ -382,13 +391,13 @@ def _read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row
     """The rows of a baseline's table.
 
     Raises:
-        ValueError: if there is none, or it lacks a corruption or severity.
+        ValueError: if there is none, it lacks a corruption or severity, or has no error at all under a corruption.
     """
     file = path / TABLE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
     rows = read_csv(file)
-    _with_errors([], dict.fromkeys(corrupted, 0.0), 0.0, rows, "")
+    mean_corruption_error(dict.fromkeys(corrupted, 0.0), corruption_errors(rows)[1])
     return rows
 
 
@@ -405,22 +414,22 @@ def _with_means(rows: Sequence[Row], baseline: Sequence[Row] | None, note: str) 
 def _with_errors(
     means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row], note: str
 ) -> list[Row]:
-    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images.
-
-    Raises:
-        ValueError: if the baseline lacks a corruption or severity.
-    """
+    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images."""
     base_clean, base = corruption_errors(baseline)
-    samples = means[0].samples if means else 0
+    samples = means[0].samples
     others = {row.samples for row in baseline if row.test == "corruption"} - {samples}
     note += f", measured on {max(others):,} images" if others else ""
-    mce = mean_corruption_error(errors, base)
-    result = [*means, Row("mean corruption", "", "", "mCE", mce, samples, note=note)]
-    try:
-        value = relative_mean_corruption_error(errors, clean, base, base_clean)
-    except ValueError as error:  # a corruption that does the baseline no harm
-        value, note = math.nan, str(error)
-    return [*result, Row("mean corruption", "", "", "relative mCE", value, samples, note=note)]
+    result = list(means)
+    for metric, compute in (
+        ("mCE", partial(mean_corruption_error, errors, base)),
+        ("relative mCE", partial(relative_mean_corruption_error, errors, clean, base, base_clean)),
+    ):
+        try:
+            value, said = compute(), note
+        except ValueError as error:  # a corruption that does the baseline no harm, at the severities measured so far
+            value, said = math.nan, str(error)
+        result.append(Row("mean corruption", "", "", metric, value, samples, note=said))
+    return result
 
 
 def _twin(path: str, pl_module: Any, trainer: Any) -> nn.Module:

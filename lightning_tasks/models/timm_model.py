@@ -174,7 +174,8 @@ def check_batch(batch: Any, num_classes: int) -> None:
     if labels.device.type == "cpu" and labels.numel():
         low, high = _range(labels)
         if low < 0 or high >= num_classes:
-            raise ValueError(f"labels from {low} to {high} for {num_classes} classes: give num_classes={high + 1}")
+            cure = f"give num_classes={high + 1}" if low >= 0 else "labels count from 0; leave out those below"
+            raise ValueError(f"labels from {low} to {high} for {num_classes} classes: {cure}")
 
 
 def _range(labels: Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_tasks.robustness.attack_options import check_options
 from lightning_tasks.robustness.fgsm import fgsm
 from lightning_tasks.robustness.linf import check_eps
 from lightning_tasks.robustness.pgd import pgd
@@ -79,8 +80,8 @@ class AttackSetting:
         Transfer also has ``source`` and ``attack``.
 
         Raises:
-            ValueError: for an unknown attack (the nearest is named), an unknown or missing option, or transfer
-                without a source.
+            ValueError: for an unknown attack (the nearest is named), an unknown or missing option, one out of its
+                limits, or transfer without a source.
         """
         rest = {"name": given} if isinstance(given, str) else dict(given)
         name = _known(str(rest.pop("name", "")), ATTACKS, "attack")
@@ -148,6 +149,10 @@ def _options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     options = {**known, **given}
     if missing := [key for key, value in options.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"the attack {name!r} needs {', '.join(missing)}, e.g. std: [0.229, 0.224, 0.225]")
+    try:
+        check_options(**options)
+    except ValueError as error:
+        raise ValueError(f"the attack {name!r}: {error}") from None
     return options
 
 

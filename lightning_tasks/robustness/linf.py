@@ -15,6 +15,11 @@ from torch.nn import functional
 Model = nn.Module | Callable[[Tensor], Tensor]
 
 
+def _name(model: Model) -> str:
+    """What messages call it: a wrapper may give the name of what it wraps."""
+    return model._get_name() if isinstance(model, nn.Module) else type(model).__name__
+
+
 def is_share(value: Any) -> TypeGuard[float]:
     """Whether it is a real number in [0, 1], numpy's and fractions among them; bool and nan are none."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
@@ -129,7 +134,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
         )
     if logits.isnan().any():  # every comparison with it fails: the image would count as it stands
         raise ValueError(
-            f"{type(model).__name__} gives logits that are not finite (nan) for {int(logits.isnan().any(1).sum())} of "
+            f"{_name(model)} gives logits that are not finite (nan) for {int(logits.isnan().any(1).sum())} of "
             f"{len(images)} images; check its weights, and its precision"
         )
     return logits
@@ -162,7 +167,7 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
         if "Inference tensors cannot be saved" not in str(error):
             raise
         raise ValueError(
-            f"{type(model).__name__} holds tensors made in inference mode (weights, buffers, or what it remembers from "
+            f"{_name(model)} holds tensors made in inference mode (weights, buffers, or what it remembers from "
             "an earlier pass), through which no gradient goes: build and run it with Trainer(inference_mode=False)"
         ) from error
     gradient = None
@@ -170,9 +175,9 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
         (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
     if gradient is None:
         raise ValueError(
-            f"{type(model).__name__} gives no gradient for its images: its output is detached, or computed under "
+            f"{_name(model)} gives no gradient for its images: its output is detached, or computed under "
             "no_grad; use an attack that needs none, square or spsa"
         )
     if not gradient.isfinite().all():
-        raise ValueError(f"{type(model).__name__} gives a gradient that is not finite; check its output for nan")
+        raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan")
     return losses.detach(), gradient

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_tasks.robustness.attack_options import check_options
 from lightning_tasks.robustness.linf import (
     Best,
     LinfBall,
@@ -51,12 +52,11 @@ def pgd(
         ``[B, C, H, W]``, in [0, 1] and within ``eps``.
 
     Raises:
-        ValueError: as :func:`~lightning_tasks.robustness.fgsm`; for fewer than one step or restart.
+        ValueError: as :func:`~lightning_tasks.robustness.fgsm`; for an option out of its limits.
     """
     eps = check_eps(eps)
     check_batch(images, labels)
-    if steps < 1 or restarts < 1:
-        raise ValueError(f"steps={steps} and restarts={restarts} must be at least 1")
+    check_options(steps=steps, step_size=step_size, restarts=restarts, random_start=random_start)
     step_size = 2.5 * eps / steps if step_size is None else step_size
     generator = torch.Generator().manual_seed(seed)
     with held_still(model, gradients=True):

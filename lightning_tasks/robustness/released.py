@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_tasks.robustness.attack_options import check_options
 from lightning_tasks.robustness.linf import (
     LinfBall,
     Model,
@@ -93,7 +94,8 @@ def _convention(
     """Images, the model's own predictions, and the radius in pixels a channel, ``[C, 1, 1]``; the model held still."""
     eps = check_eps(eps)
     check_batch(images, labels)
-    if len(std) != images.shape[1] or not all(value > 0 for value in std):
+    check_options(std=std)
+    if len(std) != images.shape[1]:
         raise ValueError(f"std is {list(std)}: give {images.shape[1]} positive numbers, one a channel")
     with held_still(model, gradients=True):
         images, _ = detached(images, labels)

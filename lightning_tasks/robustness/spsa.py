@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_tasks.robustness.attack_options import check_options
 from lightning_tasks.robustness.linf import (
     Best,
     LinfBall,
@@ -49,7 +50,7 @@ def spsa(
         ``[B, C, H, W]``, in [0, 1] and within ``eps``.
 
     Raises:
-        ValueError: if ``eps``, the images or the labels are out of range; for fewer than one step or two samples.
+        ValueError: if ``eps``, the images, the labels or an option are out of range.
         TypeError: for other dtypes.
     """
     eps = check_eps(eps)
@@ -73,10 +74,7 @@ def estimated_ascent(
     seed: int,
 ) -> Tensor:
     """SPSA in the ball of ``radius`` (a number, or ``[C, 1, 1]``), its points and samples in [0, 1] where ``clip``."""
-    if steps < 1 or samples < 2 or samples % 2:
-        raise ValueError(f"steps={steps} must be at least 1, and samples={samples} even and at least 2")
-    if not (delta > 0 and rate > 0):
-        raise ValueError(f"delta={delta} and learning_rate={rate} must be positive")
+    check_options(steps=steps, samples=samples, delta=delta, learning_rate=rate)
     generator = torch.Generator().manual_seed(seed)
     with held_still(model, gradients=False):
         images, labels = detached(images, labels)

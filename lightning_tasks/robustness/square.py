@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_tasks.robustness.attack_options import check_options
 from lightning_tasks.robustness.linf import (
     LinfBall,
     Model,
@@ -39,7 +40,7 @@ def square(
 
     Args:
         model, images, labels, eps: see :func:`~lightning_tasks.robustness.fgsm`; the model needs no gradient.
-        queries: forward passes an image, at most.
+        queries: forward passes an image, at most, after that of the clean image.
         initial_share: share of the image that the first square covers, in (0, 1].
         seed: of the search.
 
@@ -47,13 +48,12 @@ def square(
         ``[B, C, H, W]``, in [0, 1] and within ``eps``.
 
     Raises:
-        ValueError: if ``eps``, the images, the labels or ``initial_share`` are out of range; for less than one query.
+        ValueError: if ``eps``, the images, the labels or an option are out of range.
         TypeError: for other dtypes.
     """
     eps = check_eps(eps)
     check_batch(images, labels)
-    if queries < 1 or not 0 < initial_share <= 1:
-        raise ValueError(f"queries={queries} must be at least 1, and initial_share={initial_share} in (0, 1]")
+    check_options(queries=queries, initial_share=initial_share)
     generator = torch.Generator().manual_seed(seed)
     with held_still(model, gradients=False):
         images, labels = detached(images, labels)

@@ -135,6 +135,7 @@ def run_suite(
     show: bool,
     on_rows: Callable[[list[R]], None],
     title: str = "robustness",
+    between: Callable[[], None] = lambda: None,
 ) -> list[R]:
     """All rows in order: those in the store, the others measured, and stored one measurement after the other.
 
@@ -146,6 +147,7 @@ def run_suite(
         show: whether to draw a progress bar.
         on_rows: called with all rows so far after each measurement.
         title: what messages and the progress bar call it.
+        between: called often, also within a measurement: what it raises ends the suite, and done rows are kept.
     """
     keys = [measurement_key(identity, each.what) for each in measurements]
     todo = sum(each.passes for key, each in zip(keys, measurements, strict=True) if store.rows(key) is None)
@@ -161,16 +163,18 @@ def run_suite(
             if done is None:
                 bar.set_postfix_str(" ".join(str(each.what[key]) for key in _SHOWN if key in each.what))
                 started = time.monotonic()
-                done = each.measure(_advance(bar, each.passes))
+                done = each.measure(_advance(bar, each.passes, between))
                 done = [replace(row, seconds=round(time.monotonic() - started, 2)) for row in done]
                 store.add(key, done)
             rows += done
             on_rows(rows)
+            between()
     return rows
 
 
-def _advance(bar: Any, passes: float) -> Advance:
+def _advance(bar: Any, passes: float, between: Callable[[], None]) -> Advance:
     def advance(share: float) -> None:
+        between()
         bar.update(share * passes)
 
     return advance

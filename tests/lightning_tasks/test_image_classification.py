@@ -507,6 +507,7 @@ def test_a_model_for_images_of_any_size_takes_them():
     ("labels", "text"),
     [
         (torch.tensor([0, 10]), "labels from 0 to 10 for 10 classes: give num_classes=11"),
+        (torch.tensor([-1, 3]), "labels from -1 to 3 for 10 classes: labels count from 0"),
         (torch.tensor([-1, 3]), "labels from -1 to 3"),
         (torch.tensor([0.0, 1.0]), "labels integers, got torch.float32 and torch.float32"),
         (torch.tensor([[0], [1]]), r"labels \[B\]\), got \[2, 1, 8, 8\] and \[2, 1\]"),

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import signal
 from fractions import Fraction
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from PIL import Image
 from timm.data import create_transform
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +28,7 @@ from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, 
 from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
 from lightning_tasks.robustness.image_suite import Subject, corruption_measurement
 from lightning_tasks.robustness.suite import fingerprint
-from lightning_tasks.robustness.table import read_csv, write_csv
+from lightning_tasks.robustness.table import Row, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, perplexity
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
@@ -181,6 +183,26 @@ def test_corruptions_their_mean_and_the_errors_against_a_baseline(tmp_path, modu
         RobustnessEvaluation(corruptions=["fog"], severities=[1], baseline=str(baseline))
     with pytest.raises(ValueError, match="no such file"):
         RobustnessEvaluation(baseline=str(tmp_path))
+
+
+def test_a_baseline_without_errors_at_the_first_severity_ends_nothing(tmp_path, module):
+    pytest.importorskip("imagecorruptions", reason="imagecorruptions-imaug is not installed (extra `robustness`)")
+    chosen = {"corruptions": ["brightness", "contrast"], "severities": [1, 5], "attacks": []}
+
+    def baseline(*accuracies):
+        keys = [(name, severity) for name in chosen["corruptions"] for severity in chosen["severities"]]
+        rows = [
+            Row("corruption", name, str(severity), "accuracy", accuracy, 24)
+            for (name, severity), accuracy in zip(keys, accuracies, strict=True)
+        ]
+        write_csv([Row("clean", "", "", "accuracy", 1.0, 24), *rows], tmp_path / "robustness.csv")
+        return str(tmp_path)
+
+    again = values(evaluate(tmp_path / "b", module, TinyImages(size=32), baseline=baseline(1, 0.5, 1, 0.5), **chosen))
+    lost = [2 - sum(again["corruption", name, str(s), "accuracy"] for s in (1, 5)) for name in chosen["corruptions"]]
+    assert again["mean corruption", "", "", "mCE"] == pytest.approx(sum(lost) / 2 / 0.5)
+    with pytest.raises(ValueError, match="the baseline has no error under contrast"):
+        RobustnessEvaluation(baseline=baseline(1, 0.5, 1, 1), **chosen)
 
 
 def test_images_too_small_for_corruptions_are_said_and_not_measured(tmp_path, module):
@@ -350,6 +372,19 @@ def test_a_killed_run_goes_on_with_what_is_done(tmp_path, module, counted):
     assert len((tmp_path / "cut/demo/robustness_rows.jsonl").read_text().splitlines()) == 6
 
 
+def test_a_terminated_run_ends_within_a_measurement_and_keeps_what_is_done(tmp_path, module, monkeypatch):
+    def terminated(*args, original=ATTACKS["square"].function, **options):
+        signal.raise_signal(signal.SIGTERM)  # to which Lightning only sets a flag outside of training
+        return original(*args, **options)
+
+    terminated.__signature__ = inspect.signature(ATTACKS["square"].function)
+    monkeypatch.setitem(ATTACKS, "square", type(ATTACKS["fgsm"])(terminated, False, ATTACKS["square"].passes))
+    with pytest.raises(SIGTERMException):
+        evaluate(tmp_path, module, TinyImages(), eps=["4/255"])
+    done = [row.name for row in read_csv(tmp_path / "demo/version_0/robustness.csv")]
+    assert done == ["", "", "", "fgsm"]
+
+
 def test_rows_stay_in_a_run_folder_of_another_name(tmp_path, module):
     runner = trainer(tmp_path / "run", RobustnessEvaluation(**QUICK), logger=False)
     runner.test(module, TinyImages(), verbose=False)
@@ -481,6 +516,13 @@ def test_perplexities_that_are_nan_or_infinite_are_said():
         ({"attacks": ["transfer"]}, "needs source: the checkpoint of a twin"),
         ({"attacks": [{"name": "transfer", "source": "nowhere.ckpt"}]}, "'nowhere.ckpt': no such file"),
         ({"attacks": ["released_pgd"]}, "needs std"),
+        (
+            {"attacks": [{"name": "square", "queries": 1e3}]},
+            "'square': queries=1000.0 must be .*; write 1000",
+        ),
+        ({"attacks": [{"name": "square", "queries": "many"}]}, "queries='many' must be an integer"),
+        ({"attacks": [{"name": "spsa", "samples": 3}]}, "samples=3 must be an even integer"),
+        ({"attacks": [{"name": "pgd", "step_size": -1}]}, "step_size=-1 must be a positive number"),
         ({"attacks": ["pgd", {"name": "pgd", "steps": 50}]}, "two attacks are called 'pgd' in the table"),
         ({"eps": [8]}, r"eps is 8: it must be in \[0, 1\]"),
         ({"eps": ["8/2"]}, r"eps is '8/2': it must be in \[0, 1\]"),
@@ -528,7 +570,7 @@ def test_a_module_without_gradients_is_named(tmp_path):
         def forward(self, images):
             return super().forward(images).detach()
 
-    with pytest.raises(ValueError, match="gives no gradient for its images"):
+    with pytest.raises(ValueError, match="Detached gives no gradient for its images"):
         evaluate(tmp_path, Detached())
 
 

@@ -361,6 +361,13 @@ def test_bad_batches_are_named(attack, change, error, says):
         (spsa, {"delta": 0.0}, "delta=0.0"),
         (square, {"queries": 0}, "queries=0"),
         (square, {"initial_share": 1.5}, "initial_share=1.5"),
+        (square, {"queries": 1e3}, r"queries=1000.0 must be an integer of at least 1; write 1000"),
+        (pgd, {"step_size": -1}, "step_size=-1 must be a positive number, or None"),
+        (pgd, {"step_size": True}, "step_size=True must be a positive number"),
+        (pgd, {"steps": 2.5}, "steps=2.5 must be an integer of at least 1$"),
+        (pgd, {"random_start": 1}, "random_start=1 must be True or False"),
+        (spsa, {"learning_rate": float("inf")}, "learning_rate=inf must be a positive number"),
+        (released_fgsm, {"std": [0.2, 0.2, 0.0]}, r"std=\[0.2, 0.2, 0.0\] must be a list of positive numbers"),
         (released_fgsm, {"std": [0.2]}, "give 3 positive numbers"),
         (
             transfer,
