@@ -4,11 +4,14 @@ import csv
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from PIL import Image
 
-from attention_modules.analysis import qk_statistics
+from attention_modules.analysis import qk_spectrum, qk_statistics
 from lightning_tasks.callbacks import SpectrumMonitor
+from lightning_tasks.spectrum_figure import draw_spectra
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
+from tests.lightning_tasks.logged_files import tensorboard_events, wandb_history
 
 
 def logged(logger, name):
@@ -69,3 +72,64 @@ def test_training_is_untouched():
     fit(plain)
     for a, b in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def spectrum_of(module, layer):
+    """Real parts of the eigenvalues of all heads, sorted."""
+    w_q, w_k, _ = module.net["encoder"].layers[layer].self_attn.in_proj_weight.detach().double().chunk(3)
+    heads = [weight.view(HEADS, DIM // HEADS, DIM) for weight in (w_q, w_k)]
+    return qk_spectrum(*heads).eigenvalues.real.flatten().sort().values.numpy()
+
+
+def test_histograms_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra test is not installed")
+    logger = TensorBoardLogger(tmp_path)
+    fit(TinyLM(), [SpectrumMonitor(every_n_steps=2)], logger=logger)
+    events = tensorboard_events(logger.log_dir)
+    assert events.Tags()["histograms"] == [f"qk_spectrum/eigenvalues/layer_0{index}" for index in range(2)]
+    found = events.Histograms("qk_spectrum/eigenvalues/layer_01")
+    assert [one.step for one in found] == [0, 2, 4]
+    first, expected = found[0].histogram_value, spectrum_of(TinyLM(), 1)
+    assert first.num == DIM  # HEADS times head_dim
+    assert (first.min, first.max) == pytest.approx((expected[0], expected[-1]), rel=1e-6)
+    assert first.sum == pytest.approx(expected.sum(), rel=1e-6)
+    assert not (tmp_path / "lightning_logs/version_0/qk_spectrum_eigenvalues.png").exists()
+
+
+def test_histograms_in_wandb(tmp_path):
+    pytest.importorskip("wandb")
+    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+    fit(TinyLM(), [SpectrumMonitor(every_n_steps=2)], logger=logger)
+    logger.experiment.finish()
+    name = "qk_spectrum/eigenvalues/layer_01"
+    found = [row for row in wandb_history(tmp_path) if name in row]
+    assert [row["trainer/global_step"] for row in found] == [0, 2, 4]
+    expected = spectrum_of(TinyLM(), 1)
+    histogram = found[0][name]
+    assert histogram["_type"] == "histogram"
+    assert sum(histogram["values"]) == len(expected)
+    ends = histogram["packedBins"] if "packedBins" in histogram else histogram["bins"]
+    assert ends["min"] == pytest.approx(expected[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("steps", "most", "kept"), [(5, 64, [0, 1, 2, 3, 4]), (5, 2, [0, 4])])
+def test_a_picture_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps, most, kept):
+    import lightning_tasks.callbacks.spectrum_monitor as target
+
+    drawn = []
+    monkeypatch.setattr(target, "MOST_SPECTRA", most)
+    monkeypatch.setattr(target, "draw_spectra", lambda *args: drawn.append(args) or draw_spectra(*args))
+    logger = CSVLogger(tmp_path)
+    decompositions = []
+    eigvals = torch.linalg.eigvals
+    monkeypatch.setattr(torch.linalg, "eigvals", lambda matrix: decompositions.append(matrix) or eigvals(matrix))
+    monitor = SpectrumMonitor(every_n_steps=1)
+    fit(TinyLM(), [monitor], logger=logger, max_steps=steps)
+    assert len(decompositions) == 2 * steps  # one a layer and record
+    ((found, spectra, names),) = drawn
+    assert found == kept
+    assert names == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
+    monkeypatch.setattr(torch.linalg, "eigvals", eigvals)
+    assert sorted(spectra[0][1]) == pytest.approx(spectrum_of(TinyLM(), 1), rel=1e-6)
+    with Image.open(f"{logger.log_dir}/qk_spectrum_eigenvalues.png") as picture:
+        assert min(picture.size) > 100
