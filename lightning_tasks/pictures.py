@@ -9,15 +9,23 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_tasks.callbacks.steps import current_step
 from lightning_tasks.charts import loggers_named
+from lightning_tasks.current_step import current_step
 
 
 def run_folder(trainer: Any) -> Path | None:
-    """The folder of the run, None where nothing is logged (or the trainer only tries the code)."""
-    if not trainer.loggers or trainer.fast_dev_run or trainer.log_dir is None:
+    """The folder of the run; None where nothing is logged, the trainer only tries the code, and beyond rank zero.
+
+    ``trainer.log_dir``, found without asking the other processes: pictures are rank zero's alone.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return None
-    folder = Path(trainer.log_dir)
+    first = trainer.loggers[0]
+    own = loggers_named(trainer, "CSVLogger") + loggers_named(trainer, "TensorBoardLogger")
+    path = first.log_dir if first in own else first.save_dir
+    if path is None:
+        return None
+    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

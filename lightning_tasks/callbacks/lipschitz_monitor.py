@@ -14,6 +14,7 @@ from torch import nn
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
@@ -70,9 +71,17 @@ class LipschitzMonitor(LayerObserver):
         self._validations = 0
         self._warned: set[str] = set()
         self._calls: dict[int, LayerCall] = {}
+        self._charts = LayerCharts()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)  # refused here, before anything is written
+        self._charts.restart()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.after_validation(trainer, ("val/lipschitz/",))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.log(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)

@@ -1,5 +1,7 @@
 """PursuitMonitor logs each pass of each RPC layer, as rpc_diagnostics has it."""
 
+import re
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -88,3 +90,39 @@ def test_an_exception_leaves_no_hook(tmp_path):
     with pytest.raises(RuntimeError, match="planned"):
         evaluate(module, tmp_path)
     assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+class Trains(Tokens):
+    """Its keys are of one length, so that S is empty; or so large that each token sees itself only."""
+
+    def __init__(self, scale, **options):
+        super().__init__(**options)
+        torch.nn.init.orthogonal_(self.attention.qkv.weight, scale)
+
+    def training_step(self, batch, batch_idx):
+        return self.attention(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (1e-3, r"when training ended: S stayed empty in every pass, .*sparsity below 0.0001 in attention \(0\)"),
+        (20.0, r"val at step \d: entropy collapse: each token .*self_probability above 0.98 in attention \(1\)"),
+        (1.0, None),
+    ],
+)
+def test_an_idle_or_saturated_pursuit_is_warned_of_once_in_words(tmp_path, recwarn, scale, words):
+    torch.manual_seed(0)
+    x = torch.randn(8, 20, 16)
+    loader = DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
+    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[PursuitMonitor()], default_root_dir=tmp_path, **options
+    )
+    trainer.fit(Trains(scale), loader, loader)
+    said = [str(one.message) for one in recwarn if "said once" in str(one.message)]
+    assert len(said) == (words is not None), (said, trainer.callback_metrics)
+    assert words is None or re.search(f"PursuitMonitor, {words}", said[0]), said
