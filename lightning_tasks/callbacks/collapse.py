@@ -75,7 +75,14 @@ PURSUIT_SIGNS = (
         0.98,
         False,
         "entropy collapse: each token attends to itself only in the last pass, the iteration saturates, gradients "
-        "vanish with it, and robustness to gradient attacks may be masking; fewer iterations or a smaller scale are cures",
+        "vanish with it, and robustness to gradient attacks may be masking; take fewer iterations",
+    ),
+    Sign(
+        "sparsity",
+        0.98,
+        False,
+        "S took nearly all of the keys, which are too large for its threshold: what is left of them for attention is "
+        "clipped, so that rows attend almost alike; a larger lam or smaller keys leave it sparse",
     ),
 )
 IDLE_PURSUIT = Sign(

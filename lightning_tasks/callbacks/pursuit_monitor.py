@@ -30,8 +30,8 @@ class PursuitMonitor(LayerObserver):
     ``num_samples`` samples, its maps some rows at a time.
 
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
-    iteration saturates), and, when a fit ends, ``sparsity`` below 0.0001 in every pass of its last validation (S does
-    nothing; not where ``lam`` is inf, which asks for it).
+    iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
+    every pass of its last validation (S does nothing; not where ``lam`` is inf, which asks for it).
 
     Args:
         num_samples: how many of the batch's samples are looked at, at least 1.
@@ -52,7 +52,7 @@ class PursuitMonitor(LayerObserver):
         self._seen: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}  # of a layer
         self._charts = LayerCharts()
-        self._saturation = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
+        self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
         self._sparsity: dict[str, float] = {}  # of each layer that has a threshold, its largest of any pass, newest
 
@@ -144,20 +144,21 @@ class PursuitMonitor(LayerObserver):
     def _look(
         self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
     ) -> None:
-        """Warn of saturation; keep what tells an idle S."""
-        own: dict[tuple[str, str], float] = {}
+        """Warn of saturation and a full S; keep what tells an idle one."""
+        shown: dict[tuple[str, str], float] = {}
         for index, (name, mechanism) in enumerate(self._pursuing(pl_module)):
             label = layer_label(index)
             if label not in tokens:
                 continue
+            last = f"{label}/pass_{mechanism.iterations}"
             if tokens[label] >= FEWEST_KEYS:
-                last = f"pursuit/self_probability/{label}/pass_{mechanism.iterations}"
-                own["self_probability", name] = numbers[last]
+                shown["self_probability", name] = numbers[f"pursuit/self_probability/{last}"]
+            shown["sparsity", name] = numbers[f"pursuit/sparsity/{last}"]
             if prefix == "val/" and mechanism.lam != math.inf:
                 passes = range(1, mechanism.iterations + 1)
                 self._sparsity[name] = max(numbers[f"pursuit/sparsity/{label}/pass_{number}"] for number in passes)
         where = f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}"
-        self._saturation.look(own, where)
+        self._warnings.look(shown, where)
 
     def _close(self) -> None:
         super()._close()
