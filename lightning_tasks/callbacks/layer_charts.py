@@ -46,8 +46,10 @@ class LayerCharts:
         """
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return False
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(prefixes)}
-        self.add(trainer, current_step(trainer), logged)
+        if loggers_named(trainer, "WandbLogger"):
+            metrics = trainer.callback_metrics
+            logged = {name: float(value) for name, value in metrics.items() if name.startswith(prefixes)}
+            self.add(trainer, current_step(trainer), logged)
         self._validations += 1
         due = self._validations & (self._validations - 1) == 0
         if due:

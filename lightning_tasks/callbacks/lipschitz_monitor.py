@@ -78,7 +78,8 @@ class LipschitzMonitor(LayerObserver):
         self._charts.restart()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._charts.after_validation(trainer, ("val/lipschitz/",))
+        # Where it did not fire, the trainer's metrics still hold the values of an earlier validation.
+        self._charts.after_validation(trainer, ("val/lipschitz/",) if self._fires() else ())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._charts.log(trainer)
@@ -92,7 +93,7 @@ class LipschitzMonitor(LayerObserver):
         if batch_idx or dataloader_idx or trainer.sanity_checking:
             return
         self._validations += 1
-        if (self._validations - 1) % self.every_n_validations == 0:
+        if self._fires():
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
@@ -104,6 +105,9 @@ class LipschitzMonitor(LayerObserver):
                 self._log(pl_module, layer_label(index), self._estimate(layer, calls.pop(index)))
             else:
                 self._warn(layer.name, "it was not called on its own in the first batch, and is not logged")
+
+    def _fires(self) -> bool:
+        return (self._validations - 1) % self.every_n_validations == 0
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()

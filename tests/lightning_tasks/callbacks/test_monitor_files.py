@@ -34,7 +34,7 @@ def monitors():
         SwapAttention("rpc", {"iterations": 2}, layers=[0]),
         AttentionMonitor(every_n_steps=1, statistics=["entropy", "sink"]),
         SpectrumMonitor(every_n_steps=2),
-        LipschitzMonitor(num_samples=1, layers=[1]),
+        LipschitzMonitor(every_n_validations=2, num_samples=1, layers=[1]),
         PursuitMonitor(),
         AttentionMapLogger(every_n_epochs=2),
     ]
@@ -98,6 +98,13 @@ def test_pictures_as_files(run):
     assert not (run / "csv/version_0/qk_spectrum_eigenvalues.png").exists()
 
 
+def last_table(run, history, chart):
+    """The table behind a chart as it was logged last."""
+    name = [row[f"{chart}_table/path"] for row in history if f"{chart}_table/path" in row][-1]
+    (path,) = run.glob(f"wandb/offline-run-*/files/{name}")
+    return json.loads(path.read_text())
+
+
 def test_charts_and_histograms_in_wandb(run):
     history, config = wandb_records(run)
     panels = {name for update in config for name in update if "visualize" in name}
@@ -107,13 +114,14 @@ def test_charts_and_histograms_in_wandb(run):
     assert not any("sink" in name for name in panels)  # too few keys: nothing was logged
     rows = [row for row in history if "charts/val/attention/entropy_table/path" in row]
     assert [row["trainer/global_step"] for row in rows] == [1, 3, 6]
-    tables = run.glob(f"wandb/offline-run-*/files/{rows[-1]['charts/val/attention/entropy_table/path']}")
-    table = json.loads(next(tables).read_text())
+    table = last_table(run, history, "charts/val/attention/entropy")
     assert table["columns"] == ["step", "lineKey", "lineVal"]
     assert [row[:2] for row in table["data"]] == [
         [step, line] for line in ("layer_00", "layer_01", "mean") for step in (1, 3, 5)
     ]
     assert table["data"][0][2] == pytest.approx(expected_entropy().mean(), rel=1e-4)
+    lipschitz = last_table(run, history, "charts/val/lipschitz")["data"]
+    assert [row[:2] for row in lipschitz] == [[1, "layer_00"], [5, "layer_00"]]  # only where it was measured
     spectra = [row for row in history if "qk_spectrum/eigenvalues/layer_01/values" in row]
     assert [row["trainer/global_step"] for row in spectra] == [0, 2, 4]
     w_q, w_k, _ = TinyLM().net["encoder"].layers[1].self_attn.in_proj_weight.detach().double().chunk(3)
