@@ -38,5 +38,7 @@ def draw_heads(steps: Sequence[int], values: np.ndarray, label: str) -> Any:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     panels[0].set_ylabel("layer", fontsize=8)
-    figure.colorbar(image, ax=list(panels), fraction=0.15 / len(shown)).set_label(label, fontsize=8)
+    figure.colorbar(image, ax=list(panels), fraction=0.15 / len(shown), pad=0.01, aspect=15).set_label(
+        label, fontsize=8
+    )
     return figure

@@ -34,8 +34,16 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
         everything = np.concatenate(of_layer)
         edges = np.histogram_bin_edges(everything, _BINS)
         shares = np.stack([np.histogram(values, edges)[0] / len(values) for values in of_layer], axis=1)
-        # Equal columns, whatever the distance of their steps; few eigenvalues lie far out, and should be seen.
-        axes.imshow(shares**0.5, origin="lower", aspect="auto", cmap="magma", extent=(0, len(steps), *edges[[0, -1]]))
+        # Equal columns, whatever the distance of their steps; single eigenvalues far out should be seen on the white.
+        shown = np.where(shares > 0, shares**0.5, np.nan)
+        axes.imshow(
+            shown,
+            origin="lower",
+            aspect="auto",
+            interpolation="nearest",
+            cmap="viridis",
+            extent=(0, len(steps), *edges[[0, -1]]),
+        )
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
         axes.set_xticks(places + 0.5, [f"{steps[place]:,}" for place in places], fontsize=7)
         axes.tick_params(axis="y", labelsize=7)

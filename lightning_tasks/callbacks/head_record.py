@@ -27,11 +27,11 @@ class HeadRecord:
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, int, Tensor]] = []
-        self._started: set[str] = set()
+        self._started: set[str] = set()  # names that this run of a trainer has written
 
     def restart(self) -> None:
         """For another run of a trainer."""
-        self.__init__()  # type: ignore[misc]
+        self._pending, self._started = [], set()
 
     def add(self, trainer: Any, name: str, step: int, sums: Tensor) -> None:
         """Keep sums over rows and their numbers, ``[2, layers, H]``."""
