@@ -167,3 +167,21 @@ def test_a_table_of_another_model_is_replaced(tmp_path):
     steps, values = read_heads(tmp_path / TABLE)["new"]
     assert (list(read_heads(tmp_path / TABLE)), steps) == (["new"], [5])
     np.testing.assert_array_equal(values, [[[0.5, np.nan]]])
+
+
+def test_heads_stay_on_the_device_while_training_steps_go_on(tmp_path, monkeypatch):
+    """A transfer in a step would make it wait for the device; `cpu` is what the record brings values over by."""
+    calls, steps = [], []
+    bring = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda value: calls.append(value.shape) or bring(value))
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, *args):
+            steps.append(list(calls))
+
+    monitor = AttentionMonitor(every_n_steps=1, stages=["train"])
+    fit(TinyLM(), [monitor, Watch()], batches(3), logger=CSVLogger(tmp_path, name="", version=""))
+    assert steps == [[], [], []]
+    brought = [shape for shape in calls if len(shape) == 4]  # the trainer brings weights home at the end, too
+    assert brought == [(2, 3, 2, HEADS)]  # sums and counts, steps, layers, heads: once
+    assert read_heads(tmp_path / TABLE)["attention/entropy"][0] == [0, 1, 2]
