@@ -9,14 +9,23 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_tasks.callbacks.steps import current_step
+from lightning_tasks.charts import loggers_named
+from lightning_tasks.current_step import current_step
 
 
 def run_folder(trainer: Any) -> Path | None:
-    """The folder of the run, None where nothing is logged (or the trainer only tries the code)."""
-    if not trainer.loggers or trainer.fast_dev_run or trainer.log_dir is None:
+    """The folder of the run; None where nothing is logged, the trainer only tries the code, and beyond rank zero.
+
+    ``trainer.log_dir``, found without asking the other processes: pictures are rank zero's alone.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return None
-    folder = Path(trainer.log_dir)
+    first = trainer.loggers[0]
+    own = loggers_named(trainer, "CSVLogger") + loggers_named(trainer, "TensorBoardLogger")
+    path = first.log_dir if first in own else first.save_dir
+    if path is None:
+        return None
+    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -24,19 +33,17 @@ def run_folder(trainer: Any) -> Path | None:
 def save_picture(trainer: Any, figure: Any, name: str) -> Path | None:
     """Write a Matplotlib figure to ``NAME.png`` in the run's folder and to the loggers that take images.
 
-    Loggers are known by the names of their classes, in both Lightning packages. Call it on rank zero.
+    Call it on rank zero.
     """
     folder = run_folder(trainer)
     if folder is None:
         return None
     path = folder / f"{name.replace('/', '_')}.png"
     figure.savefig(path, dpi=150)
-    for logger in trainer.loggers:
-        kinds = {kind.__name__ for kind in type(logger).__mro__}
-        if "WandbLogger" in kinds:
-            logger.log_image(key=name, images=[str(path)])
-        elif "TensorBoardLogger" in kinds:
-            logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
+    for logger in loggers_named(trainer, "WandbLogger"):
+        logger.log_image(key=name, images=[str(path)], step=current_step(trainer))
+    for logger in loggers_named(trainer, "TensorBoardLogger"):
+        logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
     rank_zero_info(f"picture: {path}")
     return path
 

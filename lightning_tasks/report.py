@@ -79,7 +79,8 @@ def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[An
     """For each name that monitors logged by layer, a heat map a configuration, all in one scale of colours."""
     found = []
     for name, metrics in layer_metrics(sorted({row["metric"] for row in rows})).items():
-        of_these = [row for row in rows if row["metric"] in set(metrics)]
+        wanted = set(metrics)
+        of_these = [row for row in rows if row["metric"] in wanted]
         finite = [row["value"] for row in of_these if math.isfinite(row["value"])]
         limits = (min(finite), max(finite)) if finite else (0.0, 1.0)
         maps = []

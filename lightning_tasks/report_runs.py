@@ -1,4 +1,4 @@
-"""What a report reads: run folders (CSV log, configuration, robustness table) and folders of `attnswap compare`."""
+"""What a report reads: run folders (CSV log, configuration, tables) and folders of `attnswap compare`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from lightning_tasks.compare_cell import RESULT, read_metrics
+from lightning_tasks.head_table import TABLE as HEADS
+from lightning_tasks.head_table import read_heads
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.report_settings import read_run_settings, same_but_for_the_run
 from lightning_tasks.robustness.table import Row, read_csv
 
+MOST_STEPS = 200  # of what was observed of heads, so that pages stay small
 LOG, RESULTS, SUMMARY, ROBUSTNESS = "metrics.csv", "results.csv", "summary.csv", "robustness.csv"
 Rows = list[dict[str, Any]]  # step, metric, value
 _T = TypeVar("_T")
@@ -91,7 +97,7 @@ def read_run(folder: Path) -> Run:
         f"{folder.resolve().parent.name}/{folder.resolve().name}",
         0,
         folder,
-        merge_epochs(_readable(folder / LOG, read_metrics)),
+        [*merge_epochs(_readable(folder / LOG, read_metrics)), *_read_heads(folder)],
         read_run_settings(folder),
         _read_robustness(folder),
     )
@@ -152,7 +158,13 @@ def read_comparison(folder: Path) -> Read:
         if (config, seed) in cells:
             of_cell = sorted(log.parent for log in cells[config, seed][0].glob(f"runs/**/{LOG}"))
             for place in of_cell[-1:]:
-                run = replace(run, folder=place, settings=read_run_settings(place), robustness=_read_robustness(place))
+                run = replace(
+                    run,
+                    rows=[*run.rows, *_read_heads(place)],
+                    folder=place,
+                    settings=read_run_settings(place),
+                    robustness=_read_robustness(place),
+                )
         runs.append(run)
     summary = folder / SUMMARY
     unfinished = sorted(
@@ -170,6 +182,20 @@ def read_comparison(folder: Path) -> Read:
 def _read_robustness(folder: Path) -> list[Row]:
     table = folder / ROBUSTNESS
     return _readable(table, read_csv) if table.is_file() else []
+
+
+def _read_heads(folder: Path) -> Rows:
+    """What was observed of each head, as if it had been logged like what is logged of layers."""
+    if not (folder / HEADS).is_file():
+        return []
+    rows: Rows = []
+    for name, (steps, values) in _readable(folder / HEADS, read_heads).items():
+        places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int))
+        for place, layer, head in product(places, range(values.shape[1]), range(values.shape[2])):
+            if not np.isnan(value := float(values[place, layer, head])):
+                metric = f"{name}/layer_{layer:02d}/head_{head:02d}"
+                rows.append({"step": steps[place], "metric": metric, "value": value})
+    return rows
 
 
 def _read_cell(path: Path) -> tuple[str, int, Rows]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.callbacks.swap import SWAPPED
 from lightning_tasks.recipes import RecipeError
 
 # What says where and how often a run was made, and nothing of what was done in it.
@@ -116,6 +117,9 @@ def _swaps(value: Any) -> Iterator[str]:
             text = _swap_text(value["attention"], value["attention_options"], value.get("attention_layers"), None)
             other = value.get("other_attention")
             yield f"{text}, {other} in the others" if other else text
+        plans = value.get(SWAPPED)
+        for plan in plans if isinstance(plans, list) else []:
+            yield _swap_text(plan["mechanism"], plan["options"], plan["layers"], None)
     if isinstance(value, (Mapping, list)):
         for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _swaps(entry)

@@ -111,7 +111,7 @@ def qk_spectrum(w_q: Tensor, w_k: Tensor) -> QKSpectrum:
     return QKSpectrum(torch.linalg.eigvals(w_k @ w_q.mT), w_q.shape[-1])
 
 
-def qk_statistics(w_q: Tensor, w_k: Tensor) -> dict[str, Tensor]:
+def qk_statistics(w_q: Tensor, w_k: Tensor, spectrum: QKSpectrum | None = None) -> dict[str, Tensor]:
     """Statistics of the QK eigenspectrum of every head, each ``[H]``.
 
     ``mean``, ``variance`` (mean |eigenvalue - mean|²), ``variance_real``, ``max``, ``min`` (of the real parts) and
@@ -122,11 +122,12 @@ def qk_statistics(w_q: Tensor, w_k: Tensor) -> dict[str, Tensor]:
     Args:
         w_q: query weights ``[H, d, dim]``.
         w_k: key weights ``[H, d, dim]``.
+        spectrum: :func:`qk_spectrum` of these, where it is known already.
 
     Raises:
         ValueError: if the shapes differ or d exceeds dim.
     """
-    spectrum = qk_spectrum(w_q, w_k)
+    spectrum = qk_spectrum(w_q, w_k) if spectrum is None else spectrum
     total = trace(w_q, w_k)
     return {
         "mean": spectrum.mean,

@@ -17,6 +17,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.pictures import save_picture
 
 _ROWS_AT_ONCE = 256
 
@@ -107,8 +108,6 @@ class AttentionMapLogger(MechanismObserver):
     ) -> None:
         if self._hooks is None:
             return
-        from lightning_tasks.pictures import save_picture  # which imports this package for the step
-
         try:
             for index, layer in enumerate(self._chosen(pl_module)):
                 if index in self._maps:

@@ -21,13 +21,18 @@ from attention_modules.analysis import (
 from attention_modules.masks import visible
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, CollapseWarnings
+from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
+from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import MechanismObserver
-from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
+from lightning_tasks.callbacks.steps import layer_label, log_now
+from lightning_tasks.charts import keeps_history
+from lightning_tasks.current_step import current_step
 
 Stage = Literal["train", "validation", "test"]
 Observable = Statistic | Literal["sink", "token_similarity"]
 OBSERVABLES: tuple[Observable, ...] = (*STATISTICS, "sink", "token_similarity")
+BY_HEAD, UNIT = "entropy", "[nats]"  # of the heat maps
 SINK_ROWS = 256  # looked at for sinks, so that they cost a fraction of a pass of attention in long sequences
 
 
@@ -46,6 +51,12 @@ class AttentionMonitor(MechanismObserver):
     least 16 keys, and counts once a head and sample (:func:`attention_modules.analysis.attention_sink`);
     ``token_similarity`` the mean cosine between the tokens ``[B, N, C]`` that enter the layer (not those that nothing
     sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
+
+    The entropy of each head, its mean over the same rows, goes into ``attention_heads.csv`` in the run's folder (a row
+    a step, name and layer, a column a head; written after validations and when training ends), and is drawn as heat
+    maps of heads by layers at up to six steps: ``attention_entropy_heads.png`` and ``val_attention_entropy_heads.png``.
+    In W&B and TensorBoard they are ``attention/entropy_heads``, drawn after validation 1, 2, 4, 8, ... and at the end;
+    in W&B each name also has a chart of all its layers then, ``charts/attention/entropy``.
 
     A layer's value beyond one of these is warned of in words, each kind once: ``normalised_entropy`` below 0.02
     (entropy collapse), ``token_similarity`` above 0.98 (rank collapse), ``sink`` above 0.3 (attention sink).
@@ -83,12 +94,19 @@ class AttentionMonitor(MechanismObserver):
         self.stages = _some_of("stages", stages, get_args(Stage))
         self._last_step = -1
         self._in_backward = False
-        self._observed: list[list[dict[str, Tensor]]] = []  # a layer, a call: the sum over rows, and their number
+        # A layer, a call: the sum over rows, and their number, [2], for BY_HEAD [2, H].
+        self._observed: list[list[dict[str, Tensor]]] = []
         self._tokens: dict[int, Tensor] = {}  # what entered a layer whose attention is not yet called
-        self._warnings = CollapseWarnings()
+        self._warnings = CollapseWarnings("AttentionMonitor")
+        self._charts = LayerCharts()
+        self._heads = HeadRecord()
+        self._evaluated: Tensor | None = None  # what heads gave in an evaluation so far, [2, layers, H]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
+        self._evaluated = None
+        self._charts.restart()
+        self._heads.restart()
         super().setup(trainer, pl_module, stage)
 
     def on_train_batch_start(
@@ -103,9 +121,12 @@ class AttentionMonitor(MechanismObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            values = {name: mean for name, (mean, _) in self._close().items()}
+            seen = self._close()
+            values = {name: mean for name, (mean, _) in seen.items()}
             self._warn(pl_module, values, f"training step {self._last_step}")
-            log_now(pl_module, values)
+            self._charts.add(trainer, self._last_step, log_now(pl_module, values))
+            if BY_HEAD in self.statistics:
+                self._heads.add(trainer, f"attention/{BY_HEAD}", self._last_step, self._by_head)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there
@@ -130,6 +151,26 @@ class AttentionMonitor(MechanismObserver):
     ) -> None:
         self._log_evaluation(pl_module, "val/")
 
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if "validation" in self.stages and not trainer.sanity_checking:
+            self._end_evaluation(trainer, pl_module, "val/")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        due = self._charts.after_validation(trainer, ("val/attention/",)) and keeps_history(trainer)
+        if due or trainer.state.fn != "fit":
+            self._heads.draw(trainer, UNIT)
+        else:
+            self._heads.write(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.log(trainer)
+        self._heads.draw(trainer, UNIT)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if isinstance(exception, KeyboardInterrupt):  # after others the device may give nothing back
+            self._heads.write(trainer)
+
     def on_test_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -147,10 +188,19 @@ class AttentionMonitor(MechanismObserver):
     ) -> None:
         self._log_evaluation(pl_module, "test/")
 
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if "test" in self.stages:
+            self._end_evaluation(trainer, pl_module, "test/")
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._heads.draw(trainer, UNIT)
+
     def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
         if self._hooks is None:
             return
         values = self._close()
+        if BY_HEAD in self.statistics:
+            self._evaluated = self._by_head if self._evaluated is None else self._evaluated + self._by_head
         means = {name: mean for name, (mean, _) in values.items()}
         self._warn(pl_module, means, f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
         # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
@@ -165,10 +215,22 @@ class AttentionMonitor(MechanismObserver):
                 batch_size=int(weight),
             )
 
+    def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, prefix: str) -> None:
+        """Join what heads gave in all processes."""
+        if BY_HEAD not in self.statistics:
+            return
+        seen, self._evaluated = self._evaluated, None
+        if seen is None:  # this process had no batch, but others may
+            num_heads = [layer.spec.num_heads for layer in self._chosen(pl_module)]
+            seen = stack_sums([None] * len(num_heads), num_heads, pl_module.device)
+        whole: Any = trainer.strategy.reduce(seen, reduce_op="sum")
+        self._heads.add(trainer, f"{prefix}attention/{BY_HEAD}", current_step(trainer), whole)
+
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()  # of a batch that was skipped before its end
         layers = self._chosen(pl_module)
         self._observed = [[] for _ in layers]
+        self._num_heads, self._device = [layer.spec.num_heads for layer in layers], pl_module.device
         hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
             hooks.append((self._mechanism(layer), partial(self._observe, index)))
@@ -203,7 +265,10 @@ class AttentionMonitor(MechanismObserver):
         if tokens is not None:
             sums["token_similarity"] = _known(token_similarity(tokens, _seen(given["attn_mask"], tokens)))
         self._observed[index].append(
-            {name: torch.stack([total.sum(), count.sum()]) for name, (total, count) in sums.items()}
+            {
+                name: torch.stack([each.sum(0) if name == BY_HEAD else each.sum() for each in both])
+                for name, both in sums.items()
+            }
         )
 
     def _warn(self, pl_module: pl.LightningModule, values: dict[str, Tensor], where: str) -> None:
@@ -226,10 +291,14 @@ class AttentionMonitor(MechanismObserver):
         self._in_backward = False
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.statistics:
+            seen = [[call[name] for call in calls if name in call] for calls in self._observed]
+            by_layer = [torch.stack(calls).sum(0) if calls else None for calls in seen]
+            if name == BY_HEAD:
+                self._by_head = stack_sums(by_layer, self._num_heads, self._device)
             sums = {
-                layer_label(index): torch.stack(known).sum(0)
-                for index, calls in enumerate(self._observed)
-                if (known := [call[name] for call in calls if name in call])
+                layer_label(index): each.sum(-1) if name == BY_HEAD else each
+                for index, each in enumerate(by_layer)
+                if each is not None
             }
             if sums:
                 # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.

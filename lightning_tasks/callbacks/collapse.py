@@ -1,8 +1,8 @@
-"""Words for numbers of attention that show a layer gone wrong: each kind once a run."""
+"""Words for numbers of monitors that show a layer gone wrong: each kind once a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,7 +22,8 @@ class Sign:
         return value < self.threshold if self.below else value > self.threshold
 
 
-# The threshold of sinks is that of Gu et al. (ICLR 2025); the others are our choice, far from what healthy layers have.
+# Of attention. The threshold of sinks is that of Gu et al. (ICLR 2025); the others are our choice, far from what
+# healthy layers have.
 SIGNS = (
     Sign(
         "normalised_entropy",
@@ -48,17 +49,67 @@ SIGNS = (
 )
 FEWEST_KEYS = 16  # a key among fewer may well take 0.3
 
+# Of the spectrum, in words of attention, for tokens that enter with mean 0 and variance 1 and have nothing in common.
+# Where logits have a standard deviation of 50, normalised entropy is about 0.02, from 64 to 1,024 keys.
+SPECTRUM_SIGNS = (
+    Sign(
+        "logit_deviation",
+        50.0,
+        False,
+        "entropy collapse in sight: with weights of this scale rows attend to one key only, unless normalisation makes "
+        "the tokens small; a lower learning rate, weight decay on W_q and W_k or LocAteR keep the scale down",
+    ),
+    Sign(
+        "logit_deviation",
+        1e-3,
+        True,
+        "all rows attend alike, whatever their tokens: W_qᵀ W_k is next to nothing, and attention only averages, which "
+        "drives tokens to rank collapse; look at weight decay or penalties on W_q and W_k, and at initialisation",
+    ),
+)
+
+# Of Principal Attention Pursuit's last pass, after rpc_diagnostics.
+PURSUIT_SIGNS = (
+    Sign(
+        "self_probability",
+        0.98,
+        False,
+        "entropy collapse: each token attends to itself only in the last pass, the iteration saturates, gradients "
+        "vanish with it, and robustness to gradient attacks may be masking; take fewer iterations",
+    ),
+    Sign(
+        "sparsity",
+        0.98,
+        False,
+        "S took nearly all of the keys, which are too large for its threshold: what is left of them for attention is "
+        "clipped, so that rows attend almost alike; a larger lam or smaller keys leave it sparse",
+    ),
+)
+IDLE_PURSUIT = Sign(
+    "sparsity",
+    1e-4,
+    True,
+    "S stayed empty in every pass, so that nothing is taken for an outlier, and the layer does what iterated symmetric "
+    "attention does (as with lam: .inf); a smaller lam would fill it",
+)
+
 
 class CollapseWarnings:
-    """Warns of each of `SIGNS` once, with all layers that show it then."""
+    """Warns of each sign once, with all layers that show it then.
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
+    Args:
+        monitor: who warns.
+        signs: of what.
+    """
+
+    def __init__(self, monitor: str, signs: Sequence[Sign] = SIGNS) -> None:
+        self._monitor, self._signs = monitor, signs
+        self._said: set[Sign] = set()
 
     @property
     def wanted(self) -> list[Sign]:
         """The signs not yet warned of."""
-        return [sign for sign in SIGNS if sign.statistic not in self._said]
+        return [sign for sign in self._signs if sign not in self._said]
 
     def look(self, values: Mapping[tuple[str, str], float], where: str) -> None:
         """Warn of what `values`, by (statistic, layer), show; `where` says when they were observed."""
@@ -67,10 +118,10 @@ class CollapseWarnings:
                 layer: value for (name, layer), value in values.items() if name == sign.statistic and sign.shows(value)
             }
             if shown:
-                self._said.add(sign.statistic)
+                self._said.add(sign)
                 layers = ", ".join(f"{layer} ({value:.3g})" for layer, value in shown.items())
                 side = "below" if sign.below else "above"
                 rank_zero_warn(
-                    f"AttentionMonitor, {where}: {sign.words}. {sign.statistic} {side} {sign.threshold:g} in {layers}; "
+                    f"{self._monitor}, {where}: {sign.words}. {sign.statistic} {side} {sign.threshold:g} in {layers}; "
                     "said once"
                 )

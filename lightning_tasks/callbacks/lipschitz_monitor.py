@@ -14,6 +14,7 @@ from torch import nn
 from attention_modules.analysis import LipschitzEstimate, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
@@ -70,9 +71,18 @@ class LipschitzMonitor(LayerObserver):
         self._validations = 0
         self._warned: set[str] = set()
         self._calls: dict[int, LayerCall] = {}
+        self._charts = LayerCharts()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)  # refused here, before anything is written
+        self._charts.restart()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Where it did not fire, the trainer's metrics still hold the values of an earlier validation.
+        self._charts.after_validation(trainer, ("val/lipschitz/",) if self._fires() else ())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.log(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)
@@ -83,7 +93,7 @@ class LipschitzMonitor(LayerObserver):
         if batch_idx or dataloader_idx or trainer.sanity_checking:
             return
         self._validations += 1
-        if (self._validations - 1) % self.every_n_validations == 0:
+        if self._fires():
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
@@ -95,6 +105,9 @@ class LipschitzMonitor(LayerObserver):
                 self._log(pl_module, layer_label(index), self._estimate(layer, calls.pop(index)))
             else:
                 self._warn(layer.name, "it was not called on its own in the first batch, and is not logged")
+
+    def _fires(self) -> bool:
+        return (self._validations - 1) % self.every_n_validations == 0
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()

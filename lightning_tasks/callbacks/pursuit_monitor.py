@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
 from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, PURSUIT_SIGNS, CollapseWarnings
+from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.current_step import current_step
 
 
 class PursuitMonitor(LayerObserver):
@@ -23,6 +28,10 @@ class PursuitMonitor(LayerObserver):
     means over samples and heads; the layer's number counts the chosen RPC layers. Definitions, and what saturation
     looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs about two more runs of the layer on
     ``num_samples`` samples, its maps some rows at a time.
+
+    Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
+    iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
+    every pass of its last validation (S does nothing; not where ``lam`` is inf, which asks for it).
 
     Args:
         num_samples: how many of the batch's samples are looked at, at least 1.
@@ -41,9 +50,24 @@ class PursuitMonitor(LayerObserver):
         super().__init__(where, layers, exclude)
         self.num_samples = check_integer("num_samples", num_samples, 1)
         self._seen: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}  # of a layer
+        self._charts = LayerCharts()
+        self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
+        self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
+        self._sparsity: dict[str, float] = {}  # of each layer that has a threshold, its largest of any pass, newest
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pursuing(pl_module)  # refused here, before anything is written
+        self._charts.restart()
+        self._sparsity = {}
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.after_validation(trainer, ("val/pursuit/",))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.log(trainer)
+        idle = {(IDLE_PURSUIT.statistic, name): share for name, share in self._sparsity.items()}
+        self._idleness.look(idle, "when training ended")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pursuing(pl_module)
@@ -69,9 +93,10 @@ class PursuitMonitor(LayerObserver):
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
         self._log(pl_module, "test/")
 
-    def _pursuing(self, pl_module: pl.LightningModule) -> list[RPCAttention]:
+    def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[str, RPCAttention]]:
+        """Names and mechanisms of the chosen layers with RPC attention."""
         chosen = self._chosen(pl_module)
-        pursuing = [layer.mechanism for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
+        pursuing = [(layer.name, layer.mechanism) for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
         if not pursuing:
             raise ValueError(
                 "PursuitMonitor found no layer with RPC attention among "
@@ -82,13 +107,14 @@ class PursuitMonitor(LayerObserver):
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._hook(
             (mechanism, partial(self._observe, layer_label(index)))
-            for index, mechanism in enumerate(self._pursuing(pl_module))
+            for index, (_, mechanism) in enumerate(self._pursuing(pl_module))
         )
 
     def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(mechanism, RPCAttention):
             raise TypeError(f"expected an RPCAttention, got {type(mechanism).__name__}")
         k, v, mask = args[1], args[2], kwargs.get("attn_mask")
+        self._tokens[label] = k.shape[2]
         some = slice(0, self.num_samples)
         if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
             mask = mask[some]
@@ -107,11 +133,33 @@ class PursuitMonitor(LayerObserver):
                 self._seen[f"pursuit/{name}/{label}/pass_{number}"] = value
 
     def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
-        seen = self._seen
+        seen, tokens = self._seen, self._tokens
         self._close()
+        if seen:
+            numbers = dict(zip(seen, torch.stack(list(seen.values())).tolist(), strict=True))  # one transfer
+            self._look(pl_module, numbers, tokens, prefix)
         for name, value in seen.items():
             pl_module.log(prefix + name, value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
+    def _look(
+        self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
+    ) -> None:
+        """Warn of saturation and a full S; keep what tells an idle one."""
+        shown: dict[tuple[str, str], float] = {}
+        for index, (name, mechanism) in enumerate(self._pursuing(pl_module)):
+            label = layer_label(index)
+            if label not in tokens:
+                continue
+            last = f"{label}/pass_{mechanism.iterations}"
+            if tokens[label] >= FEWEST_KEYS:
+                shown["self_probability", name] = numbers[f"pursuit/self_probability/{last}"]
+            shown["sparsity", name] = numbers[f"pursuit/sparsity/{last}"]
+            if prefix == "val/" and mechanism.lam != math.inf:
+                passes = range(1, mechanism.iterations + 1)
+                self._sparsity[name] = max(numbers[f"pursuit/sparsity/{label}/pass_{number}"] for number in passes)
+        where = f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}"
+        self._warnings.look(shown, where)
+
     def _close(self) -> None:
         super()._close()
-        self._seen = {}
+        self._seen, self._tokens = {}, {}

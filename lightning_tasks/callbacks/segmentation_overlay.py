@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.mask_figure import draw_masks
+from lightning_tasks.pictures import save_picture
 
 
 class SegmentationOverlay(Callback):
@@ -72,8 +73,6 @@ class SegmentationOverlay(Callback):
 
     @rank_zero_only
     def _draw(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
-        from lightning_tasks.pictures import save_picture  # which imports this package for the step
-
         seen, self._seen = self._seen, []
         if seen and not trainer.sanity_checking:
             save_picture(trainer, draw_masks(seen, pl_module.class_names), name)

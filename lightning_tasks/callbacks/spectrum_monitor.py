@@ -6,17 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from attention_modules.analysis import qk_statistics
+from attention_modules.analysis import qk_spectrum, qk_statistics
 from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS, CollapseWarnings
+from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer, check_layers
-from lightning_tasks.callbacks.steps import current_step, layer_label, log_now
+from lightning_tasks.callbacks.steps import layer_label, log_now
+from lightning_tasks.charts import keeps_history, log_histogram
+from lightning_tasks.current_step import current_step
+from lightning_tasks.pictures import save_picture
+from lightning_tasks.spectrum_figure import draw_spectra
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
+MOST_SPECTRA = 64  # kept for the picture
 
 
 class SpectrumMonitor(Callback):
@@ -26,6 +34,15 @@ class SpectrumMonitor(Callback):
     real part of any head), ``qk_spectrum/variance/mean`` over the layers, and with ``heads`` each head has its own
     ``qk_spectrum/variance/layer_00/head_00``. Step 0 is the untrained model. Definitions and source:
     :func:`attention_modules.analysis.qk_statistics`.
+
+    ``qk_spectrum/eigenvalues/layer_00`` is the histogram of the real parts of the eigenvalues of all heads (head_dim of
+    each, without the zeros of a matrix of low rank), in W&B and TensorBoard at every record. A run that logs to
+    neither leaves ``qk_spectrum_eigenvalues.png`` when its training ends: the histograms of up to 64 of its records.
+
+    The standard deviation of the logits that such weights give tokens of mean 0 and variance 1 that have nothing in
+    common is sqrt(scale / head_dim), with a layer's ``scale`` as it is logged. Above 50 (entropy collapse in sight) and
+    below 0.001 (all rows attend alike) it is warned of in words, each once; not of layers whose logits are no such
+    products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing.
 
     Args:
         every_n_steps: optimizer steps from one record to the next.
@@ -51,12 +68,18 @@ class SpectrumMonitor(Callback):
         self.heads = heads
         self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
+        self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
+        self._stride = 1  # records from one that is kept to the next
+        self._charts = LayerCharts()
+        self._warnings = CollapseWarnings("SpectrumMonitor", SPECTRUM_SIGNS)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attention_layers(pl_module, self.where, self.layers, self.exclude)  # refused here, before anything is written
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = -1
+        self._spectra, self._stride = {}, 1
+        self._charts.restart()
         for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
             if layer.spectrum_caveat is not None:
                 rank_zero_warn(f"SpectrumMonitor on {layer.name}: {layer.spectrum_caveat}")
@@ -67,23 +90,66 @@ class SpectrumMonitor(Callback):
         step = current_step(trainer)
         if step % self.every_n_steps == 0 and step != self._last_step:
             self._last_step = step
-            log_now(pl_module, self._values(pl_module))
+            values, spectra = self._observe(pl_module)
+            logged = log_now(pl_module, values)
+            self._charts.add(trainer, step, logged)
+            self._warn(pl_module, logged, step)
+            if trainer.is_global_zero:
+                self._keep(trainer, step, spectra)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.after_validation(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._charts.log(trainer)
+        if not self._spectra:
+            return
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        figure = draw_spectra(list(self._spectra), list(self._spectra.values()), [layer.name for layer in layers])
+        save_picture(trainer, figure, "qk_spectrum/eigenvalues")
+        self._spectra = {}
+
+    def _warn(self, pl_module: pl.LightningModule, logged: dict[str, float], step: int) -> None:
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        scales = [logged[f"qk_spectrum/scale/{layer_label(index)}"] for index in range(len(layers))]
+        deviations = {
+            ("logit_deviation", layer.name): (scale / layer.spec.head_dim) ** 0.5
+            for layer, scale in zip(layers, scales, strict=True)
+            if layer.spectrum_caveat is None
+        }
+        self._warnings.look(deviations, f"training step {step}")
+
+    def _keep(self, trainer: pl.Trainer, step: int, spectra: list[np.ndarray]) -> None:
+        """Log histograms where that is possible, else keep the spectra for the picture."""
+        if keeps_history(trainer):
+            for index, values in enumerate(spectra):
+                log_histogram(trainer, f"qk_spectrum/eigenvalues/{layer_label(index)}", values, step)
+        elif trainer.loggers:
+            self._spectra[step] = spectra
+            self._stride *= 1 + (len(self._spectra) > MOST_SPECTRA)
+            every = self._stride * self.every_n_steps
+            self._spectra = {kept: each for kept, each in self._spectra.items() if kept % every == 0}
 
     @torch.no_grad()
-    def _values(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+    def _observe(self, pl_module: pl.LightningModule) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+        """What is logged, and the real parts of the eigenvalues of each layer."""
+        spectra: list[np.ndarray] = []
         values: dict[str, Tensor] = {}
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
         for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
             w_q, w_k = (whole(weight).double().cpu() for weight in layer.qk_weights())
-            statistics = qk_statistics(w_q, w_k)
+            spectrum = qk_spectrum(w_q, w_k)
+            spectra.append(spectrum.eigenvalues.real.flatten().numpy())
+            statistics = qk_statistics(w_q, w_k, spectrum)
             for name in STATISTICS:
                 label = f"qk_spectrum/{name}/{layer_label(index)}"
                 by_layer[name].append(_over_heads(name, statistics[name]))
                 values[label] = by_layer[name][-1]
                 if self.heads:
                     values |= {f"{label}/head_{head:02d}": value for head, value in enumerate(statistics[name])}
-        return values | {f"qk_spectrum/{name}/mean": torch.stack(by_layer[name]).mean() for name in STATISTICS}
+        means = {f"qk_spectrum/{name}/mean": torch.stack(by_layer[name]).mean() for name in STATISTICS}
+        return values | means, spectra
 
 
 def _over_heads(name: str, values: Tensor) -> Tensor:

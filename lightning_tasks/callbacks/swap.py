@@ -21,11 +21,13 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
 from lightning_tasks.callbacks.limits import check_layers
+from lightning_tasks.charts import loggers_named
 from lightning_tasks.hparams import import_object, import_path, plain_data
 from lightning_tasks.resuming import refuse_other_layout
 
 Plan = dict[str, Any]
 
+SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
 _PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 
@@ -35,7 +37,8 @@ class SwapAttention(Callback):
     The swap happens at the end of ``configure_model``: after the network is built (in ``__init__``, ``setup`` or
     ``configure_model``), before weights are restored, optimizers built and layers sharded. It is carried out once for
     a module, however often trainers fit, validate and test it. The plan is kept in checkpoints, from which
-    :func:`lightning_tasks.load_swapped` rebuilds the swapped module. List it before callbacks that copy the module.
+    :func:`lightning_tasks.load_swapped` rebuilds the swapped module, and logged among the hyper-parameters of CSV and
+    W&B logs. List it before callbacks that copy the module.
 
     Args:
         mechanism: short name, class, or import path of a class.
@@ -95,6 +98,12 @@ class SwapAttention(Callback):
         if not _built_later(pl_module):
             self._swap(pl_module)  # complete already, and later callbacks may copy it in their own setup
         after_configure_model(pl_module, self, self._swap)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what was put where, beside the module's hyper-parameters, by which a report knows the run."""
+        plans = [{key: plan[key] for key in ("mechanism", "options", "layers")} for plan in vars(pl_module)[_PLANS]]
+        for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
+            logger.log_hyperparams({SWAPPED: plans})
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         forget_actions(pl_module, self)

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks import LanguageModelingTask
+from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor
 from tests.lightning_tasks.language_data import SMALL, RandomText
 
 
@@ -21,6 +22,7 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
+        callbacks=[AttentionMonitor(every_n_steps=2), SpectrumMonitor(every_n_steps=4), AttentionMapLogger()],
         max_epochs=2,
         logger=CSVLogger(folder, name="logs"),
         log_every_n_steps=1,

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_tasks.head_table import read_heads
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,3 +49,17 @@ def test_data_is_prepared_once_and_logged_once(runs):
     with logs[0].open() as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
     assert steps == [str(step) for step in range(8)]
+
+
+def test_monitors_write_once_what_all_processes_saw(runs):
+    """Pictures are the first process's alone: asking the others for anything meanwhile would stall the run."""
+    (folder,) = (runs["folder"] / "logs").glob("version_*")
+    pictures = {path.name for path in folder.glob("*.png")}
+    heads = {f"{stage}attention_entropy_heads.png" for stage in ("", "val_")}
+    assert pictures == {"attention_maps_layer_00.png", "qk_spectrum_eigenvalues.png"} | heads
+    steps, values = read_heads(folder / "attention_heads.csv")["val/attention/entropy"]
+    with (folder / "metrics.csv").open() as file:
+        rows = {int(row["step"]): row["val/attention/entropy/layer_00"] for row in csv.DictReader(file)}
+    logged = {step: float(text) for step, text in rows.items() if text}
+    assert dict(zip(steps, values.mean((1, 2)), strict=True)) == pytest.approx(logged, rel=1e-4)
+    assert len(logged) == 2

@@ -7,13 +7,16 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from lightning_tasks.report import order
 from lightning_tasks.report_picture import heat_map, layer_metrics
-from lightning_tasks.report_runs import merge_epochs
+from lightning_tasks.report_runs import merge_epochs, read_run
 from lightning_tasks.report_settings import differences, flatten, read_run_settings, swapped
 from lightning_tasks.robustness.table import Row, write_csv
+from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 
 HOSTILE = "<script>alert('$x$')</script>"
 SWAP = {
@@ -84,6 +87,32 @@ def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
     ids = re.findall(r' id="([^"]+)"', text)
     assert referred
     assert all(ids.count(one or other) == 1 for one, other in referred)
+
+
+def test_a_run_of_a_script_says_what_was_swapped_and_what_heads_did(tmp_path):
+    """No configuration is saved there: the callback's own hyper-parameters, and the monitor's table."""
+    logger = CSVLogger(tmp_path, name="script")
+    callbacks = [SwapAttention("rpc", {"iterations": 2}, layers=[1]), AttentionMonitor(every_n_steps=1)]
+    fit(TinyLM(), callbacks, batches(3), batches(1), logger=logger)
+    settings = read_run_settings(tmp_path / "script" / "version_0")
+    assert swapped(settings) == ["rpc (iterations 2) in layers net.encoder.layers.1.self_attn"]
+    assert settings["model"]["lr"] == 0.1  # what the module keeps is there as before
+    run = read_run(tmp_path / "script" / "version_0")
+    values = {row["step"]: row["value"] for row in run.rows if row["metric"] == "attention/entropy/layer_01/head_01"}
+    assert list(values) == [0, 1, 2]
+    text, found = report(tmp_path, tmp_path / "script" / "version_0")
+    assert "script rpc (iterations 2) in layers net.encoder.layers.1.self_attn" in found.rows
+    for name in ("attention/entropy by head", "val/attention/entropy by head"):
+        assert f"<b>{name}</b>" in text
+    assert not any("head_0" in row for row in found.rows)  # heat maps alone: they are too many for a table
+
+
+def test_a_table_of_heads_that_cannot_be_read_is_named(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run")
+    (folder / "attention_heads.csv").write_text("step,layer\n0,1\n")
+    with pytest.raises(SystemExit):
+        report(tmp_path, folder)
+    assert re.search("attention_heads.csv cannot be read: KeyError", " ".join(capsys.readouterr().err.split()))
 
 
 def test_the_page_is_escaped_and_needs_no_network(tmp_path):

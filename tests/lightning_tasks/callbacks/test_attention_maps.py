@@ -27,7 +27,7 @@ class WandbLogger(CSVLogger):
         super().__init__(folder)
         self.images = []
 
-    def log_image(self, key, images):
+    def log_image(self, key, images, step):
         self.images.append(key)
 
 

@@ -1,5 +1,8 @@
 """PursuitMonitor logs each pass of each RPC layer, as rpc_diagnostics has it."""
 
+import math
+import re
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -88,3 +91,49 @@ def test_an_exception_leaves_no_hook(tmp_path):
     with pytest.raises(RuntimeError, match="planned"):
         evaluate(module, tmp_path)
     assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+class Trains(Tokens):
+    """Keys are the tokens times a factor, values zero."""
+
+    def __init__(self, factor, lam):
+        super().__init__()
+        self.attention.mechanism.lam = lam
+        with torch.no_grad():
+            self.attention.qkv.weight.copy_(torch.cat([factor * torch.eye(16), torch.zeros(16, 16)]))
+
+    def training_step(self, batch, batch_idx):
+        return self.attention(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "lam", "words"),
+    [
+        (1e-3, 4.0, r"when training ended: S stayed empty in every pass, .*sparsity below 0.0001 in attention \(0\)"),
+        (1e-3, math.inf, None),
+        (20.0, 4.0, r"val at step \d: S took nearly all of the keys, .*sparsity above 0.98 in attention \("),
+        (5.0, 242.0, r"val at step \d: entropy collapse: each token .*self_probability above 0.98 in attention \("),
+        (1.0, 9.7, None),
+    ],
+)
+def test_an_idle_full_or_saturated_pursuit_is_warned_of_once_in_words(tmp_path, recwarn, factor, lam, words):
+    # Twenty tokens of one length, which point apart: the more, the larger they are.
+    signs = 1.0 - 2.0 * (torch.arange(20)[:, None] >> torch.arange(8) & 1)
+    x = (signs * torch.tensor([1.0, 1.2]).repeat(4)).repeat(8, 1, 2)
+    loader = DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
+    options = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        callbacks=[PursuitMonitor(where="attention")],
+        default_root_dir=tmp_path,
+        **options,
+    )
+    trainer.fit(Trains(factor, lam), loader, loader)
+    said = [str(one.message) for one in recwarn if "said once" in str(one.message)]
+    assert len(said) == (words is not None), (said, trainer.callback_metrics)
+    assert words is None or re.search(f"PursuitMonitor, {words}", said[0]), said

@@ -1,14 +1,19 @@
 """The QK spectrum in the logs."""
 
 import csv
+import re
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from PIL import Image
 
-from attention_modules.analysis import qk_statistics
+from attention_modules.analysis import qk_spectrum, qk_statistics
 from lightning_tasks.callbacks import SpectrumMonitor
+from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS
+from lightning_tasks.spectrum_figure import draw_spectra
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
+from tests.lightning_tasks.logged_files import tensorboard_events
 
 
 def logged(logger, name):
@@ -69,3 +74,84 @@ def test_training_is_untouched():
     fit(plain)
     for a, b in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def spectrum_of(module, layer):
+    """Real parts of the eigenvalues of all heads, sorted."""
+    w_q, w_k, _ = module.net["encoder"].layers[layer].self_attn.in_proj_weight.detach().double().chunk(3)
+    heads = [weight.view(HEADS, DIM // HEADS, DIM) for weight in (w_q, w_k)]
+    return qk_spectrum(*heads).eigenvalues.real.flatten().sort().values.numpy()
+
+
+def test_histograms_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra test is not installed")
+    logger = TensorBoardLogger(tmp_path)
+    fit(TinyLM(), [SpectrumMonitor(every_n_steps=2)], logger=logger)
+    events = tensorboard_events(logger.log_dir)
+    assert events.Tags()["histograms"] == [f"qk_spectrum/eigenvalues/layer_0{index}" for index in range(2)]
+    found = events.Histograms("qk_spectrum/eigenvalues/layer_01")
+    assert [one.step for one in found] == [0, 2, 4]
+    first, expected = found[0].histogram_value, spectrum_of(TinyLM(), 1)
+    assert first.num == DIM  # HEADS times head_dim
+    assert (first.min, first.max) == pytest.approx((expected[0], expected[-1]), rel=1e-6)
+    assert first.sum == pytest.approx(expected.sum(), rel=1e-6)
+    assert not (tmp_path / "lightning_logs/version_0/qk_spectrum_eigenvalues.png").exists()
+
+
+@pytest.mark.parametrize(("steps", "most", "kept"), [(5, 64, [0, 1, 2, 3, 4]), (5, 2, [0, 4])])
+def test_a_picture_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps, most, kept):
+    import lightning_tasks.callbacks.spectrum_monitor as target
+
+    drawn = []
+    monkeypatch.setattr(target, "MOST_SPECTRA", most)
+    monkeypatch.setattr(target, "draw_spectra", lambda *args: drawn.append(args) or draw_spectra(*args))
+    logger = CSVLogger(tmp_path)
+    decompositions = []
+    eigvals = torch.linalg.eigvals
+    monkeypatch.setattr(torch.linalg, "eigvals", lambda matrix: decompositions.append(matrix) or eigvals(matrix))
+    monitor = SpectrumMonitor(every_n_steps=1)
+    fit(TinyLM(), [monitor], logger=logger, max_steps=steps)
+    assert len(decompositions) == 2 * steps  # one a layer and record
+    ((found, spectra, names),) = drawn
+    assert found == kept
+    assert names == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
+    monkeypatch.setattr(torch.linalg, "eigvals", eigvals)
+    assert sorted(spectra[0][1]) == pytest.approx(spectrum_of(TinyLM(), 1), rel=1e-6)
+    with Image.open(f"{logger.log_dir}/qk_spectrum_eigenvalues.png") as picture:
+        assert min(picture.size) > 100
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (1.0, None),
+        (20.0, r"entropy collapse in sight: .* logit_deviation above 50 in net\.encoder\.layers\.0\.self_attn \("),
+        (1e-2, r"all rows attend alike, .* logit_deviation below 0\.001 in net\.encoder\.layers\.0\.self_attn \("),
+    ],
+)
+def test_a_scale_that_ends_attention_is_warned_of_once_in_words(factor, words, recwarn):
+    module = TinyLM(lr=0.0)
+    with torch.no_grad():
+        module.net["encoder"].layers[0].self_attn.in_proj_weight.mul_(factor)
+    fit(module, [SpectrumMonitor(every_n_steps=1)], max_epochs=2)
+    said = [str(one.message) for one in recwarn if "said once" in str(one.message)]
+    assert len(said) == (words is not None), said
+    assert words is None or re.search(f"SpectrumMonitor, training step 0: {words}", said[0]), said
+
+
+def test_the_threshold_of_the_scale_is_that_of_collapsed_entropy():
+    """Logits of the documented deviation have a normalised entropy of about AttentionMonitor's 0.02."""
+    (sign,) = (sign for sign in SPECTRUM_SIGNS if not sign.below)
+    generator = torch.Generator().manual_seed(0)
+    for keys in (64, 1024):
+        logits = sign.threshold * torch.randn(2048, keys, generator=generator)
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean() / torch.tensor(keys).log()
+        assert entropy.item() == pytest.approx(0.02, abs=0.006)
+
+
+def test_logit_deviation_is_that_of_independent_tokens():
+    w_q, w_k = torch.randn(2, 1, 4, 64, generator=torch.Generator().manual_seed(0))
+    q, k = (torch.randn(4000, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    logits = (q @ w_q[0].T) * (k @ w_k[0].T) / 2  # head_dim 4
+    expected = (qk_statistics(w_q, w_k)["scale"][0] / 4).sqrt().item()
+    assert logits.sum(-1).std().item() == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,62 @@
+"""What a monitor logs by layer, as one W&B chart of several lines for each name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_tasks.charts import Curve, log_lines, loggers_named
+from lightning_tasks.current_step import current_step
+
+
+class LayerCharts:
+    """Curves by name and layer, logged whole: ``charts/val/attention/entropy`` has a line a layer, and their mean.
+
+    Nothing is kept where W&B does not log, and beyond rank zero.
+    """
+
+    def __init__(self) -> None:
+        self._charts: dict[str, dict[str, Curve]] = {}
+        self._validations = 0
+
+    def restart(self) -> None:
+        """For another run of a trainer."""
+        self._charts, self._validations = {}, 0
+
+    def add(self, trainer: Any, step: int, values: Mapping[str, float]) -> None:
+        """Keep the values whose names end in a layer (and pass) or ``mean``; those of heads are too many."""
+        if not trainer.is_global_zero or not loggers_named(trainer, "WandbLogger"):
+            return
+        for name, value in values.items():
+            stem, _, line = name.partition("/layer_")
+            if line and "/head_" not in line:
+                line = f"layer_{line}"
+            elif name.endswith("/mean"):
+                stem, line = name.removesuffix("/mean"), "mean"
+            else:
+                continue
+            steps, curve = self._charts.setdefault(stem, {}).setdefault(line, ([], []))
+            steps.append(step)
+            curve.append(value)
+
+    def after_validation(self, trainer: Any, prefixes: tuple[str, ...] = ()) -> bool:
+        """In a fit, keep what its validation logged under such names; log after validation 1, 2, 4, 8, ...
+
+        Returns whether that was now: what shows a whole history is due so often that its cost stays small.
+        """
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return False
+        if loggers_named(trainer, "WandbLogger"):
+            metrics = trainer.callback_metrics
+            logged = {name: float(value) for name, value in metrics.items() if name.startswith(prefixes)}
+            self.add(trainer, current_step(trainer), logged)
+        self._validations += 1
+        due = self._validations & (self._validations - 1) == 0
+        if due:
+            self.log(trainer)
+        return due
+
+    def log(self, trainer: Any) -> None:
+        """Log every chart, in place of those that were logged before."""
+        for name, lines in self._charts.items():
+            log_lines(trainer, f"charts/{name}", lines, current_step(trainer))

@@ -1,0 +1,56 @@
+"""Histograms and charts of several lines, in the loggers that take them: W&B's and TensorBoard's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+BINS = 64
+_MOST_ROWS = 10_000  # of a table behind a chart of W&B's
+
+Curve = tuple[list[int], list[float]]
+
+
+def loggers_named(trainer: Any, name: str) -> list[Any]:
+    """The trainer's loggers of the class ``name`` or one derived from it, of either Lightning package."""
+    return [logger for logger in trainer.loggers if name in {kind.__name__ for kind in type(logger).__mro__}]
+
+
+def keeps_history(trainer: Any) -> bool:
+    """Whether a logger keeps what is logged again under the same name, and shows it while the run goes on."""
+    return bool(loggers_named(trainer, "WandbLogger") or loggers_named(trainer, "TensorBoardLogger"))
+
+
+def log_histogram(trainer: Any, name: str, values: np.ndarray, step: int) -> None:
+    """Log a histogram of ``values`` at ``step``; call it on rank zero."""
+    for logger in loggers_named(trainer, "WandbLogger"):
+        from wandb import Histogram
+
+        logger.log_metrics({name: Histogram(np_histogram=np.histogram(values, BINS))}, step=step)
+    for logger in loggers_named(trainer, "TensorBoardLogger"):
+        logger.experiment.add_histogram(name, values, step)
+
+
+def log_lines(trainer: Any, name: str, lines: Mapping[str, Curve], step: int) -> None:
+    """Log curves as one chart of W&B's, which replaces that of the same name; call it on rank zero.
+
+    Values that are not finite are left out; of long curves as many points are shown as W&B takes.
+    """
+    for logger in loggers_named(trainer, "WandbLogger"):
+        from wandb import plot
+
+        known = {key: _thinned(curve, _MOST_ROWS // len(lines)) for key, curve in lines.items()}
+        known = {key: curve for key, curve in known.items() if curve[0]}
+        if known:
+            xs, ys = zip(*known.values(), strict=True)
+            chart = plot.line_series(list(xs), list(ys), keys=list(known), title=name, xname="step")
+            logger.log_metrics({name: chart}, step=step)
+
+
+def _thinned(curve: Curve, most: int) -> Curve:
+    finite = [(step, value) for step, value in zip(*curve, strict=True) if math.isfinite(value)]
+    places = np.linspace(0, len(finite) - 1, min(len(finite), max(2, most))).round().astype(int)
+    return [finite[place][0] for place in places], [finite[place][1] for place in places]

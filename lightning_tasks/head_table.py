@@ -1,0 +1,69 @@
+"""The table of what was observed of each head: a row a step, name and layer, a column a head."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+TABLE = "attention_heads.csv"
+History = tuple[list[int], np.ndarray]  # steps, and values [steps, layers, heads], nan where there is none
+
+
+def write_heads(path: Path, histories: Mapping[str, History], started: set[str]) -> None:
+    """Append values by name.
+
+    Rows of a name that is not in ``started``, from the first step on that is written now, are of an earlier run and
+    go: of one that is resumed here, or that was another. So no step is there twice.
+    """
+    first = {name: min(steps) for name, (steps, _) in histories.items() if name not in started}
+    heads = max(values.shape[2] for _, values in histories.values())
+    columns = ["step", "name", "layer", *(f"head_{head:02d}" for head in range(heads))]
+    if path.is_file() and first:
+        _filter(path, columns, lambda row: row["name"] not in first or int(row["step"]) < first[row["name"]])
+    is_new = not path.is_file()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(columns)
+        for name, (steps, values) in histories.items():
+            for step, layers in zip(steps, values, strict=True):
+                for layer, row in enumerate(layers):
+                    writer.writerow([step, name, layer, *("" if np.isnan(one) else f"{one:.6g}" for one in row)])
+
+
+def _filter(path: Path, columns: Sequence[str], keep: Callable[[dict[str, str]], bool]) -> None:
+    """Write the table anew with the rows that are kept, of the same columns; without a model of other heads."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = [row for row in reader if keep(row)] if reader.fieldnames == list(columns) else []
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def read_heads(path: Path) -> dict[str, History]:
+    """What :func:`write_heads` wrote, by name.
+
+    Raises:
+        ValueError: if it is another table.
+        KeyError: likewise.
+    """
+    found: dict[str, dict[tuple[int, int], list[float]]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            heads = [float(row[column] or "nan") for column in row if column.startswith("head_")]
+            found.setdefault(row["name"], {})[int(row["step"]), int(row["layer"])] = heads
+    return {name: _history(cells) for name, cells in found.items()}
+
+
+def _history(cells: Mapping[tuple[int, int], Sequence[float]]) -> History:
+    steps, layers = sorted({step for step, _ in cells}), sorted({layer for _, layer in cells})
+    missing = [float("nan")] * len(next(iter(cells.values())))
+    return steps, np.array([[cells.get((step, layer), missing) for layer in layers] for step in steps])

@@ -1,0 +1,48 @@
+"""What loggers wrote, read back from their files: TensorBoard's events, and an offline run of W&B's."""
+
+import json
+import struct
+
+import pytest
+
+BLOCK, HEAD = 32768, 7  # of a LevelDB log, which W&B's file is after its own first seven bytes
+
+
+def tensorboard_events(folder):
+    """The events of a TensorBoard folder, loaded whole."""
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0, "scalars": 0})
+    return events.Reload()
+
+
+def log_entries(data):
+    """The entries of a LevelDB log, whose parts never cross a block."""
+    place, entry = HEAD, b""
+    while place + HEAD <= len(data):
+        if BLOCK - place % BLOCK < HEAD:
+            place += BLOCK - place % BLOCK
+            continue
+        size, kind = struct.unpack("<HB", data[place + 4 : place + HEAD])
+        entry += data[place + HEAD : place + HEAD + size]
+        place += HEAD + size
+        if kind in (1, 4):  # whole, or its last part
+            yield entry
+            entry = b""
+
+
+def wandb_records(folder):
+    """(history, config) of an offline run: the rows it logged in order, and the updates of its configuration."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    history, config = [], []
+    for entry in log_entries(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(entry)
+        rows = {"history": record.history.item, "config": record.config.update}
+        for kind, kept in (("history", history), ("config", config)):
+            if record.WhichOneof("record_type") == kind:
+                names = [item.key or "/".join(item.nested_key) for item in rows[kind]]
+                kept.append(dict(zip(names, [json.loads(item.value_json) for item in rows[kind]], strict=True)))
+    return history, config
