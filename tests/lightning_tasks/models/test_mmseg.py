@@ -150,18 +150,31 @@ def test_any_mechanism_trains(name):
     assert module.model.backbone.layers[0].attn.attn.in_proj_weight.grad.abs().sum() > 0
 
 
-def test_a_layer_s_call_is_a_function_of_all_its_input():
-    module = built(cfg_options=SHALLOW)
-    layer, seen = module.model.backbone.layers[0].attn.attn, []
+def call_of(layer, module):
+    seen = []
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     with torch.no_grad():
         module(batch()[1])
     hook.remove()
-    call = LayerCall.of(layer, *seen[0])
+    return LayerCall.of(layer, *seen[0])
+
+
+def test_a_layer_s_call_is_a_function_of_all_its_input():
+    module = built(cfg_options=SHALLOW)
+    layer = module.model.backbone.layers[0].attn.attn
+    call = call_of(layer, module)
     assert call.x.shape == (2, 17, 192)
     x = torch.randn(2, 17, 192)
     expected = layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)  # query, key and value
     torch.testing.assert_close(call(x), expected)
+
+
+def test_a_layer_on_reduced_keys_has_no_call_of_its_input_alone():
+    module = built(SEGFORMER)
+    stages = module.model.backbone.layers
+    with pytest.raises(ValueError, match=r"its key \(4, 2, 32\) is another tensor than its input \(256, 2, 32\)"):
+        call_of(stages[0][1][0].attn.attn, module)
+    assert call_of(stages[-1][1][0].attn.attn, module).x.shape == (2, 4, 256)
 
 
 def test_segformer_takes_symmetric_attention_in_its_last_stage_alone():
