@@ -120,6 +120,26 @@ def test_mechanisms_go_where_they_were_sent():
     assert not [part for part in built().modules() if isinstance(part, AttentionMechanism)]
 
 
+@pytest.mark.parametrize(("options", "sizes"), [({"variant": "scalar"}, [(1,)] * 4), ({"num_tokens": 22}, [22] * 4)])
+def test_scaled_attention_in_backbone_and_decoder(options, sizes):
+    """17 tokens of the backbone, 16 and a token a class in the decoder; at S = 0 it is plain attention."""
+    module, (images, _) = built(attention="scaled", attention_options=options), pair()
+    found = [part.s.shape for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert [tuple(shape) if len(shape) == 1 else shape[-1] for shape in found] == sizes
+    with torch.no_grad():
+        torch.testing.assert_close(module(images), built()(images), rtol=1e-5, atol=1e-5)
+    module.model.decoder.blocks[0].attn.mechanism.s.data.fill_(0.5)
+    assert not torch.allclose(module(images), built()(images), atol=1e-3)
+
+
+def test_scaled_attention_by_a_matrix_knows_the_backbone_s_tokens_and_asks_for_the_decoder_s():
+    module = built(attention="scaled", attention_layers=[0, 1])
+    found = [tuple(part.s.shape) for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert found == [(2, 17, 17)] * 2
+    with pytest.raises(ValueError, match=r"'decoder\.blocks\.0\.attn': .*give it the option num_tokens=N, or use var"):
+        built(attention="scaled")
+
+
 def test_a_checkpoint_brings_everything(tmp_path):
     module, run = task(**RPC), trainer(tmp_path)
     run.fit(module, scenes())
