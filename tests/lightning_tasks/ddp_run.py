@@ -1,4 +1,4 @@
-"""A fit, and tests of a text and a segmentation task, that a test starts as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE."""
+"""A fit, and tests of a text and of a segmentation task, as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE."""
 
 import sys
 from pathlib import Path

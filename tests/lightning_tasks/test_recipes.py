@@ -46,7 +46,7 @@ SIZES |= {
 SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
 SIZES |= {"img_size", "patch_size", "embed_dim", "depth", "max_epochs", "warmup_epochs"}
 SIZES |= {"crop_size", "short_side", "eval_batch_size", "windows_at_once", "decoder_heads", "every_n_epochs"}
-SIZES |= {"num_train", "num_val", "num_test"}
+SIZES |= {"num_train", "num_val", "num_test", "stride", "check_val_every_n_epoch"}
 ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 
 
