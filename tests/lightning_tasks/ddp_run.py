@@ -1,4 +1,4 @@
-"""A fit, and tests of a text and of a segmentation task, as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE."""
+"""Runs that a test starts as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE; text, then masks."""
 
 import sys
 from pathlib import Path

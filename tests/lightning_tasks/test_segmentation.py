@@ -234,7 +234,7 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     callback = RobustnessEvaluation(**options, num_images=3)
     run = trainer(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path, name="run"))
     module = built(11)
-    run.test(module, scenes(), verbose=False)
+    logged = run.test(module, scenes(), verbose=False)[0]
     rows = {(row.test, row.name, row.setting, row.metric): row for row in callback.table}
     assert len([key for key in rows if key[0] == "corruption"]) == 4
     data = scenes()
@@ -245,6 +245,8 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     assert rows["clean", "", "", "mIoU"].value == pytest.approx(scores(metric.compute())["miou"])
     values = [row.value for key, row in rows.items() if key[0] == "corruption"]
     assert rows["mean corruption", "", "", "mIoU"].value == pytest.approx(sum(values) / 4)
+    for row in callback.table:
+        assert logged[row.label] == pytest.approx(row.value), row
     assert {row.samples for row in callback.table} == {3}
     assert "corruption, mIoU at severity" in (tmp_path / "run" / "version_0" / "robustness.md").read_text()
 
