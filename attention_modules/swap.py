@@ -132,7 +132,15 @@ def _build(model: nn.Module, layers: list[AttentionLayer], mechanism: Mechanism,
     """The mechanisms, each where and how its layer is, without moving the global random state."""
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
-        return [(layer, _alike(build_mechanism(mechanism, layer.spec, **options), layer.module)) for layer in layers]
+        return [(layer, _alike(_build_one(layer, mechanism, options), layer.module)) for layer in layers]
+
+
+def _build_one(layer: AttentionLayer, mechanism: Mechanism, options: dict[str, object]) -> AttentionMechanism:
+    """The mechanism for a layer; what refuses its options names the layer."""
+    try:
+        return build_mechanism(mechanism, layer.spec, **options)
+    except ValueError as error:
+        raise ValueError(f"cannot swap {layer.name or 'the model'!r}: {error}") from error
 
 
 def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from attention_modules.hosts.torch import same_view
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
+# Arguments that hold the tokens that are attended to.
+_ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
 
 
 @contextmanager
@@ -65,12 +68,19 @@ class LayerCall:
             max_tokens: how many at most; all where None.
 
         Raises:
-            ValueError: if the first tensor among the arguments is no sequence of tokens.
+            ValueError: if the first tensor among the arguments is no sequence of tokens, or keys or values come from
+                another tensor: they may depend on it all the same, and held they would leave another quantity.
         """
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if given is None or given.dim() != 3 or not given.is_floating_point():
             shape = None if given is None else tuple(given.shape)
             raise ValueError(f"its input must be [batch, tokens, features], got {shape}")
+        for name, value in _arguments(module, args, kwargs).items():
+            if name in _ATTENDED and isinstance(value, Tensor) and not same_view(value, given):
+                raise ValueError(
+                    f"its {name} {tuple(value.shape)} is another tensor than its input {tuple(given.shape)} (reduced "
+                    "keys, or cross-attention), so that it is no function of its input alone"
+                )
         x = given if _batch_first(module) else given.transpose(0, 1)
         batch, tokens, _ = x.shape
         samples, kept = min(batch, num_samples or batch), min(tokens, max_tokens or tokens)
@@ -106,6 +116,11 @@ class LayerCall:
 
 def _batch_first(module: nn.Module) -> bool:
     return bool(getattr(module, "batch_first", True))
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by the names that the module's `forward` gives them."""
+    return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
 
 
 def _own(value: Tensor) -> Tensor:

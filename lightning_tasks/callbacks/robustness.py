@@ -193,7 +193,7 @@ class RobustnessEvaluation(Callback):
                 measure = self._measure_text if _is_language_model(pl_module) else self._measure_images
                 measure(trainer, pl_module, inputs, targets)
         for row in self.table:
-            if row.test != "corruption" and not math.isnan(row.value):
+            if not math.isnan(row.value):
                 pl_module.log(row.label, row.value)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

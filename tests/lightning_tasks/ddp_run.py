@@ -1,4 +1,4 @@
-"""A fit that a test starts as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE."""
+"""Runs that a test starts as a program of its own: ddp_run.py FOLDER DEVICES BATCH_SIZE; text, then masks."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_tasks import LanguageModelingTask
+from datamodules import DigitScenesDataModule
+from lightning_tasks import LanguageModelingTask, SegmentationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor
 from tests.lightning_tasks.language_data import SMALL, RandomText
+
+SEGMENTER = {
+    "backbone": "deit_tiny_patch16_224",
+    "img_size": 32,
+    "backbone_options": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2},
+}
+
+
+def segmentation() -> tuple[SegmentationTask, DigitScenesDataModule]:
+    """A task of random weights, and seven scenes one by one: the last batch of two processes is a repeated scene."""
+    task = SegmentationTask(SEGMENTER, attention="rpc")
+    return task, DigitScenesDataModule(num_train=2, num_val=2, num_test=7, batch_size=1, img_size=40, crop_size=32)
 
 
 def main(folder: Path, devices: int, batch_size: int) -> None:
@@ -32,8 +45,11 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     data = RandomText(batch_size=batch_size)
     trainer.fit(task, data)
     tested = trainer.test(task, data, verbose=False)[0]
+    weights = task.model.state_dict()
+    pl.seed_everything(2, verbose=False)
+    masks_tested = trainer.test(*segmentation(), verbose=False)[0]
     if trainer.is_global_zero:
-        torch.save({"weights": task.model.state_dict(), "tested": tested}, folder / "result.pt")
+        torch.save({"weights": weights, "tested": tested, "masks_tested": masks_tested}, folder / "result.pt")
 
 
 if __name__ == "__main__":

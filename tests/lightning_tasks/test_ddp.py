@@ -41,6 +41,15 @@ def test_each_sample_is_evaluated_once(runs):
         assert runs["two"]["tested"][name] == pytest.approx(value, rel=1e-5), name
 
 
+def test_each_picture_is_scored_once(runs):
+    """Seven scenes on two processes; scores are of one confusion matrix, summed over both."""
+    one, two = (runs[name]["masks_tested"] for name in ("one", "two"))
+    assert set(one) == {f"test/{name}" for name in ("loss", "miou", "mean_accuracy", "overall_accuracy")}
+    assert two == pytest.approx(one, rel=1e-5)
+    with next((runs["folder"] / "logs").glob("version_*/test_classes.csv")).open() as file:
+        assert sum(int(row["pixels"]) for row in csv.DictReader(file)) == 7 * 40 * 40
+
+
 def test_data_is_prepared_once_and_logged_once(runs):
     # once for the fit and once for the test, by the first process alone
     assert runs["two"]["output"].count("data prepared") == 2

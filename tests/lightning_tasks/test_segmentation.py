@@ -120,6 +120,26 @@ def test_mechanisms_go_where_they_were_sent():
     assert not [part for part in built().modules() if isinstance(part, AttentionMechanism)]
 
 
+@pytest.mark.parametrize(("options", "sizes"), [({"variant": "scalar"}, [(1,)] * 4), ({"num_tokens": 22}, [22] * 4)])
+def test_scaled_attention_in_backbone_and_decoder(options, sizes):
+    """17 tokens of the backbone, 16 and a token a class in the decoder; at S = 0 it is plain attention."""
+    module, (images, _) = built(attention="scaled", attention_options=options), pair()
+    found = [part.s.shape for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert [tuple(shape) if len(shape) == 1 else shape[-1] for shape in found] == sizes
+    with torch.no_grad():
+        torch.testing.assert_close(module(images), built()(images), rtol=1e-5, atol=1e-5)
+    module.model.decoder.blocks[0].attn.mechanism.s.data.fill_(0.5)
+    assert not torch.allclose(module(images), built()(images), atol=1e-3)
+
+
+def test_scaled_attention_by_a_matrix_knows_the_backbone_s_tokens_and_asks_for_the_decoder_s():
+    module = built(attention="scaled", attention_layers=[0, 1])
+    found = [tuple(part.s.shape) for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert found == [(2, 17, 17)] * 2
+    with pytest.raises(ValueError, match=r"'decoder\.blocks\.0\.attn': .*give it the option num_tokens=N, or use var"):
+        built(attention="scaled")
+
+
 def test_a_checkpoint_brings_everything(tmp_path):
     module, run = task(**RPC), trainer(tmp_path)
     run.fit(module, scenes())
@@ -214,7 +234,7 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     callback = RobustnessEvaluation(**options, num_images=3)
     run = trainer(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path, name="run"))
     module = built(11)
-    run.test(module, scenes(), verbose=False)
+    logged = run.test(module, scenes(), verbose=False)[0]
     rows = {(row.test, row.name, row.setting, row.metric): row for row in callback.table}
     assert len([key for key in rows if key[0] == "corruption"]) == 4
     data = scenes()
@@ -225,6 +245,8 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     assert rows["clean", "", "", "mIoU"].value == pytest.approx(scores(metric.compute())["miou"])
     values = [row.value for key, row in rows.items() if key[0] == "corruption"]
     assert rows["mean corruption", "", "", "mIoU"].value == pytest.approx(sum(values) / 4)
+    for row in callback.table:
+        assert logged[row.label] == pytest.approx(row.value), row
     assert {row.samples for row in callback.table} == {3}
     assert "corruption, mIoU at severity" in (tmp_path / "run" / "version_0" / "robustness.md").read_text()
 

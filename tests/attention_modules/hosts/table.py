@@ -48,7 +48,8 @@ What else to know:
   differ, or where its name has "cross" in it.
 - mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
   sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
-  stages but the last come from a reduced image. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
+  stages but the last come from a reduced image: Lipschitz constants of those layers are refused, as with its keys held
+  a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
   which are listed in the report with the reason.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the

@@ -114,6 +114,20 @@ def test_torch_attention_in_both_layouts(tmp_path, batch_first, max_tokens):
     torch.testing.assert_close(metrics["val/lipschitz/layer_00"], expected, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_keys_from_elsewhere_are_refused_by_name(tmp_path, by_name):
+    """With its keys held, a layer on reduced keys would be measured by its query alone."""
+
+    class Reduced(Torch):
+        def attend(self, x):
+            keys = x[:, ::2]
+            given = {"key": keys, "value": keys} if by_name else {}
+            return self.attention(x, *(() if by_name else (keys, keys)), **given)[0]
+
+    with pytest.raises(ValueError, match=r"'attention': its key \(6, 3, 8\) is another .* \(6, 5, 8\).*exclude"):
+        validate(Reduced(batch_first=True), tmp_path)
+
+
 def gpt2():
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=2, n_head=2)

@@ -21,17 +21,31 @@ from tests.lightning_tasks.language_data import trainer
 SEGMENTER = "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512"
 SEGFORMER = "segformer_mit-b0_8xb2-160k_ade20k-512x512"
 SETR = "setr_vit-l_naive_8xb2-160k_ade20k-512x512"
-# SETR's backbone is ViT-L: 4 layers of 32 features in place of 24 of 1,024.
-NARROW = {
+UPERNET = "vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512"
+# SETR's backbone is ViT-L, UPerNet's ViT-B: 4 layers of 32 features in place of 24 of 1,024, and of 12 of 768.
+BACKBONE = {
     "model.backbone.num_layers": 4,
     "model.backbone.out_indices": [0, 1, 2, 3],
     "model.backbone.embed_dims": 32,
     "model.backbone.num_heads": 2,
-    "model.decode_head.in_channels": 32,
-    **{f"model.auxiliary_head.{index}.in_channels": 32 for index in range(3)},
 }
-MODELS = {SEGMENTER: {}, SEGFORMER: {}, SETR: NARROW}
-LAYERS = {SEGMENTER: 14, SEGFORMER: 8, SETR: 4}
+NARROW = {
+    SETR: {
+        **BACKBONE,
+        "model.decode_head.in_channels": 32,
+        **{f"model.auxiliary_head.{index}.in_channels": 32 for index in range(3)},
+    },
+    UPERNET: {
+        **BACKBONE,
+        "model.neck.in_channels": [32] * 4,
+        "model.neck.out_channels": 32,
+        "model.decode_head.in_channels": [32] * 4,
+        "model.decode_head.channels": 32,
+        "model.auxiliary_head.in_channels": 32,
+    },
+}
+MODELS = {SEGMENTER: {}, SEGFORMER: {}, **NARROW}
+LAYERS = {SEGMENTER: 14, SEGFORMER: 8, SETR: 4, UPERNET: 4}
 SHALLOW = {"model.backbone.num_layers": 2, "model.decode_head.num_layers": 1}
 
 pytestmark = [
@@ -124,7 +138,7 @@ def test_the_preprocessor_follows_the_model_to_another_device():
 # -- swapped layers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [SEGMENTER, SETR])
+@pytest.mark.parametrize("name", [SEGMENTER, SETR, UPERNET])
 def test_any_mechanism_trains(name):
     options = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0, -1]}
     module = built(name, **options, other_attention="symmetric")
@@ -136,18 +150,31 @@ def test_any_mechanism_trains(name):
     assert module.model.backbone.layers[0].attn.attn.in_proj_weight.grad.abs().sum() > 0
 
 
-def test_a_layer_s_call_is_a_function_of_all_its_input():
-    module = built(cfg_options=SHALLOW)
-    layer, seen = module.model.backbone.layers[0].attn.attn, []
+def call_of(layer, module):
+    seen = []
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     with torch.no_grad():
         module(batch()[1])
     hook.remove()
-    call = LayerCall.of(layer, *seen[0])
+    return LayerCall.of(layer, *seen[0])
+
+
+def test_a_layer_s_call_is_a_function_of_all_its_input():
+    module = built(cfg_options=SHALLOW)
+    layer = module.model.backbone.layers[0].attn.attn
+    call = call_of(layer, module)
     assert call.x.shape == (2, 17, 192)
     x = torch.randn(2, 17, 192)
     expected = layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)  # query, key and value
     torch.testing.assert_close(call(x), expected)
+
+
+def test_a_layer_on_reduced_keys_has_no_call_of_its_input_alone():
+    module = built(SEGFORMER)
+    stages = module.model.backbone.layers
+    with pytest.raises(ValueError, match=r"its key \(4, 2, 32\) is another tensor than its input \(256, 2, 32\)"):
+        call_of(stages[0][1][0].attn.attn, module)
+    assert call_of(stages[-1][1][0].attn.attn, module).x.shape == (2, 4, 256)
 
 
 def test_segformer_takes_symmetric_attention_in_its_last_stage_alone():
