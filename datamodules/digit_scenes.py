@@ -61,15 +61,18 @@ def cut_out(digit: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Where a digit's stroke is drawn, and the paper that it is cut out on: booleans `[side, side]`."""
     margin = max(1, side // 10)
     inner = side - 2 * margin
-    glyph = Image.fromarray(digit).resize((inner, inner), Image.Resampling.BICUBIC)
-    stroke = np.pad(np.asarray(glyph) > 128, margin)
-    paper = Image.fromarray(stroke.astype(np.uint8)).filter(ImageFilter.MaxFilter(2 * margin + 1))
-    return stroke, np.asarray(paper) > 0
+    glyph = Image.new("L", (side, side))
+    glyph.paste(Image.fromarray(digit).resize((inner, inner), Image.Resampling.BICUBIC), (margin, margin))
+    return _is_ink(glyph), _is_ink(glyph.filter(ImageFilter.MaxFilter(2 * margin + 1)))
+
+
+def _is_ink(glyph: Image.Image) -> np.ndarray:
+    return np.asarray(glyph) > 128
 
 
 def texture(size: int, generator: np.random.Generator) -> np.ndarray:
     """A canvas `[size, size, 3]` of waves around a colour, neither as dark as ink nor as bright as paper."""
-    rows, columns = np.mgrid[:size, :size] / size
+    rows, columns = np.arange(size)[:, None] / size, np.arange(size) / size
     colour = generator.uniform(0.3, 0.7, 3)
     angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(2, 8), generator.uniform(0, 2 * np.pi)
     wave = np.sin(2 * np.pi * waves * (rows * np.sin(angle) + columns * np.cos(angle)) + phase)
