@@ -109,6 +109,11 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first_in
     return corrupted
 
 
+def too_small(image: Tensor) -> str:
+    """Why nothing can corrupt an image ``[C, H, W]`` of fewer pixels a side than ``SMALLEST``."""
+    return f"images are {image.shape[1]} x {image.shape[2]}, the corruptions need {SMALLEST} x {SMALLEST}"
+
+
 class CorruptedImages(Dataset):
     """Images ``[C, H, W]`` by index, each corrupted when it is asked for: loader processes share the work.
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from datamodules.images import ImageDataset, collate_images
 from lightning_tasks.robustness.attack_table import GRADIENT, AttackSetting
 from lightning_tasks.robustness.class_folders import class_folders, class_subset, files_digest, folder_images
-from lightning_tasks.robustness.corruptions import CORRUPTIONS, LIBRARIES, CorruptedImages
+from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.gradient_norm import input_gradient_norms
 from lightning_tasks.robustness.linf import held_still, logits_of
 from lightning_tasks.robustness.ood import OOD_METRICS, anomaly_scores, detection_metrics
@@ -212,17 +212,6 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
 
     what = {"test": "ood", "name": name, "files": files, "classes": classes}
     return Measurement(what, 1 + len(images) / len(subject.images), measure)
-
-
-def mean_corruption_row(rows: Sequence[Row]) -> list[Row]:
-    """The mean over those of the fifteen corruptions, and the severities, that were measured."""
-    measured = [row for row in rows if row.test == "corruption" and row.name in CORRUPTIONS]
-    if not measured:
-        return []
-    names = {row.name for row in measured}
-    note = f"{len(names)} of 15 corruptions, severities {', '.join(sorted({row.setting for row in measured}))}"
-    mean = sum(row.value for row in measured) / len(measured)
-    return [Row("mean corruption", "", "", measured[0].metric, mean, measured[0].samples, note=note)]
 
 
 def _folder(subject: Subject, root: str) -> tuple[ImageDataset, str]:

@@ -50,6 +50,8 @@ class Row:
         return "/".join(["robustness", *(part.replace("/", "_").replace(" ", "_") for part in parts if part)])
 
 
+TABLE = "robustness.csv"
+"""The file's name in the folder of a run."""
 COLUMNS = [field.name for field in fields(Row)]
 
 

@@ -1,0 +1,83 @@
+"""What a kind of task is asked and measured for a robustness table: the interface of the files `*_kind.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_tasks.robustness.suite import Measurement
+from lightning_tasks.robustness.table import Row
+
+if TYPE_CHECKING:
+    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured, and what tells how long it will take.
+
+    Args:
+        measurements: in their order.
+        one_pass: a forward pass over one batch.
+        count: number of samples.
+        batch_size: samples a batch.
+        data: all samples, which the measurements depend on.
+        unmeasured: rows that say what cannot be measured.
+    """
+
+    measurements: Sequence[Measurement[Row]]
+    one_pass: Callable[[], object]
+    count: int
+    batch_size: int
+    data: Sequence[Tensor]
+    unmeasured: Sequence[Row] = ()
+
+
+class Kind(Protocol):
+    """A kind of task."""
+
+    def check(self, asked: RobustnessEvaluation) -> None:
+        """Refuse what this kind has none of, before the test starts; warn of what is not measured.
+
+        Raises:
+            ValueError: for a setting that means nothing here.
+            ImportError: if a library is not installed.
+        """
+
+    def first(self, batch: Batch, room: int | None) -> Batch:
+        """What of a test batch is measured, at most ``room`` images.
+
+        Raises:
+            ValueError: if it is not what this kind of task takes.
+        """
+
+    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+        """The measurements.
+
+        Args:
+            asked: the settings.
+            model: the task in its trainer's precision.
+            task: the LightningModule.
+            trainer: its trainer.
+            seen: of the test batches, on the CPU.
+
+        Raises:
+            ValueError: if something that was asked for cannot be measured of this task.
+        """
+
+
+def kind_of(task: Any) -> Kind:
+    """The kind that a LightningModule is of: image classification, if no other."""
+    from lightning_tasks.language_modeling import LanguageModelingTask
+    from lightning_tasks.robustness.image_kind import ImageKind
+    from lightning_tasks.robustness.mask_kind import MaskKind
+    from lightning_tasks.robustness.text_kind import TextKind
+    from lightning_tasks.segmentation import SegmentationTask
+
+    kinds: dict[type, type[Kind]] = {LanguageModelingTask: TextKind, SegmentationTask: MaskKind}
+    return next((kind for known, kind in kinds.items() if isinstance(task, known)), ImageKind)()
