@@ -6,6 +6,7 @@ Sarıtaş and Yıldız (arXiv 2505.07908), which finds it unsupported. All in fl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,8 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
         scale: as for :func:`projection_loss`.
 
     Raises:
-        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1.
+        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1; if the keys are so
+            long that exp(scale · k kᵀ) leaves nothing of them in float64.
     """
     _check(k=k)
     tokens, components = k.shape[2], k.shape[3] if components is None else components
@@ -116,6 +118,11 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
     eigenvalues, vectors = eigenvalues.flip(-1)[..., :components], vectors.flip(-1)[..., :components]
     largest = vectors.abs().argmax(-2, keepdim=True)
     vectors = vectors * vectors.gather(-2, largest).sign()  # an eigenvector has no sign of its own
+    if bool((log_g.amin(-1) > -math.log(torch.finfo(log_g.dtype).tiny)).any()):
+        raise ValueError(
+            f"1/g is as small as exp(-{log_g.amin(-1).max().item():.4g}), below what float64 holds: the keys are too "
+            "long for V̂; scale them, or give a smaller scale"
+        )
     values = (-log_g).exp().unsqueeze(-1) * (vectors - vectors.mean(-2, keepdim=True))
     return KernelPCA(eigenvalues, vectors, values)
 
@@ -214,7 +221,9 @@ def _gaussian(gram: Tensor) -> Tensor:
     squares = gram.diagonal(dim1=-2, dim2=-1)
     distances = (squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * gram).clamp(min=0)
     apart = distances.flatten(2).masked_fill(distances.flatten(2) == 0, torch.nan)
-    median = apart.nanmedian(-1).values.nan_to_num(nan=1.0)  # all tokens alike: any width will do
+    # torch's median of an even count is the lower of the middle two: the upper one is that of the negated numbers.
+    median = (apart.nanmedian(-1).values - (-apart).nanmedian(-1).values) / 2
+    median = median.nan_to_num(nan=1.0)  # all tokens alike: any width will do
     return torch.exp(-distances / (2 * median[..., None, None]))
 
 

@@ -50,7 +50,7 @@ def lipschitz_bound(
         A scalar, float64.
 
     Raises:
-        ValueError: if shapes do not fit, or a number is out of its limits.
+        ValueError: if shapes do not fit, a number is out of its limits, or a weight is not finite.
     """
     _check(w_q, w_k, w_v, w_o, b_q)
     if not (radius >= 0 and math.isfinite(radius)):
@@ -142,3 +142,6 @@ def _check(w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, b_q: Tenso
         raise ValueError(f"w_o must be [heads, dim_out, d_v] = {expected}, got {tuple(w_o.shape)}")
     if b_q is not None and b_q.shape != (heads, d):
         raise ValueError(f"b_q must be [heads, d] = [{heads}, {d}], got {tuple(b_q.shape)}")
+    for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v), ("w_o", w_o), ("b_q", b_q)):
+        if weight is not None and not bool(weight.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or infinite numbers: there is no bound")

@@ -72,6 +72,7 @@ def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
 
 
 def _check(keys: Tensor, selected: Tensor) -> None:
+    _check_tensors(keys=keys, selected=selected)
     if keys.ndim != 3 or keys.shape[1] < 1 or selected.shape != keys.shape[:1]:
         raise ValueError(
             f"keys must be [n, T, d] with T >= 1 and selected [n], got {tuple(keys.shape)} and {tuple(selected.shape)}"
@@ -80,6 +81,20 @@ def _check(keys: Tensor, selected: Tensor) -> None:
         raise TypeError(f"selected must hold integer indices of tokens, got {selected.dtype}")
     if ((selected < 0) | (selected >= keys.shape[1])).any():
         raise ValueError(f"selected must lie in 0..{keys.shape[1] - 1}, got {selected.tolist()}")
+
+
+def _check_tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: give torch.tensor({name})")
+
+
+def _check_direction(p: Tensor, keys: Tensor) -> Tensor:
+    """p in float64 on the CPU."""
+    _check_tensors(p=p)
+    if p.shape != keys.shape[-1:]:
+        raise ValueError(f"p must be [d] = [{keys.shape[-1]}] as the keys, got {tuple(p.shape)}")
+    return p.detach().double().cpu()
 
 
 def _differences(keys: Tensor, selected: Tensor) -> Tensor:
@@ -96,6 +111,7 @@ def _others(keys: Tensor, selected: Tensor) -> Tensor:
 def _relaxed(relaxed: Tensor | None, selected: Tensor) -> Tensor:
     if relaxed is None:
         return torch.zeros(selected.shape, dtype=torch.bool)
+    _check_tensors(relaxed=relaxed)
     if relaxed.shape != selected.shape or relaxed.dtype != torch.bool:
         raise ValueError(
             f"relaxed must be bool {tuple(selected.shape)} as selected, got {relaxed.dtype} {tuple(relaxed.shape)}"
@@ -119,7 +135,7 @@ def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | No
     Raises:
         NotSeparableError: (a ValueError) if no p satisfies the constraints, with the proof.
         ValueError: if shapes or indices do not fit, or keys are not finite.
-        TypeError: if ``selected`` holds no integers.
+        TypeError: if ``selected`` holds no integers, or something is no tensor.
         ImportError: if the extra ``analysis`` is not installed.
     """
     _check(keys, selected)
@@ -143,6 +159,7 @@ def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
         ValueError: if shapes do not fit, or labels are others than 1 and -1.
         ImportError: if the extra ``analysis`` is not installed.
     """
+    _check_tensors(tokens=tokens, labels=labels)
     if tokens.ndim != 2 or labels.shape != tokens.shape[:1]:
         raise ValueError(f"tokens must be [n, d] and labels [n], got {tuple(tokens.shape)} and {tuple(labels.shape)}")
     if labels.abs().ne(1).any():
@@ -161,10 +178,10 @@ def margin(keys: Tensor, selected: Tensor, p: Tensor) -> Tensor:
 
     Raises:
         ValueError: if shapes or indices do not fit.
-        TypeError: if ``selected`` holds no integers.
+        TypeError: if ``selected`` holds no integers, or something is no tensor.
     """
     _check(keys, selected)
-    lead = _differences(keys, selected) @ p.detach().double().cpu()
+    lead = _differences(keys, selected) @ _check_direction(p, keys)
     return lead.where(_others(keys, selected), torch.inf).amin(-1)
 
 
@@ -181,20 +198,26 @@ def locally_optimal(
         scores: γ_it = y_i vᵀx_it, ``[n, T]``.
         selected: token of each input, integers ``[n]``.
         relaxed: see :func:`max_margin_direction`.
-        p: its solution, where it is already there.
+        p: its solution, where it is already there, at any length.
 
     Returns:
         bool ``[n]``.
 
     Raises:
-        ValueError, TypeError, ImportError: as :func:`max_margin_direction`.
+        ValueError, TypeError, ImportError: as :func:`max_margin_direction`; ValueError also if ``p`` separates nothing.
     """
     _check(keys, selected)
+    _check_tensors(scores=scores)
     if scores.shape != keys.shape[:2]:
         raise ValueError(f"scores must be [n, T] = {tuple(keys.shape[:2])}, got {tuple(scores.shape)}")
-    p = max_margin_direction(keys, selected, relaxed=relaxed) if p is None else p.detach().double().cpu()
-    right = (~_relaxed(relaxed, selected)).double().unsqueeze(-1)
-    active = (_differences(keys, selected) @ p <= right + _ACTIVE) & _others(keys, selected)
+    strict = ~_relaxed(relaxed, selected).unsqueeze(-1)
+    others = _others(keys, selected)
+    p = max_margin_direction(keys, selected, relaxed=relaxed) if p is None else _check_direction(p, keys)
+    lead = _differences(keys, selected) @ p
+    least = lead[strict & others].min().item() if (strict & others).any() else 1.0
+    if not least > 0:
+        raise ValueError(f"p is no solution: it leaves a margin of {least:.3g} where it must keep one above 0")
+    active = (lead / least <= strict.double() + _ACTIVE) & others
     scores = scores.detach().cpu()
     ahead = scores.gather(1, selected.cpu().unsqueeze(-1)) > scores
     return (ahead | ~active).all(-1)

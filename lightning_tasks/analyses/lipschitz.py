@@ -1,7 +1,8 @@
 """How smooth attention is (Castin, Ablin and Peyré, ICML 2024, arXiv 2312.14820): Lipschitz constants over lengths.
 
 At every length, each layer's Jacobian is taken at what it is given in the model's forward pass on sequences of text
-that do not overlap (or, of pictures, at the first tokens of that), and its largest singular value is found. Rows that
+that do not overlap (or, of pictures, at the first tokens of that), and its largest singular value is found. A layer is
+the module that calls itself attention: with the output projection in GPT-2 and timm, without it in BERT. Rows that
 are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
 or settings are never used.
 """
@@ -111,7 +112,10 @@ def _measure(
             x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
             found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise RecipeError(f"layer {layer.name!r} at {length} tokens: {error}") from error
+            raise RecipeError(
+                f"layer {layer.name!r} at {length} tokens: {error}; leave out the layer (--layers) or the length "
+                "(--lengths) for the others"
+            ) from error
         advance(1)
         radius = x.norm(dim=2).amax(1)
         relative = found.residual / found.value.clamp(min=1e-30)
@@ -210,6 +214,9 @@ def _run(subject: Subject, layers: Sequence[Layer], settings: Settings, output: 
         return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz")
     except ValueError as error:
         raise RecipeError(f"{error}; the {len(kept)} rows before it are kept in {output}") from error
+    except KeyboardInterrupt:
+        where = f"{output} ({TABLE}), and the same command goes on from there"
+        raise RecipeError(f"interrupted: {len(kept)} rows are kept in {where}") from None
 
 
 def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: str) -> str:

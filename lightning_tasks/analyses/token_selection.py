@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from tqdm import tqdm
 
 from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
 from datamodules import TokenSelectionDataModule
@@ -37,6 +38,7 @@ EXPERIMENTS: dict[str, tuple[str, Settings]] = {
 }
 COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
 REGULARIZED = "regularisation path"
+SUMMARY = "summary.md"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def run_experiment(name: str, seeds: Sequence[int], steps: int, output: File) ->
     joint = construction == "joint"
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
-    for seed in seeds:
+    (output / f"{name}.png").unlink(missing_ok=True)  # of an earlier call, if this one has nothing to draw
+    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem"):
         problem = TokenSelectionDataModule(construction, seed=seed).problem
         paths = {run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in settings.items()}
         try:
@@ -139,6 +142,25 @@ def summary(lines: Sequence[str], steps: int) -> str:
     )
 
 
+def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, list[str]]:
+    """Rows of an earlier call's summary by experiment, without those that are run again.
+
+    Raises:
+        RecipeError: they are of another number of steps.
+    """
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8").splitlines()
+    found = {name: [line for line in text if line.startswith(f"| {name} |")] for name in EXPERIMENTS}
+    found = {name: lines for name, lines in found.items() if lines and name not in again}
+    if found and text[0] != summary([], steps).splitlines()[0]:
+        raise RecipeError(
+            f"{path} has {', '.join(found)} of another number of steps than {steps}: give another --output folder, or "
+            "--experiment all"
+        )
+    return found
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze token-selection` with these arguments.
 
@@ -155,11 +177,15 @@ def main(arguments: Sequence[str]) -> None:
     for option in ("seeds", "steps"):
         if getattr(options, option) < 1:
             raise RecipeError(f"--{option} must be at least 1, got {getattr(options, option)}")
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
-    lines: list[str] = []
+    found = earlier_lines(options.output / SUMMARY, options.steps, names)
     for name in names:
-        lines += run_experiment(name, range(options.seeds), options.steps, options.output)
+        found[name] = run_experiment(name, range(options.seeds), options.steps, options.output)
+        lines = [line for each in EXPERIMENTS for line in found.get(each, ())]
         text = summary(lines, options.steps)
-        (options.output / "summary.md").write_text(text, encoding="utf-8")
+        (options.output / SUMMARY).write_text(text, encoding="utf-8")
     print(text, end="")

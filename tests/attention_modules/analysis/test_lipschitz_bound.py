@@ -117,6 +117,7 @@ BAD = {
     "values": ({"radius": 1.0, "num_tokens": 1}, (W, W, W[..., :5]), r"w_v must be .*got \(2, 3, 5\)"),
     "output": ({"radius": 1.0, "num_tokens": 1}, (W, W, W, W), r"w_o must be .*got \(2, 3, 6\)"),
     "bias": ({"radius": 1.0, "num_tokens": 1, "b_q": W}, (W, W, W), r"b_q must be .*got \(2, 3, 6\)"),
+    "nan": ({"radius": 1.0, "num_tokens": 1}, (W, W, torch.nan * W), "w_v holds NaN"),
 }
 
 

@@ -131,8 +131,12 @@ def test_locally_optimal_looks_at_active_constraints_only():
     assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected).tolist() == [True]
     assert locally_optimal(keys, torch.tensor([[1.0, 1.5, 0.0]]), selected).tolist() == [False]
     assert locally_optimal(keys, torch.tensor([[1.0, 1.0, 0.0]]), selected).tolist() == [False]
-    far = torch.tensor([0.5, 0]).double()  # with the given p all lie within the margin's right side or beyond it
-    assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected, p=far).tolist() == [True]
+    for length in (0.1, 1.0, 10.0):  # of the given p it is the direction that counts
+        p = torch.tensor([length, 0]).double()
+        assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected, p=p).tolist() == [True]
+        assert locally_optimal(keys, torch.tensor([[1.0, 1.5, 0.0]]), selected, p=p).tolist() == [False]
+    with pytest.raises(ValueError, match="p is no solution: it leaves a margin of -5"):
+        locally_optimal(keys, torch.zeros(1, 3), selected, p=torch.tensor([-1.0, 0]) * 5 / 6)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,7 @@ def test_locally_optimal_looks_at_active_constraints_only():
         ((torch.zeros(2, 3, 4), torch.zeros(2)), TypeError, "integer indices"),
         ((torch.zeros(2, 3, 4), torch.tensor([0, 3])), ValueError, r"0\.\.2, got \[0, 3\]"),
         ((torch.full((2, 3, 4), torch.nan), torch.tensor([0, 1])), ValueError, "must be finite"),
+        ((torch.zeros(2, 3, 4), [0, 1]), TypeError, "selected must be a tensor, got list"),
     ],
 )
 def test_bad_input(arguments, error, words):
@@ -154,8 +159,12 @@ def test_bad_relaxed_and_scores():
     keys, selected = problem()
     with pytest.raises(ValueError, match=r"relaxed must be bool \(3,\)"):
         max_margin_direction(keys, selected, relaxed=torch.zeros(3))
+    with pytest.raises(TypeError, match="relaxed must be a tensor, got list"):
+        max_margin_direction(keys, selected, relaxed=[True] * 3)
     with pytest.raises(ValueError, match="scores must be"):
         locally_optimal(keys, torch.zeros(3, 3), selected)
+    with pytest.raises(ValueError, match=r"p must be \[d\] = \[12\] as the keys, got \(3,\)"):
+        margin(keys, selected, torch.zeros(3))
 
 
 def test_without_the_solver_the_extra_is_named(monkeypatch):

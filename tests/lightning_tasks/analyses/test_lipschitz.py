@@ -85,8 +85,9 @@ def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkey
         return count
 
     monkeypatch.setattr(lipschitz, "local_lipschitz", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="2"):
         analyze(tmp_path / "cut", *tiny)
+    assert "interrupted: 9 rows are kept" in capsys.readouterr().err
     assert len(table(tmp_path / "cut")) == 3 * 3
     measured()
     rows = analyze(tmp_path / "cut", *tiny)
@@ -163,6 +164,7 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
     said = capsys.readouterr().err
     assert "layer 'encoder.layer.0.attention.self' at 8 tokens: x holds NaN or infinite numbers" in said
     assert f"the 12 rows before it are kept in {tmp_path / 'out'}" in said
+    assert "leave out the layer (--layers) or the length (--lengths)" in said
     assert {row["length"] for row in table(tmp_path / "out")} == {"2", "4"}
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
 

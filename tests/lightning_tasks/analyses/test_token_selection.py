@@ -66,6 +66,27 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys):
         assert f"| {name} | 0 | {next(iter(settings))} |" in printed
 
 
+def test_experiments_one_by_one_share_a_summary(tmp_path, capsys):
+    given = ["analyze", "token-selection", "--seeds", "1", "--steps", "5", "--output", str(tmp_path)]
+    main([*given, "--experiment", "multi"])
+    main([*given, "--experiment", "single"])
+    main([*given, "--experiment", "multi"])
+    text = (tmp_path / "summary.md").read_text()
+    found = [line.split("|")[1].strip() for line in text.splitlines() if "| 0 |" in line]
+    assert found == ["single"] * 3 + ["multi"] * 3
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--experiment", "single", "--steps", "4"])
+    assert "has multi of another number of steps than 4" in capsys.readouterr().err
+    assert (tmp_path / "summary.md").read_text() == text
+
+
+def test_output_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["analyze", "token-selection", "--output", str(tmp_path / "file")])
+    assert "is a file; give a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
