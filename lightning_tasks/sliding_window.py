@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Network = Callable[[Tensor], Tensor]
-_BAND = 128  # rows
+_BAND = 32  # rows
 
 
 @dataclass(frozen=True)
