@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[str | None]:
-    """What each of `jobs` workers gets as CUDA_VISIBLE_DEVICES: one of `count` devices in turn, None where there is none.
+    """What each of `jobs` workers gets as CUDA_VISIBLE_DEVICES: one of `count` devices in turn, None of no devices.
 
     `visible` is the variable as it was given, whose names (numbers or UUIDs) are handed on.
     """
