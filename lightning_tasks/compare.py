@@ -265,7 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
     parser.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     parser.add_argument(
         "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
