@@ -42,7 +42,7 @@ def browse(address, profile, *options):
         pytest.skip("neither chromium nor google-chrome is installed")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
     command = [BROWSER, *flags, f"--user-data-dir={profile}", *options, address.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
