@@ -8,23 +8,18 @@ import csv
 import difflib
 import io
 import json
-import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from attention_modules.mechanism import did_you_mean
-from lightning_tasks.compare_cell import Cell, end_with_parent, last_error, run_cell
+from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_picture import draw_comparison
-from lightning_tasks.compare_table import summarise, write_summary
+from lightning_tasks.compare_run import run_cells
+from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 
@@ -180,25 +175,6 @@ def plan_cells(
     return cells
 
 
-def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
-    """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures."""
-    waiting = [cell for cell in cells if not cell.is_finished()]
-    failures: list[tuple[Cell, str]] = []
-    with (
-        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),)) as pool,
-        tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
-    ):
-        futures = {pool.submit(run_cell, cell): cell for cell in waiting}
-        for future in as_completed(futures):
-            cell = futures[future]
-            if (error := future.exception()) is not None:
-                failures.append((cell, failure(cell, error)))
-                tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
-            bar.set_postfix_str(cell.label)
-            bar.update()
-    return failures
-
-
 def check_cells(cells: Iterable[Cell]) -> None:
     """Parse what the cells of each configuration ask for and build its module, before the first of them runs.
 
@@ -220,15 +196,6 @@ def check_cells(cells: Iterable[Cell]) -> None:
     if refused:
         lines = "".join(f"\n{name}: {text}" for name, text in refused.items())
         raise RecipeError(f"nothing was run, as configurations are refused: {', '.join(refused)}{lines}")
-
-
-def failure(cell: Cell, error: BaseException) -> str:
-    """Why a cell failed, in one line, and where its log is; what only ends a process says why in the log."""
-    text = reason(error)
-    if isinstance(error, (SystemExit, BrokenProcessPool)):
-        printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
-        text = f"{last_error(printed) or 'nothing was printed'} ({text})"
-    return f"{text}; log: {cell.log}"
 
 
 def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
@@ -265,6 +232,29 @@ def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
     ]
 
 
+def write_tables(
+    cells: Sequence[Cell],
+    names: Sequence[str],
+    metrics: Sequence[str],
+    references: Mapping[str, Sequence[str]],
+    output: Path,
+) -> list[SummaryRow] | None:
+    """Write and print what the finished cells say; return the summary, None where no cell is finished."""
+    rows = collect_results(cells)
+    write_results(rows, output / RESULTS)
+    if not rows:
+        return None
+    logged = sorted({row["metric"] for row in rows})
+    draw_comparison(rows, names, metrics, output / "curves.png")
+    summary = summarise(rows, names, metrics, references)
+    unfinished = [cell.label for cell in cells if not cell.is_finished()]
+    print(write_summary(summary, {"Not paired": unpaired_seeds(cells), "Not finished": unfinished}, output))
+    if absent := [metric for metric in metrics if metric not in logged]:
+        near = "".join(did_you_mean(metric, logged) for metric in absent)
+        print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
+    return summary
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap compare",
@@ -275,7 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
     parser.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     parser.add_argument(
         "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
@@ -288,7 +280,8 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         RecipeError: arguments that make no sense.
-        SystemExit: with code 1 where cells failed; the others are kept and running again resumes.
+        SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
+            again resumes.
     """
     options = _parser().parse_args(list(arguments))
     if options.jobs < 1:
@@ -301,20 +294,17 @@ def main(arguments: Sequence[str]) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"--output {options.output} is a file; give a folder") from None
-    failures = run_cells(cells, options.jobs)
-    rows = collect_results(cells)
-    write_results(rows, options.output / RESULTS)
-    if rows:
-        names = [variant.name for variant in variants]
-        logged = sorted({row["metric"] for row in rows})
-        draw_comparison(rows, names, metrics, options.output / "curves.png")
-        summary = summarise(rows, names, metrics, summary_references(options.configs))
-        print(write_summary(summary, unpaired_seeds(cells), options.output))
-        if absent := [metric for metric in metrics if metric not in logged]:
-            near = "".join(did_you_mean(metric, logged) for metric in absent)
-            print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
-        if not summary:
-            raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
+    names = [variant.name for variant in variants]
+    try:
+        failures = run_cells(cells, options.jobs)
+    except KeyboardInterrupt:
+        write_tables(cells, names, metrics, summary_references(options.configs), options.output)
+        finished = sum(cell.is_finished() for cell in cells)
+        print(f"interrupted: {finished} of {len(cells)} cells are finished; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
+    summary = write_tables(cells, names, metrics, summary_references(options.configs), options.output)
+    if summary == []:
+        raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
     if failures:
         reasons = "".join(f"\n  {cell.label}: {text}" for cell, text in failures)
         raise SystemExit(

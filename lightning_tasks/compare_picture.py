@@ -5,11 +5,37 @@ Below it the differences to the first configuration, seed by seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
+
+
+def looks(count: int) -> list[Look]:
+    """A look of lines for each of `count` configurations, no two alike: ten colours, then the same ten in dashes.
+
+    Beyond twenty a dot is added to the dash for every ten.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    table = colormaps["tab10"]
+    dashes = [(), *((6.0, 2.0) + (1.0, 2.0) * dots for dots in range(count // table.N))]
+    return [(to_hex(table(index % table.N)), dashes[index // table.N]) for index in range(count)]
+
+
+def draw_curve(axes: Any, rows: Sequence[dict[str, Any]], metric: str, config: str, look: Look) -> None:
+    """Draw the means of a configuration over the steps, and their standard deviations over seeds as a band."""
+    steps, means, spreads = curve(rows, metric, config)
+    if len(steps):
+        colour, dashes = look
+        marker = "o" if len(steps) < 30 else None
+        style = (0, dashes) if dashes else "-"
+        axes.plot(steps, means, label=config, color=colour, linestyle=style, linewidth=1.4, marker=marker, markersize=3)
+        axes.fill_between(steps, means - spreads, means + spreads, color=colour, alpha=0.15)
 
 
 def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,23 +78,15 @@ def draw_comparison(
     kinds = [(rows, ""), *([(differences, f", difference to {configs[0]}")] if differences else [])]
     figure = Figure(figsize=(5 * len(shown), 3.8 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    colors = {config: f"C{place}" for place, config in enumerate(configs)}
     for (values, kind), line in zip(kinds, figure.subplots(len(kinds), len(shown), squeeze=False), strict=True):
         for axes, metric in zip(line, shown, strict=True):
-            _draw_panel(axes, values, metric, colors)
+            for config, look in zip(configs, looks(len(configs)), strict=True):
+                draw_curve(axes, values, metric, config, look)
+            axes.set_xlabel("step")
+            axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{metric}{kind}", loc="left", fontsize="medium")
             if kind:
                 axes.axhline(0.0, color="0.5", linewidth=0.8, linestyle=":")
     figure.axes[0].legend(fontsize="small", frameon=False)
     figure.savefig(picture, dpi=110)
     return picture
-
-
-def _draw_panel(axes: Any, rows: Sequence[dict[str, Any]], metric: str, colors: Mapping[str, str]) -> None:
-    for config, color in colors.items():
-        steps, means, spreads = curve(rows, metric, config)
-        if len(steps):
-            axes.plot(steps, means, label=config, color=color, linewidth=1.4, marker="o", markersize=3)
-            axes.fill_between(steps, means - spreads, means + spreads, color=color, alpha=0.15)
-    axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)

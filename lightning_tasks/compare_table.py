@@ -166,13 +166,13 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
     return "\n".join(lines)
 
 
-def write_summary(summary: Sequence[SummaryRow], unpaired: Sequence[str], output: Path) -> str:
-    """Write summary.csv and summary.md into `output`; return the Markdown."""
+def write_summary(summary: Sequence[SummaryRow], remarks: Mapping[str, Sequence[str]], output: Path) -> str:
+    """Write summary.csv and summary.md, which ends with lists of `remarks` under their titles; return the latter."""
     with (output / "summary.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(SummaryRow)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in summary)
-    notes = ["Not paired:", "", *(f"- {sentence}" for sentence in unpaired), ""] if unpaired else []
-    text = "\n".join([markdown(summary), *notes])
+    lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
+    text = "\n".join([markdown(summary), *(line for lines in lists for line in lines)])
     (output / "summary.md").write_text(text, encoding="utf-8")
     return text

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lightning_tasks.compare_picture import looks
 from lightning_tasks.compare_table import last_values
 from lightning_tasks.recipes import RecipeError
-from lightning_tasks.report_picture import colours, curves_svg, heat_map, heat_svg, layer_metrics
-from lightning_tasks.report_runs import Read, Run, read_all
+from lightning_tasks.report_groups import read_all
+from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
+from lightning_tasks.report_runs import Read, Run
 from lightning_tasks.report_settings import differences, swapped
 from lightning_tasks.robustness.table import figure
 
@@ -114,7 +116,7 @@ def page(read: Read) -> str:
     )
     environment.filters["number"] = _number
     return environment.get_template(TEMPLATE).render(
-        configs=list(zip(configs, colours(len(configs)), strict=True)),
+        configs=list(zip(configs, looks(len(configs)), strict=True)),
         runs=read.runs,
         notes=read.notes,
         swapped=[(config, swapped(each)) for config, each in settings.items()],

@@ -9,19 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.compare_picture import curve
+from lightning_tasks.compare_picture import draw_curve, looks
 
 _INK = "#010203"  # no picture has this colour: it stands for that of the page's text
 _LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d+)(?:/(?P<part>[^/]+))?$")
-
-
-def colours(count: int) -> list[str]:
-    """A colour for each configuration, `#rrggbb`; beyond twenty they come again."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    table = colormaps["tab10" if count <= 10 else "tab20"]
-    return [to_hex(table(index % table.N)) for index in range(count)]
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
@@ -29,11 +20,8 @@ def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: s
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _figure(4.6, 2.8)
-    for config, colour in zip(configs, colours(len(configs)), strict=True):
-        steps, means, spreads = curve(rows, metric, config)
-        if len(steps):
-            axes.plot(steps, means, color=colour, linewidth=1.4, marker="o" if len(steps) < 30 else None, markersize=3)
-            axes.fill_between(steps, means - spreads, means + spreads, color=colour, alpha=0.15)
+    for config, look in zip(configs, looks(len(configs)), strict=True):
+        draw_curve(axes, rows, metric, config, look)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)

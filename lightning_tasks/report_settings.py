@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_tasks.callbacks.swap import SWAPPED
+from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError
 
 # What says where and how often a run was made, and nothing of what was done in it.
@@ -35,7 +36,7 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
     """The configuration that a run saved, else the module's hyper-parameters under `model`, else None.
 
     Raises:
-        RecipeError: the file holds something else than settings.
+        RecipeError: the file holds something else than settings, or names a swap in another form than ours.
     """
     for name in ("config.yaml", "hparams.yaml"):
         path = folder / name
@@ -48,8 +49,19 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
         if content is not None and not isinstance(content, dict):
             raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
         if content:
-            return content if name == "config.yaml" else {"model": content}
+            settings = content if name == "config.yaml" else {"model": content}
+            try:
+                swapped(settings)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise RecipeError(f"{path} cannot be read: what it says was swapped: {reason(error)}") from error
+            return settings
     return None
+
+
+def saved_seed(settings: dict[str, Any] | None) -> int | None:
+    """The seed that a run was started with, None where its settings name none."""
+    seed = (settings or {}).get("seed_everything")
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
@@ -117,8 +129,10 @@ def _swaps(value: Any) -> Iterator[str]:
             text = _swap_text(value["attention"], value["attention_options"], value.get("attention_layers"), None)
             other = value.get("other_attention")
             yield f"{text}, {other} in the others" if other else text
-        plans = value.get(SWAPPED)
-        for plan in plans if isinstance(plans, list) else []:
+        plans = value.get(SWAPPED) or []
+        if not isinstance(plans, list) or not all(isinstance(plan, Mapping) for plan in plans):
+            raise TypeError(f"{SWAPPED} must be a list of mappings, got {plans!r}")
+        for plan in plans:
             yield _swap_text(plan["mechanism"], plan["options"], plan["layers"], None)
     if isinstance(value, (Mapping, list)):
         for entry in value.values() if isinstance(value, Mapping) else value:

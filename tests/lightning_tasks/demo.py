@@ -1,5 +1,9 @@
 """A module that trains in milliseconds and logs, for tests of the command."""
 
+import os
+import time
+from pathlib import Path
+
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -50,6 +54,28 @@ class FreezeAll(Callback):
         pl_module.configure_model()
         for name, parameter in pl_module.named_parameters():
             parameter.requires_grad_("attn" not in name)
+
+
+class Hold(Callback):
+    """Says in `folder` that a fit began (a file `held_` and the seed), and holds it until a file `release` is there."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer, pl_module):
+        (self.folder / f"held_{torch.initial_seed()}").touch()
+        while not (self.folder / "release").exists():
+            time.sleep(0.05)
+
+
+class WriteDevice(Callback):
+    """Writes into `folder` what the process sees of the CUDA devices."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer, pl_module):
+        (self.folder / "device.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 
 
 class DemoText(RandomText):

@@ -1,12 +1,17 @@
 """Comparisons: what a file stands for, pairs, resuming after a kill, and statistics against closed forms."""
 
+import contextlib
 import csv
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,6 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare import (
     KEYS,
     Variant,
-    failure,
     override_arguments,
     parse_seeds,
     plan_cells,
@@ -25,6 +29,7 @@ from lightning_tasks.compare import (
     unpaired_seeds,
 )
 from lightning_tasks.compare_cell import RESULT, last_error, read_metrics, run_cell
+from lightning_tasks.compare_run import VISIBLE, failure, run_cells, start_worker, worker_devices
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.recipes import RecipeError
 
@@ -298,6 +303,90 @@ def test_a_killed_comparison_leaves_nobody_at_work():
     while is_alive(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(worker)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends a signal to a group of processes")
+@pytest.mark.parametrize(("jobs", "group"), [(1, True), (2, False)], ids=["group", "parent alone"])
+def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp_path, jobs, group):
+    """As Ctrl-C sends it: to the workers too, in which Lightning would take it for the end of one fit."""
+    hold = {"class_path": "tests.lightning_tasks.demo.Hold", "init_args": {"folder": str(tmp_path)}}
+    path, output = tmp_path / "held.yaml", tmp_path / "out"
+    variants = {"free": None, "held": {"trainer.callbacks+": hold}}
+    path.write_text(yaml.safe_dump({"base": str(demo), "variants": variants}))
+    command = ["compare", str(path), "--seeds", "0:2", "--output", str(output), "--jobs", str(jobs)]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "lightning_tasks", *command],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if group else os.kill)(first.pid, signal.SIGINT)
+        said = first.communicate(timeout=60)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+    assert first.returncode == 130
+    assert f"interrupted: {jobs} of 4 cells are finished; the same command goes on" in said
+    assert "Traceback" not in said
+    finished = {path.parent: path.stat().st_mtime_ns for path in (output / "cells").rglob(RESULT)}
+    assert sorted(str(path.relative_to(output)) for path in finished) == [f"cells/free/seed_{n}" for n in range(jobs)]
+    with (output / "results.csv").open() as file:
+        assert {(row["config"], int(row["seed"])) for row in csv.DictReader(file)} == {("free", n) for n in range(jobs)}
+    assert "Not finished:\n\n- " in (output / "summary.md").read_text()
+    assert "- held seed 0\n" in (output / "summary.md").read_text()
+    if group:
+        (tmp_path / "release").touch()
+        main(command)
+        assert len(list((output / "cells").rglob(RESULT))) == 4
+        assert all((path / RESULT).stat().st_mtime_ns == time for path, time in finished.items())
+        assert "Not finished" not in (output / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "count", "visible", "devices"),
+    [
+        (2, 0, None, [None, None]),
+        (2, 0, "", [None, None]),
+        (5, 3, None, ["0", "1", "2", "0", "1"]),
+        (1, 4, None, ["0"]),
+        (3, 2, "5, GPU-8a", ["5", "GPU-8a", "5"]),
+        (2, 1, "3,-1,2", ["3", "3"]),  # CUDA sees nothing from the first unknown one on
+    ],
+)
+def test_workers_take_the_devices_in_turn(jobs, count, visible, devices):
+    assert worker_devices(jobs, count, visible) == devices
+
+
+def seen_by_a_worker(seconds):
+    time.sleep(seconds)
+    return os.environ.get(VISIBLE), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_worker_sees_its_own_device_alone(monkeypatch):
+    monkeypatch.setenv(VISIBLE, "4,7,9")
+    context = get_context("spawn")
+    devices = context.SimpleQueue()
+    for device in worker_devices(2, 3, os.environ[VISIBLE]):
+        devices.put(device)
+    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=(os.getpid(), devices)) as pool:
+        assert set(pool.map(seen_by_a_worker, [1.0] * 4)) == {("4", True), ("7", True)}
+    assert os.environ[VISIBLE] == "4,7,9"
+
+
+def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
+    """A worker of a machine with three devices hands one to its cell."""
+    monkeypatch.setattr("lightning_tasks.compare_run._cuda_count", lambda: 3)
+    monkeypatch.setenv(VISIBLE, "6,7,8")
+    seen = {"class_path": "tests.lightning_tasks.demo.WriteDevice", "init_args": {"folder": str(cells[0].folder)}}
+    cell = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(seen)}",))
+    assert run_cells([cell], 1) == []
+    assert (cell.folder / "device.txt").read_text() == "6"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 
-from lightning_tasks.compare_picture import curve, draw_comparison, paired_differences
+from lightning_tasks.compare_picture import curve, draw_comparison, draw_curve, looks, paired_differences
 
 ROWS = [
     {"config": config, "seed": seed, "step": step, "metric": "val/loss", "value": 3.0 - step / 10 + seed}
@@ -37,3 +39,17 @@ def test_differences_are_of_one_metric_seed_and_step():
         {"config": "b", "seed": 0, "step": 1, "metric": "n", "value": 9.0},
     ]
     assert paired_differences(rows, "a") == [{"config": "b", "seed": 0, "step": 1, "metric": "m", "value": 0.5}]
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 57])
+def test_no_two_configurations_look_alike(count):
+    assert len(set(looks(count))) == len(looks(count)) == count
+
+
+def test_dashes_are_drawn_where_colours_come_again():
+    axes = Figure().subplots()
+    for config, look in zip(("a", "b"), (looks(11)[0], looks(11)[10]), strict=True):
+        draw_curve(axes, ROWS, "val/loss", config, look)
+    first, eleventh = axes.lines
+    assert first.get_color() == eleventh.get_color()
+    assert (first.get_linestyle(), eleventh.get_linestyle()) == ("-", "--")

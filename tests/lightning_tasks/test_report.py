@@ -2,11 +2,9 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks.__main__ import main
@@ -17,55 +15,9 @@ from lightning_tasks.report_runs import merge_epochs, read_run
 from lightning_tasks.report_settings import differences, flatten, read_run_settings, swapped
 from lightning_tasks.robustness.table import Row, write_csv
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
+from tests.lightning_tasks.report_folders import SWAP, report, run_folder
 
 HOSTILE = "<script>alert('$x$')</script>"
-SWAP = {
-    "class_path": "lightning_tasks.callbacks.SwapAttention",
-    "init_args": {"mechanism": "rpc", "options": {"iterations": 4}, "layers": [0]},
-}
-
-
-class Texts(HTMLParser):
-    """The text of each table row, the tags, and every address that a browser would fetch."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.rows, self.tags, self.addresses, self.in_row = [], set(), [], False
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag == "tr":
-            self.rows.append("")
-            self.in_row = True
-
-    def handle_endtag(self, tag):
-        if tag == "tr":
-            self.in_row = False
-            self.rows[-1] = " ".join(self.rows[-1].split())
-
-    def handle_data(self, data):
-        if self.in_row:
-            self.rows[-1] += f" {data}"
-
-
-def run_folder(folder, seed=0, offset=0.0, **settings):
-    """A run with a curve, a monitor of two layers and a saved configuration."""
-    folder.mkdir(parents=True)
-    lines = ["epoch,step,val/loss,attention/entropy/layer_00,attention/entropy/layer_01,attention/entropy/mean"]
-    lines += [f"0,{step},{3 - step / 10 + offset},{step},{2 * step},{1.5 * step}" for step in (0, 5, 10)]
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    config = {"seed_everything": seed, "trainer": {"callbacks": [SWAP], "logger": str(folder)}, **settings}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
-
-
-def report(tmp_path, *folders):
-    output = tmp_path / "report.html"
-    main(["report", *map(str, folders), "--output", str(output)])
-    text = output.read_text()
-    return text, Texts(text)
 
 
 def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
@@ -173,6 +125,10 @@ def test_a_comparison_that_is_not_finished(tmp_path):
         ("metrics.csv", "step,loss\n0,1,2\n", "metrics.csv cannot be read"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("config.yaml", "- 1", "config.yaml holds list"),
+        ("hparams.yaml", "swapped_attention: [3]", r"hparams.yaml cannot be read.*list of mappings, got \[3\]"),
+        ("hparams.yaml", "swapped_attention: 3", "hparams.yaml cannot be read.*list of mappings, got 3"),
+        ("hparams.yaml", "swapped_attention: [{layers: [a]}]", "hparams.yaml cannot be read.*KeyError: 'mechanism'"),
+        ("config.yaml", "a: {class_path: SwapAttention, init_args: {layers: 1}}", "config.yaml cannot be read.*'int'"),
         ("robustness.csv", "a,b\n", "robustness.csv cannot be read.*columns"),
         ("results.csv", "config,seed\nrpc,0\n", "results.csv cannot be read: KeyError"),
         ("results.csv", "config,seed,step,metric,value\n", "no cell of this comparison is finished"),

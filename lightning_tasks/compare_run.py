@@ -1,0 +1,86 @@
+"""The cells of a comparison in worker processes: a device each, and an interrupt that ends them all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+from tqdm import tqdm
+
+from lightning_tasks.compare_cell import Cell, end_with_parent, last_error, run_cell
+from lightning_tasks.reason import reason
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[str | None]:
+    """What each of `jobs` workers gets as CUDA_VISIBLE_DEVICES: one of `count` devices in turn, None of no devices.
+
+    `visible` is the variable as it was given, whose names (numbers or UUIDs) are handed on.
+    """
+    names = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+    return [names[job % len(names)].strip() if names else None for job in range(jobs)]
+
+
+def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
+    """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures.
+
+    Raises:
+        KeyboardInterrupt: as it came, with the workers ended; what they were at is not finished.
+    """
+    waiting = [cell for cell in cells if not cell.is_finished()]
+    failures: list[tuple[Cell, str]] = []
+    context = get_context("spawn")
+    devices = context.SimpleQueue()
+    for device in worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE)):
+        devices.put(device)
+    others = set(multiprocessing.active_children())
+    with (
+        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=(os.getpid(), devices)) as pool,
+        tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
+    ):
+        try:
+            futures = {pool.submit(run_cell, cell): cell for cell in waiting}
+            for future in as_completed(futures):
+                cell = futures[future]
+                if (error := future.exception()) is not None:
+                    failures.append((cell, failure(cell, error)))
+                    tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
+                bar.set_postfix_str(cell.label)
+                bar.update()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
+            raise
+    return failures
+
+
+def start_worker(parent: int, devices: Any) -> None:
+    """Take the next of the `devices`, before CUDA is initialised; leave interrupts to `parent`, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; Lightning makes it the end of a fit
+    if (device := devices.get()) is not None:
+        os.environ[VISIBLE] = device
+    end_with_parent(parent)
+
+
+def failure(cell: Cell, error: BaseException) -> str:
+    """Why a cell failed, in one line, and where its log is; what only ends a process says why in the log."""
+    text = reason(error)
+    if isinstance(error, (SystemExit, BrokenProcessPool)):
+        printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
+        text = f"{last_error(printed) or 'nothing was printed'} ({text})"
+    return f"{text}; log: {cell.log}"
+
+
+def _cuda_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,113 @@
+"""What a report shows as one: runs of one configuration by seed, and the names that tell configurations apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from lightning_tasks.recipes import RecipeError
+from lightning_tasks.report_comparison import prefixed, read_comparison
+from lightning_tasks.report_runs import LOG, Read, Run, is_comparison, read_run
+from lightning_tasks.report_settings import same_but_for_the_run, saved_seed
+
+
+def read_all(folders: Sequence[Path]) -> Read:
+    """Read run folders and folders of comparisons; runs that differ in their seed alone are one configuration.
+
+    Raises:
+        RecipeError: a folder that is neither, a file in it that cannot be read, or one folder twice; it is named.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise RecipeError(f"a folder is given twice: {', '.join(map(str, folders))}")
+    compared = [folder for folder in folders if is_comparison(folder)]
+    alone, notes = group_runs([read_run(folder) for folder in folders if folder not in compared])
+    found = [read_comparison(folder) for folder in compared]
+    if len(folders) > 1:
+        found = [prefixed(read, name) for read, name in zip(found, distinct_names(compared), strict=True)]
+    runs = [*alone, *(run for read in found for run in read.runs)]
+    return Read(
+        runs,
+        [row for read in found for row in read.summary],
+        [*notes, *(note for read in found for note in read.notes), *uneven_ends(runs)],
+    )
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its own, with its parent's before it where two are the same, or else the whole path."""
+    whole = [folder.resolve() for folder in folders]
+    shortest = [[path.name for path in whole], [f"{path.parent.name}/{path.name}" for path in whole]]
+    return next((names for names in shortest if len(set(names)) == len(names)), [str(path) for path in whole])
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Runs whose settings differ in the seed and in folders alone get one name, and each the seed of its settings.
+
+    Returns:
+        The runs, one a seed, and sentences about those that are left out or do not say their seed.
+    """
+    groups: list[list[Run]] = []
+    for run in runs:
+        key = None if run.settings is None else same_but_for_the_run(run.settings)
+        for group in groups:
+            if key is not None and group[0].settings is not None and same_but_for_the_run(group[0].settings) == key:
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    names = [group[0].config for group in groups]
+    recipes = [name.rpartition("/")[0] for name in names]
+    if len(set(recipes)) == len(recipes):
+        names = recipes  # the number of a version says nothing then
+    elif len(set(names)) < len(names):
+        names = [str(group[0].folder) for group in groups]
+    seeds = [one_a_seed(name, group) for name, group in zip(names, groups, strict=True)]
+    return [run for found, _ in seeds for run in found], [note for _, notes in seeds for note in notes]
+
+
+def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The runs of a configuration with their seeds; of a seed that is there twice, the one that got furthest.
+
+    Of several that got as far it is the newest. Runs that do not say their seed count as seeds of their own.
+
+    Returns:
+        The runs under this name, and sentences about what was left out or is not known.
+    """
+    by_seed: dict[int, list[Run]] = {}
+    unknown: list[Run] = []
+    for run in group:
+        seed = saved_seed(run.settings)
+        (unknown if seed is None else by_seed.setdefault(seed, [])).append(run)
+    runs, notes = [], []
+    for seed, same in by_seed.items():
+        kept = max(same, key=lambda run: (last_step(run), (run.folder / LOG).stat().st_mtime_ns))
+        runs.append(replace(kept, config=name, seed=seed))
+        if left_out := [str(run.folder) for run in same if run is not kept]:
+            notes.append(
+                f"{name}: seed {seed} is there {len(same)} times and counts once, by {kept.folder} (the furthest, and "
+                f"of those the newest); left out: {', '.join(left_out)}"
+            )
+    free = (number for number in count() if number not in by_seed)
+    runs += [replace(run, config=name, seed=next(free)) for run in unknown]
+    if unknown and len(group) > 1:
+        notes.append(f"{name}: {len(unknown)} of its runs do not say their seed; each counts as a seed of its own")
+    return runs, notes
+
+
+def uneven_ends(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each configuration whose runs end at different steps, so that last values are no repetitions."""
+    ends: dict[str, dict[int, list[str]]] = {}
+    for run in runs:
+        ends.setdefault(run.config, {}).setdefault(last_step(run), []).append(str(run.seed))
+    return [
+        f"{config}: its runs end at different steps, and their last values are of these: "
+        + "; ".join(f"step {step} of seed {', '.join(seeds)}" for step, seeds in sorted(of_config.items()))
+        for config, of_config in ends.items()
+        if len(of_config) > 1
+    ]
+
+
+def last_step(run: Run) -> int:
+    """The last step of which something was logged, -1 where nothing was."""
+    return max((row["step"] for row in run.rows), default=-1)

@@ -1,0 +1,77 @@
+"""A report of a comparison: its cells count, and tables that were written before them do not."""
+
+import json
+
+import pytest
+
+from lightning_tasks.compare import write_results
+from lightning_tasks.compare_table import summarise, write_summary
+from tests.lightning_tasks.report_folders import report
+
+VALUES = {("plain", 0): 1.0, ("rpc", 0): 2.0, ("plain", 1): 3.0, ("rpc", 1): 4.5}
+
+
+def rows_of(values):
+    return [
+        {"config": config, "seed": seed, "step": 5, "metric": "val/loss", "value": value}
+        for (config, seed), value in values.items()
+    ]
+
+
+def comparison(folder, cells, table):
+    """Finished cells, and tables as the command wrote them when only those of `table` were finished."""
+    folder.mkdir()
+    for (config, seed), value in cells.items():
+        place = folder / "cells" / config / f"seed_{seed}"
+        place.mkdir(parents=True)
+        rows = [{"step": 5, "metric": "val/loss", "value": value}]
+        (place / "result.json").write_text(json.dumps({"config": config, "seed": seed, "rows": rows}))
+    write_results(rows_of(table), folder / "results.csv")
+    write_summary(summarise(rows_of(table), ["plain", "rpc"], ["val/loss"]), {}, folder)
+    return folder
+
+
+def test_a_comparison_that_was_extended_shows_its_cells(tmp_path):
+    pytest.importorskip("scipy")
+    folder = comparison(tmp_path / "out", VALUES, {key: value for key, value in VALUES.items() if key[1] == 0})
+    (folder / "cells" / "rpc" / "seed_2").mkdir()
+    text, found = report(tmp_path, folder)
+    assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
+    (row,) = [row for row in found.rows if row.startswith("val/loss rpc plain 2")]  # the old summary has no pairs
+    assert row.startswith("val/loss rpc plain 2 1.25 [")
+    assert "results.csv (2 cells) and summary.csv are of other cells than the 4 that are finished now" in text
+    assert "not finished: rpc/seed_2" in text
+
+
+def test_a_cell_that_was_run_anew_is_shown_and_not_the_table(tmp_path):
+    """The cells have the same names, so that nothing but their values tells."""
+    pytest.importorskip("scipy")
+    folder = comparison(tmp_path / "out", VALUES, {key: value + 7 for key, value in VALUES.items()})
+    _, found = report(tmp_path, folder)
+    assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
+
+
+def test_configurations_stand_in_the_order_of_the_table_and_seeds_by_number(tmp_path):
+    cells = {("b", 10): 1.0, ("a", 10): 2.0, ("b", 2): 3.0, ("a", 2): 4.0}
+    _, found = report(tmp_path, comparison(tmp_path / "out", cells, {**cells, ("c", 2): 5.0}))
+    assert "metric b a" in found.rows
+    runs = [row.split()[:2] for row in found.rows if str(tmp_path) in row]
+    assert runs == [["b", "2"], ["b", "10"], ["a", "2"], ["a", "10"]]
+
+
+def test_where_no_cell_is_finished_the_older_table_is_shown_and_named_so(tmp_path):
+    pytest.importorskip("scipy")
+    folder = comparison(tmp_path / "out", {}, VALUES)
+    (folder / "cells" / "rpc" / "seed_0").mkdir(parents=True)
+    text, found = report(tmp_path, folder)
+    assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
+    assert "shown is results.csv, which is older than the cells: none of them is finished" in text
+
+
+def test_without_scipy_the_old_differences_are_named_so(tmp_path, monkeypatch):
+    pytest.importorskip("scipy")
+    folder = comparison(tmp_path / "out", VALUES, VALUES)
+    monkeypatch.setitem(__import__("sys").modules, "scipy", None)
+    text, found = report(tmp_path, folder)
+    assert "the differences are those that summary.csv had, not made anew: the summary" in text
+    assert any(row.startswith("val/loss rpc plain 2 1.25 [") for row in found.rows)

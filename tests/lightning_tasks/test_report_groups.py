@@ -1,0 +1,85 @@
+"""What a report shows as one configuration, what counts as a seed, and what a wrong folder is answered."""
+
+import os
+import re
+
+import pytest
+
+from lightning_tasks.report_groups import distinct_names
+from lightning_tasks.report_runs import runs_below
+from tests.lightning_tasks.report_folders import report, run_folder
+
+
+def comparison_folder(folder, value):
+    folder.mkdir(parents=True)
+    (folder / "results.csv").write_text(f"config,seed,step,metric,value\nplain,0,5,val/loss,{value}\n")
+    return folder
+
+
+def test_two_comparisons_of_one_name_stay_two(tmp_path):
+    folders = [comparison_folder(tmp_path / where / "out", value) for where, value in (("a", 1), ("b", 2))]
+    text, found = report(tmp_path, *folders)
+    assert "2 runs of 2" in " ".join(text.split())
+    assert "val/loss 1 2" in found.rows
+    assert "metric a/out: plain b/out: plain" in found.rows
+
+
+def test_the_working_folder_has_a_name(tmp_path, monkeypatch):
+    here, other = (comparison_folder(tmp_path / name, 1) for name in ("here", "other"))
+    monkeypatch.chdir(here)
+    _, found = report(tmp_path, ".", other)
+    assert "metric here: plain other: plain" in found.rows
+
+
+def test_folders_whose_parents_have_one_name_are_told_apart_by_the_whole_path(tmp_path):
+    folders = [tmp_path / where / "b" / "out" for where in ("1", "2")]
+    assert distinct_names(folders) == [str(folder.resolve()) for folder in folders]
+
+
+def test_a_seed_that_is_there_twice_counts_once(tmp_path):
+    """The finished one, though the killed one is newer; of two finished the newer."""
+    finished, older, other = (run_folder(tmp_path / "a" / f"version_{n}", 3, n) for n in range(3))
+    killed = run_folder(tmp_path / "a" / "version_3", 3, 50)
+    second = run_folder(tmp_path / "a" / "version_4", 4, 2)
+    log = (killed / "metrics.csv").read_text().splitlines()[:-1]
+    (killed / "metrics.csv").write_text("\n".join(log) + "\n")
+    for age, folder in enumerate((killed, finished, other, older)):
+        os.utime(folder / "metrics.csv", (1e9 - age, 1e9 - age))
+    text, found = report(tmp_path, finished, older, other, killed, second)
+    assert "val/loss 3 ± 1.4 (2)" in found.rows  # 2 + 0 of seed 3 and 2 + 2 of seed 4
+    left_out = ", ".join(map(str, (older, other, killed)))
+    assert f"a: seed 3 is there 4 times and counts once, by {finished}" in text
+    assert f"left out: {left_out}" in text
+    assert [row for row in found.rows if row.startswith("a ") and "version" in row] == [
+        f"a 3 {finished}",
+        f"a 4 {second}",
+    ]
+    assert "end at different steps" not in text
+
+
+def test_runs_that_do_not_say_their_seed_are_named(tmp_path):
+    folders = [run_folder(tmp_path / "a" / f"version_{n}", seed, n) for n, seed in enumerate((None, 0, True))]
+    text, found = report(tmp_path, *folders)
+    assert "a: 2 of its runs do not say their seed; each counts as a seed of its own" in text
+    assert "val/loss 3 ± 1 (3)" in found.rows
+
+
+def test_runs_of_unlike_length_are_named(tmp_path):
+    folders = [run_folder(tmp_path / "a" / f"version_{seed}", seed) for seed in (0, 1, 2)]
+    log = folders[1] / "metrics.csv"
+    log.write_text("\n".join(log.read_text().splitlines()[:-1]) + "\n")
+    text, _ = report(tmp_path, *folders)
+    assert "a: its runs end at different steps" in text
+    assert "step 5 of seed 1; step 10 of seed 0, 2" in text
+
+
+def test_a_wrong_folder_is_answered_with_the_runs_below(tmp_path, capsys):
+    runs = [run_folder(tmp_path / "runs" / "quickstart" / "recipe" / f"version_{n}") for n in range(4)]
+    compared = comparison_folder(tmp_path / "runs" / "compared", 1)
+    with pytest.raises(SystemExit):
+        report(tmp_path, tmp_path / "runs")
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(f"below it are {compared}, {runs[0]}, {runs[1]} and others, which can be given", said)
+    assert runs_below(tmp_path, 9) == [compared, *runs]
+    assert runs_below(tmp_path, 9, depth=3) == [compared]
+    assert runs_below(tmp_path, 9, width=0) == []
