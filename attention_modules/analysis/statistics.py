@@ -253,7 +253,7 @@ def attention_sink(
             None.
 
     Returns:
-        fp32 ``[B, H]``; NaN where a head of a sample has no row that sees a key.
+        fp32 ``[B, H]``; NaN where a head of a sample has no row that sees a key, or holds NaN in a row that does.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -276,8 +276,9 @@ def attention_sink(
         mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)
         rows: Tensor = torch.zeros(k.shape[:2], device=k.device)
         for logits in attention.chunks():
-            mass = mass + logits.softmax(-1).nan_to_num(0.0).sum(-2)  # 0/0 in rows that see nothing
-            rows = rows + (logits > float("-inf")).any(-1).sum(-1)
+            empty = (logits == float("-inf")).all(-1)  # rows that see nothing, of which softmax is 0/0
+            mass = mass + logits.softmax(-1).masked_fill(empty.unsqueeze(-1), 0.0).sum(-2)
+            rows = rows + (~empty).sum(-1)
     return mass.amax(-1) / rows
 
 
