@@ -102,9 +102,11 @@ def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> 
     if first is None:
         return None
     lse, mean_key = first
+    mean_logit = attention.scale * mean_key.mul_(attention.q).sum(-1)
+    lse = lse.masked_fill(mean_logit.isnan(), torch.nan)  # of NaN some kernels give a finite one
     rows = {"lse": lse}
     if "entropy" in names:
-        rows["entropy"] = lse - attention.scale * mean_key.mul_(attention.q).sum(-1)
+        rows["entropy"] = lse - mean_logit
     del mean_key, first
     if "effective_support" in names:
         doubled = lse_and_mean_key(

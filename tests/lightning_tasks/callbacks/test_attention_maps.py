@@ -11,7 +11,7 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
 from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
-from lightning_tasks.attention_figure import patch_grid
+from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
 from tests.lightning_tasks.language_data import trainer
@@ -167,5 +167,24 @@ def test_bad_arguments(options, message):
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(options, message):
+    trained = []
+
+    class Counts(TinyLM):
+        def on_train_start(self):
+            trained.append(self)
+
     with pytest.raises(ValueError, match=message):
-        fit(TinyLM(), [AttentionMapLogger(**options)], val_loader=batches(1))
+        fit(Counts(), [AttentionMapLogger(every_n_epochs=3, **options)], val_loader=batches(1))
+    assert not trained
+
+
+def test_panels_say_what_their_colours_stand_for():
+    maps = torch.tensor([[0.1, 0.9], [0.5, 0.5]]).expand(2, 3, 2, 2)
+    figure = draw_token_maps(maps, [0, 1], ["head 0", "head 1", "head 2"], "layer")
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels[:3]] == [f"head {head}\n0.1 to 0.9" for head in range(3)]
+    assert [axes.get_xlabel() for axes in panels] == [""] * 3 + ["key"] * 3
+    assert [axes.get_ylabel() for axes in panels] == ["query", "", ""] * 2
+    over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
+    figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
+    assert [axes.get_title() for axes in figure.axes] == ["image", "rollout\n0.06 to 0.063"]
