@@ -49,8 +49,10 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
             large = interpolate(maps[sample, query][None], size=(height, width), mode="bilinear")[0]
             for head in range(heads):
                 axes[1 + head].imshow(shown)
-                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0)
-                _name(axes[1 + head], columns[head], maps[sample, query, head])
+                one = maps[sample, query, head]
+                highest = float(one.max())  # of which the enlarged map may fall short
+                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0, vmax=highest)
+                _name(axes[1 + head], columns[head], one)
     panels[0, 0].set_title("image", fontsize=8)
     return figure
 

@@ -135,7 +135,7 @@ class AttentionMapLogger(MechanismObserver):
         for index, layer in enumerate(self._chosen(pl_module)):
             if index in self._maps:
                 names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
-                title = f"{layer.name}: softmax(q kᵀ), as given to {type(layer.mechanism).__name__}"
+                title = f"{layer.name}: softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
                 figure = self._figure(self._maps[index], self._places[index], names, title)
                 save_picture(trainer, figure, f"attention_maps/{layer_label(layer)}")
         if rolled is not None:

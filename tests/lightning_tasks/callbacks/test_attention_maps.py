@@ -69,7 +69,7 @@ def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     maps, rows, columns, title = drawn[0]
     torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])
     assert (rows, columns) == ([0, TOKENS - 1], ["head 1"])
-    assert title == "net.encoder.layers.0.self_attn: softmax(q kᵀ), as given to SoftmaxAttention"
+    assert title == "net.encoder.layers.0.self_attn: softmax(q kᵀ) of the q and k given to SoftmaxAttention"
 
 
 def test_training_is_untouched_and_nothing_stays_hooked():
@@ -188,3 +188,4 @@ def test_panels_say_what_their_colours_stand_for():
     over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
     figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
     assert [axes.get_title() for axes in figure.axes] == ["image", "rollout\n0.06 to 0.063"]
+    assert figure.axes[1].images[1].get_clim() == pytest.approx((0.0, 0.063))
