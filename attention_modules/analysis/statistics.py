@@ -68,13 +68,12 @@ def _rows(mask: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(visible, bias) of a mask; the bias is None where an additive mask only hides."""
+    """(visible, bias) of a mask; the bias of a boolean one is None."""
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return attn_mask, None
     # Libraries hide a key by -inf or by the least number of the mask's own type.
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
-    bias = attn_mask.float().masked_fill(~visible, 0.0)
-    return visible, bias if bool((bias != 0).any()) or bias.requires_grad else None
+    return visible, attn_mask.float().masked_fill(~visible, 0.0)
 
 
 def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[str]) -> None:
@@ -204,6 +203,8 @@ def attention_row_sums(
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
         visible, bias = _split_mask(attn_mask)
+        if bias is not None and not bias.requires_grad and not bool((bias != 0).any()):
+            bias = None  # the mask only hides: kernels fit
         attention = _Attention(
             q.float(), k.float(), visible, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale
         )
