@@ -75,8 +75,8 @@ def map_statistics(
         if attn_mask is not None:
             part = attn_mask[..., here, :] if attn_mask.shape[-2] > 1 else attn_mask
             logits = logits.masked_fill(~part, float("-inf")) if part.dtype == torch.bool else logits + part
-        some = (logits > float("-inf")).any(-1)
-        weights = logits.softmax(-1).nan_to_num(0.0)  # 0/0 in rows that see nothing
+        some = (logits != float("-inf")).any(-1)
+        weights = logits.softmax(-1).masked_fill(~some.unsqueeze(-1), 0.0)  # 0/0 in rows that see nothing
         own = weights.gather(-1, here[:, None].expand(*weights.shape[:-1], 1)).squeeze(-1)
         for total, value in zip(totals, (torch.special.entr(weights).sum(-1), own, some), strict=True):
             total += value.sum(-1)

@@ -49,9 +49,11 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
             large = interpolate(maps[sample, query][None], size=(height, width), mode="bilinear")[0]
             for head in range(heads):
                 axes[1 + head].imshow(shown)
-                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0)
-    for axes, name in zip(panels[0], ("image", *columns), strict=True):
-        axes.set_title(name, fontsize=8)
+                one = maps[sample, query, head]
+                highest = float(one.max())  # of which the enlarged map may fall short
+                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0, vmax=highest)
+                _name(axes[1 + head], columns[head], one)
+    panels[0, 0].set_title("image", fontsize=8)
     return figure
 
 
@@ -66,21 +68,30 @@ def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], t
     """
     figure, panels = _panels(len(maps), maps.shape[1], min(1.0, maps.shape[2] / maps.shape[3] + 0.2), title)
     for axes, sample in zip(panels, maps, strict=True):
-        for panel, one in zip(axes, sample, strict=True):
+        for panel, one, name in zip(axes, sample, columns, strict=True):
             panel.imshow(one.numpy(), cmap="viridis", vmin=0.0, aspect="auto", interpolation="nearest")
+            _name(panel, name, one)
+            places = range(0, one.shape[1], max(1, one.shape[1] // 6))
+            panel.set_xticks(places, [str(place) for place in places], fontsize=6)
         step = max(1, len(rows) // 6)
         axes[0].set_yticks(range(0, len(rows), step), [str(row) for row in rows[::step]], fontsize=6)
         axes[0].set_ylabel("query", fontsize=7)
-    for axes, name in zip(panels[0], columns, strict=True):
-        axes.set_title(name, fontsize=8)
+    for panel in panels[-1]:
+        panel.set_xlabel("key", fontsize=7)
     return figure
+
+
+def _name(axes: Any, name: str, values: Tensor) -> None:
+    """A title that says what the colours, from 0 to a map's own largest value, stand for."""
+    low, high = values.aminmax()
+    axes.set_title(f"{name}\n{low:.3g} to {high:.3g}", fontsize=7)
 
 
 def _panels(rows: int, columns: int, ratio: float, title: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.2 * columns + 0.4, 2.1 * rows * ratio + 0.7), layout="constrained")
+    figure = Figure(figsize=(2.2 * columns + 0.4, (2.1 * ratio + 0.35) * rows + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=9, parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False)

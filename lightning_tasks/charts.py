@@ -25,7 +25,10 @@ def keeps_history(trainer: Any) -> bool:
 
 
 def log_histogram(trainer: Any, name: str, values: np.ndarray, step: int) -> None:
-    """Log a histogram of ``values`` at ``step``; call it on rank zero."""
+    """Log a histogram of those ``values`` that are finite, if any, at ``step``; call it on rank zero."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return
     for logger in loggers_named(trainer, "WandbLogger"):
         from wandb import Histogram
 

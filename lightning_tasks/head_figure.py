@@ -10,11 +10,12 @@ import numpy as np
 MOST_PANELS = 6
 
 
-def draw_heads(steps: Sequence[int], values: np.ndarray, label: str) -> Any:
+def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, label: str) -> Any:
     """A Matplotlib figure: a panel a step (up to six, from the first to the last), heads to the right, layers down.
 
     Args:
         steps: when it was observed.
+        layers: their numbers.
         values: ``[steps, layers, heads]``; nan stays white.
         label: what the colours, of one scale in all panels, mean.
     """
@@ -23,20 +24,21 @@ def draw_heads(steps: Sequence[int], values: np.ndarray, label: str) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_PANELS)).round().astype(int))
-    layers, heads = values.shape[1:]
+    heads = values.shape[2]
     finite = values[np.isfinite(values)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-    width, height = min(3.0, max(1.5, 0.25 * heads)), min(6.0, max(1.4, 0.25 * layers))
+    width, height = min(3.0, max(1.5, 0.25 * heads)), min(6.0, max(1.4, 0.25 * len(layers)))
     figure = Figure(figsize=(width * len(shown) + 1.4, height + 1.0), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    places = range(0, len(layers), -(-len(layers) // 8))
     for axes, place in zip(panels, shown, strict=True):
         image = axes.imshow(values[place], cmap="viridis", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
         axes.set_title(f"step {steps[place]:,}", fontsize=8)
         axes.set_xlabel("head", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.set_yticks(places, [str(layers[place]) for place in places])
     panels[0].set_ylabel("layer", fontsize=8)
     figure.colorbar(image, ax=list(panels), fraction=0.15 / len(shown), pad=0.01, aspect=15).set_label(
         label, fontsize=8

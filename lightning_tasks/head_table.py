@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 TABLE = "attention_heads.csv"
-History = tuple[list[int], np.ndarray]  # steps, and values [steps, layers, heads], nan where there is none
+# Steps, numbers of layers, and values [steps, layers, heads], nan where there is none.
+History = tuple[list[int], list[int], np.ndarray]
 
 
 def write_heads(path: Path, histories: Mapping[str, History], started: set[str]) -> None:
@@ -19,8 +20,8 @@ def write_heads(path: Path, histories: Mapping[str, History], started: set[str])
     Rows of a name that is not in ``started``, from the first step on that is written now, are of an earlier run and
     go: of one that is resumed here, or that was another. So no step is there twice.
     """
-    first = {name: min(steps) for name, (steps, _) in histories.items() if name not in started}
-    heads = max(values.shape[2] for _, values in histories.values())
+    first = {name: min(steps) for name, (steps, *_) in histories.items() if name not in started}
+    heads = max(values.shape[2] for *_, values in histories.values())
     columns = ["step", "name", "layer", *(f"head_{head:02d}" for head in range(heads))]
     if path.is_file() and first:
         _filter(path, columns, lambda row: row["name"] not in first or int(row["step"]) < first[row["name"]])
@@ -29,9 +30,9 @@ def write_heads(path: Path, histories: Mapping[str, History], started: set[str])
         writer = csv.writer(file)
         if is_new:
             writer.writerow(columns)
-        for name, (steps, values) in histories.items():
-            for step, layers in zip(steps, values, strict=True):
-                for layer, row in enumerate(layers):
+        for name, (steps, layers, values) in histories.items():
+            for step, rows in zip(steps, values, strict=True):
+                for layer, row in zip(layers, rows, strict=True):
                     writer.writerow([step, name, layer, *("" if np.isnan(one) else f"{one:.6g}" for one in row)])
 
 
@@ -66,4 +67,4 @@ def read_heads(path: Path) -> dict[str, History]:
 def _history(cells: Mapping[tuple[int, int], Sequence[float]]) -> History:
     steps, layers = sorted({step for step, _ in cells}), sorted({layer for _, layer in cells})
     missing = [float("nan")] * len(next(iter(cells.values())))
-    return steps, np.array([[cells.get((step, layer), missing) for layer in layers] for step in steps])
+    return steps, layers, np.array([[cells.get((step, layer), missing) for layer in layers] for step in steps])

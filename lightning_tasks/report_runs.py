@@ -129,10 +129,10 @@ def read_head_rows(folder: Path) -> Rows:
     if not (folder / HEADS).is_file():
         return []
     rows: Rows = []
-    for name, (steps, values) in readable(folder / HEADS, read_heads).items():
+    for name, (steps, layers, values) in readable(folder / HEADS, read_heads).items():
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int))
-        for place, layer, head in product(places, range(values.shape[1]), range(values.shape[2])):
-            if not np.isnan(value := float(values[place, layer, head])):
+        for place, (row, layer), head in product(places, enumerate(layers), range(values.shape[2])):
+            if not np.isnan(value := float(values[place, row, head])):
                 metric = f"{name}/layer_{layer:02d}/head_{head:02d}"
                 rows.append({"step": steps[place], "metric": metric, "value": value})
     return rows

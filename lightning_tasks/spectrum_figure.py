@@ -11,7 +11,7 @@ _BINS = 64
 
 
 def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> Any:
-    """A Matplotlib figure: histograms side by side, one a step, in a panel a layer.
+    """A Matplotlib figure: histograms side by side, one a step, in a panel a layer; white where nothing is finite.
 
     Args:
         steps: when the spectra were taken.
@@ -19,6 +19,7 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
         names: of the layers.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     columns = min(4, len(names))
@@ -28,20 +29,18 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat[len(names) :]:
         axes.set_visible(False)
-    for index, name in enumerate(names):
+    histograms = [_histograms([spectrum[index] for spectrum in spectra]) for index in range(len(names))]
+    # Single eigenvalues far out should be seen on the white: the colour is the square root of their share.
+    norm = PowerNorm(0.5, vmin=0.0, vmax=max(float(shares.max()) for shares, _ in histograms) or 1.0)
+    for index, (name, (shares, edges)) in enumerate(zip(names, histograms, strict=True)):
         axes = panels.flat[index]
-        of_layer = [spectrum[index] for spectrum in spectra]
-        everything = np.concatenate(of_layer)
-        edges = np.histogram_bin_edges(everything, _BINS)
-        shares = np.stack([np.histogram(values, edges)[0] / len(values) for values in of_layer], axis=1)
-        # Equal columns, whatever the distance of their steps; single eigenvalues far out should be seen on the white.
-        shown = np.where(shares > 0, shares**0.5, np.nan)
-        axes.imshow(
-            shown,
+        image = axes.imshow(  # equal columns, whatever the distance of their steps
+            np.where(shares > 0, shares, np.nan),
             origin="lower",
             aspect="auto",
             interpolation="nearest",
             cmap="viridis",
+            norm=norm,
             extent=(0, len(steps), *edges[[0, -1]]),
         )
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
@@ -50,4 +49,15 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
         axes.set_title(name, fontsize=8, parse_math=False)
     panels[0, 0].set_ylabel("eigenvalue (real part)", fontsize=8)
     panels[-1, 0].set_xlabel("step", fontsize=8)
+    bar = figure.colorbar(image, ax=panels, fraction=0.15 / columns, pad=0.01)
+    bar.set_label("share of a layer's eigenvalues in a bin\n(colour: its square root)", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     return figure
+
+
+def _histograms(spectra: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of a layer's eigenvalues in each bin ``[bins, steps]``, of what is finite, and the bins' edges."""
+    finite = [values[np.isfinite(values)] for values in spectra]
+    edges = np.histogram_bin_edges(np.concatenate(finite), _BINS)
+    shares = [np.histogram(some, edges)[0] / len(values) for some, values in zip(finite, spectra, strict=True)]
+    return np.stack(shares, axis=1), edges

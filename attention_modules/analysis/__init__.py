@@ -8,7 +8,7 @@ from attention_modules.analysis.kernel_pca import (
     kernel_pca,
     projection_loss,
 )
-from attention_modules.analysis.lipschitz import LipschitzEstimate, local_lipschitz
+from attention_modules.analysis.lipschitz import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.analysis.lipschitz_ascent import ascend_lipschitz
 from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
 from attention_modules.analysis.maps import attention_map, attention_rollout
@@ -41,6 +41,7 @@ __all__ = [
     "STATISTICS",
     "KernelPCA",
     "LipschitzEstimate",
+    "NotFiniteError",
     "NotSeparableError",
     "ProjectionLoss",
     "QKSpectrum",

@@ -33,6 +33,10 @@ class LipschitzEstimate:
     converged: Tensor
 
 
+class NotFiniteError(ValueError):
+    """An input, an output or a Jacobian holds NaN or infinite numbers: what the data did, not an argument."""
+
+
 def local_lipschitz(
     fn: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -61,8 +65,9 @@ def local_lipschitz(
 
     Raises:
         TypeError: if ``x`` or the output is no floating tensor of 32 or 64 bits.
-        ValueError: if an option is out of its limits, a shape does not fit, a number is NaN or infinite, samples are
-            mixed, or the output does not depend on ``x``.
+        NotFiniteError: (a ValueError) if a number of the input, the output or the Jacobian is NaN or infinite.
+        ValueError: if an option is out of its limits, a shape does not fit, samples are mixed, or the output does not
+            depend on ``x``.
         RuntimeError: if ``fn`` cannot be differentiated twice.
     """
     _check_options(tol, max_iter, method)
@@ -255,7 +260,7 @@ def _check_output(y: object, x: Tensor) -> None:
 def _check_finite(what: str, values: Tensor) -> None:
     bad = values.detach().flatten(1).isfinite().all(1).logical_not().nonzero().flatten().tolist()
     if bad:
-        raise ValueError(f"{what} holds NaN or infinite numbers in the samples {bad}: leave them out, or mend them")
+        raise NotFiniteError(f"{what} holds NaN or infinite numbers in the samples {bad}: leave them out, or mend them")
 
 
 def _finite(product: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def attention_map(
     scale: float | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Rows of softmax(scale · q kᵀ + mask) in fp32; zeros in rows that see nothing.
+    """Rows of softmax(scale · q kᵀ + mask) in fp32; zeros in rows that see nothing, NaN where q or k are.
 
     Args:
         q: queries ``[B, H, N, d]``.
@@ -46,7 +46,8 @@ def attention_map(
     if attn_mask is not None:
         part = attn_mask[..., rows, :] if attn_mask.shape[-2] > 1 else attn_mask
         logits = logits.masked_fill(~part, float("-inf")) if part.dtype == torch.bool else logits + part
-    return logits.softmax(-1).nan_to_num(0.0)
+    empty = (logits == float("-inf")).all(-1, keepdim=True)  # of which softmax is 0/0
+    return logits.softmax(-1).masked_fill(empty, 0.0)
 
 
 def attention_rollout(maps: Sequence[Tensor]) -> Tensor:

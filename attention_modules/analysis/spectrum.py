@@ -98,7 +98,7 @@ def trace_squared(w_q: Tensor, w_k: Tensor) -> Tensor:
 
 
 def qk_spectrum(w_q: Tensor, w_k: Tensor) -> QKSpectrum:
-    """Eigenvalues of W = W_qᵀ W_k of every head, through the d x d product.
+    """Eigenvalues of W = W_qᵀ W_k of every head, through the d x d product; NaN of heads that are not finite.
 
     Args:
         w_q: query weights ``[H, d, dim]``; biases are no part of W.
@@ -108,7 +108,10 @@ def qk_spectrum(w_q: Tensor, w_k: Tensor) -> QKSpectrum:
         ValueError: if the shapes differ or d exceeds dim.
     """
     _check(w_q, w_k)
-    return QKSpectrum(torch.linalg.eigvals(w_k @ w_q.mT), w_q.shape[-1])
+    product = w_k @ w_q.mT
+    bad = ~product.isfinite().flatten(1).all(1)  # libraries refuse these, or compute numbers without a meaning
+    eigenvalues = torch.linalg.eigvals(product.masked_fill(bad[:, None, None], 0.0))
+    return QKSpectrum(eigenvalues.masked_fill(bad[:, None], torch.nan), w_q.shape[-1])
 
 
 def qk_statistics(w_q: Tensor, w_k: Tensor, spectrum: QKSpectrum | None = None) -> dict[str, Tensor]:

@@ -68,13 +68,12 @@ def _rows(mask: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(visible, bias) of a mask; the bias is None where an additive mask only hides."""
+    """(visible, bias) of a mask; the bias of a boolean one is None."""
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return attn_mask, None
     # Libraries hide a key by -inf or by the least number of the mask's own type.
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
-    bias = attn_mask.float().masked_fill(~visible, 0.0)
-    return visible, bias if bool((bias != 0).any()) or bias.requires_grad else None
+    return visible, attn_mask.float().masked_fill(~visible, 0.0)
 
 
 def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[str]) -> None:
@@ -102,9 +101,11 @@ def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> 
     if first is None:
         return None
     lse, mean_key = first
+    mean_logit = attention.scale * mean_key.mul_(attention.q).sum(-1)
+    lse = lse.masked_fill(mean_logit.isnan(), torch.nan)  # of NaN some kernels give a finite one
     rows = {"lse": lse}
     if "entropy" in names:
-        rows["entropy"] = lse - attention.scale * mean_key.mul_(attention.q).sum(-1)
+        rows["entropy"] = lse - mean_logit
     del mean_key, first
     if "effective_support" in names:
         doubled = lse_and_mean_key(
@@ -202,6 +203,8 @@ def attention_row_sums(
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
         visible, bias = _split_mask(attn_mask)
+        if bias is not None and not bias.requires_grad and not bool((bias != 0).any()):
+            bias = None  # the mask only hides: kernels fit
         attention = _Attention(
             q.float(), k.float(), visible, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale
         )
@@ -253,7 +256,7 @@ def attention_sink(
             None.
 
     Returns:
-        fp32 ``[B, H]``; NaN where a head of a sample has no row that sees a key.
+        fp32 ``[B, H]``; NaN where a head of a sample has no row that sees a key, or holds NaN in a row that does.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -276,8 +279,9 @@ def attention_sink(
         mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)
         rows: Tensor = torch.zeros(k.shape[:2], device=k.device)
         for logits in attention.chunks():
-            mass = mass + logits.softmax(-1).nan_to_num(0.0).sum(-2)  # 0/0 in rows that see nothing
-            rows = rows + (logits > float("-inf")).any(-1).sum(-1)
+            empty = (logits == float("-inf")).all(-1)  # rows that see nothing, of which softmax is 0/0
+            mass = mass + logits.softmax(-1).masked_fill(empty.unsqueeze(-1), 0.0).sum(-2)
+            rows = rows + (~empty).sum(-1)
     return mass.amax(-1) / rows
 
 

@@ -14,9 +14,11 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
 from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.collapse import NOT_FINITE, CollapseWarnings
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.current_step import current_step
 from lightning_tasks.pictures import save_picture
 
 _ROWS_AT_ONCE = 256
@@ -27,9 +29,16 @@ class AttentionMapLogger(MechanismObserver):
 
     In a fit every n-th epoch's validation is drawn, and ``validate`` once, from its first batch (keep its order, and
     the samples stay the same): ``attention_maps_layer_00.png`` in the run's folder, which holds the newest, and
-    ``attention_maps/layer_00`` in W&B and TensorBoard, which keep all. The maps are softmax(q kᵀ) of the q and k that
-    the mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass. Images whose
-    tokens are no grid of square patches, as in windowed models, are drawn token by token, like text.
+    ``attention_maps/layer_00`` in W&B and TensorBoard, which keep all. The layer's number is its place among all
+    self-attention layers of the model, whichever are chosen. The maps are softmax(q kᵀ) of the q and k that the
+    mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass, and for one that
+    asks no map (``uniform``), one that does not take place; the title names the mechanism. Images whose tokens are no
+    grid of square patches, as in windowed models, are drawn token by token, like text. The colours of each map go from
+    0 to its largest value; the smallest and the largest are written over it.
+
+    The sanity check of a fit tries the same and draws nothing, so that queries that a layer does not have end the fit
+    before its first epoch (without a sanity check, at the first validation that is drawn). Queries or keys that are
+    NaN or infinite are warned of, once.
 
     Plain layers are observed by putting plain softmax attention into them, as
     :class:`~lightning_tasks.callbacks.AttentionMonitor` does. Fused attention stays in use: the rows that are drawn
@@ -49,8 +58,9 @@ class AttentionMapLogger(MechanismObserver):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when a trainer starts, if no layer matches, or one has too few
-            heads; when it fires, if a sample has too few tokens, or the layers' maps do not fit a rollout.
+        ValueError: if a number is out of its limits; when a trainer starts, if no layer matches, one has too few
+            heads, or the trainer has a second ``AttentionMapLogger``; when it first fires or tries, if a sample has too
+            few tokens, or the layers' maps do not fit a rollout.
     """
 
     def __init__(
@@ -79,6 +89,8 @@ class AttentionMapLogger(MechanismObserver):
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]
         self._whole: dict[int, Tensor] = {}  # for the rollout, [S, N, N]
         self._places: dict[int, list[int]] = {}  # the rows' numbers, empty for their mean
+        self._bad: dict[tuple[str, str], Tensor] = {}  # how many queries and keys of a layer are not finite
+        self._warnings = CollapseWarnings("AttentionMapLogger", [NOT_FINITE])
 
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
         for layer in self._chosen(pl_module):
@@ -93,8 +105,8 @@ class AttentionMapLogger(MechanismObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        first = batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking
-        if due and first and trainer.is_global_zero:
+        first = batch_idx == 0 and dataloader_idx == 0
+        if first and (due or trainer.sanity_checking) and trainer.is_global_zero:
             self._open(pl_module, batch)
 
     def on_validation_batch_end(
@@ -109,16 +121,25 @@ class AttentionMapLogger(MechanismObserver):
         if self._hooks is None:
             return
         try:
-            for index, layer in enumerate(self._chosen(pl_module)):
-                if index in self._maps:
-                    names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
-                    figure = self._figure(self._maps[index], self._places[index], names, layer.name)
-                    save_picture(trainer, figure, f"attention_maps/{layer_label(index)}")
-            if self.rollout and self._whole:
-                rolled, places = self._rolled()
-                save_picture(trainer, self._figure(rolled, places, ["rollout"], "rollout"), "attention_maps/rollout")
+            rolled = self._rolled() if self.rollout and self._whole else None
+            if not trainer.sanity_checking:
+                self._draw(trainer, pl_module, rolled)
         finally:
             self._close()
+
+    def _draw(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, rolled: tuple[Tensor, list[int]] | None
+    ) -> None:
+        counts = {key: float(count) for key, count in self._bad.items()}
+        self._warnings.look(counts, f"validation at step {current_step(trainer)}")
+        for index, layer in enumerate(self._chosen(pl_module)):
+            if index in self._maps:
+                names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
+                title = f"{layer.name}: softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
+                figure = self._figure(self._maps[index], self._places[index], names, title)
+                save_picture(trainer, figure, f"attention_maps/{layer_label(layer)}")
+        if rolled is not None:
+            save_picture(trainer, self._figure(*rolled, ["rollout"], "rollout"), "attention_maps/rollout")
 
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
         self._close()
@@ -134,7 +155,7 @@ class AttentionMapLogger(MechanismObserver):
     def _close(self) -> None:
         super()._close()
         self._images = None
-        self._maps, self._whole, self._places = {}, {}, {}
+        self._maps, self._whole, self._places, self._bad = {}, {}, {}, {}
 
     def _observe(
         self, index: int, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
@@ -157,6 +178,8 @@ class AttentionMapLogger(MechanismObserver):
             is_causal=kwargs.get("is_causal", False),
             scale=kwargs.get("scale"),
         )
+        bad = [(~given[samples].isfinite()).sum() for given in (query, key)]
+        self._bad[NOT_FINITE.statistic, name] = torch.stack(bad).sum()
         if self.rollout:
             self._whole[index] = compute().mean(1).cpu()
         rows = self._rows(tokens, name)

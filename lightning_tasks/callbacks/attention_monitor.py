@@ -20,12 +20,12 @@ from attention_modules.analysis import (
 )
 from attention_modules.masks import visible
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.collapse import FEWEST_KEYS, CollapseWarnings
+from lightning_tasks.callbacks.collapse import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import MechanismObserver
-from lightning_tasks.callbacks.steps import layer_label, log_now
+from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.charts import keeps_history
 from lightning_tasks.current_step import current_step
 
@@ -59,24 +59,29 @@ class AttentionMonitor(MechanismObserver):
     in W&B each name also has a chart of all its layers then, ``charts/attention/entropy``.
 
     A layer's value beyond one of these is warned of in words, each kind once: ``normalised_entropy`` below 0.02
-    (entropy collapse), ``token_similarity`` above 0.98 (rank collapse), ``sink`` above 0.3 (attention sink).
+    (entropy collapse), ``token_similarity`` above 0.98 (rank collapse), ``sink`` above 0.3 (attention sink). These
+    three are computed at every firing, whether or not they are logged. Queries or keys that are NaN or infinite are
+    warned of as well; the layer's values are then NaN.
+
+    The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
     weights the module reads). Between firings nothing is hooked. A firing (an observed step, or any batch of an
-    observed evaluation) costs about one more pass of attention for the entropy and three for all statistics, and runs
-    without ``torch.compile``. Training values under several processes are those of the first one's batch.
+    observed evaluation) costs about 1.2 more passes of attention for the entropy alone and three for all statistics,
+    and runs without ``torch.compile``. Training values under several processes are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.
-        statistics: which statistics.
+        statistics: which statistics to log.
         stages: when to observe, of ``"train"``, ``"validation"`` and ``"test"``.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a value is out of its limits; when the model is configured, if no layer matches.
+        ValueError: if a value is out of its limits; when a trainer starts, if it has a second ``AttentionMonitor``;
+            when the model is configured, if no layer matches.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class AttentionMonitor(MechanismObserver):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.statistics = _some_of("statistics", statistics, OBSERVABLES)
         self.stages = _some_of("stages", stages, get_args(Stage))
+        self._computed = tuple(dict.fromkeys((*self.statistics, *(sign.statistic for sign in SIGNS))))
         self._last_step = -1
         self._in_backward = False
         # A layer, a call: the sum over rows, and their number, [2], for BY_HEAD [2, H].
@@ -121,12 +127,13 @@ class AttentionMonitor(MechanismObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            seen = self._close()
-            values = {name: mean for name, (mean, _) in seen.items()}
-            self._warn(pl_module, values, f"training step {self._last_step}")
-            self._charts.add(trainer, self._last_step, log_now(pl_module, values))
+            means = {name: mean for name, (mean, _) in self._close().items()}
+            logged = {name: mean for name, mean in means.items() if self._is_logged(name)}
+            numbers = log_now(pl_module, logged, means)
+            self._warn(numbers, f"training step {self._last_step}")
+            self._charts.add(trainer, self._last_step, {name: numbers[name] for name in logged})
             if BY_HEAD in self.statistics:
-                self._heads.add(trainer, f"attention/{BY_HEAD}", self._last_step, self._by_head)
+                self._heads.add(trainer, f"attention/{BY_HEAD}", self._last_step, self._numbers, self._by_head)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there
@@ -198,11 +205,12 @@ class AttentionMonitor(MechanismObserver):
     def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
         if self._hooks is None:
             return
-        values = self._close()
+        seen = self._close()
         if BY_HEAD in self.statistics:
             self._evaluated = self._by_head if self._evaluated is None else self._evaluated + self._by_head
-        means = {name: mean for name, (mean, _) in values.items()}
-        self._warn(pl_module, means, f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
+        means = to_numbers({name: mean for name, (mean, _) in seen.items()})
+        self._warn(means, f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
+        values = {name: both for name, both in seen.items() if self._is_logged(name)}
         # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
         weights = torch.stack([rows for _, rows in values.values()]).tolist() if values else []
         for (name, (mean, _)), weight in zip(values.items(), weights, strict=True):
@@ -220,22 +228,25 @@ class AttentionMonitor(MechanismObserver):
         if BY_HEAD not in self.statistics:
             return
         seen, self._evaluated = self._evaluated, None
+        layers = self._chosen(pl_module)
         if seen is None:  # this process had no batch, but others may
-            num_heads = [layer.spec.num_heads for layer in self._chosen(pl_module)]
+            num_heads = [layer.spec.num_heads for layer in layers]
             seen = stack_sums([None] * len(num_heads), num_heads, pl_module.device)
         whole: Any = trainer.strategy.reduce(seen, reduce_op="sum")
-        self._heads.add(trainer, f"{prefix}attention/{BY_HEAD}", current_step(trainer), whole)
+        numbers = [layer_number(layer) for layer in layers]
+        self._heads.add(trainer, f"{prefix}attention/{BY_HEAD}", current_step(trainer), numbers, whole)
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._close()  # of a batch that was skipped before its end
         layers = self._chosen(pl_module)
         self._observed = [[] for _ in layers]
+        self._names = {layer_label(layer): layer.name for layer in layers}
+        self._numbers = [layer_number(layer) for layer in layers]
         self._num_heads, self._device = [layer.spec.num_heads for layer in layers], pl_module.device
         hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
             hooks.append((self._mechanism(layer), partial(self._observe, index)))
-            if "token_similarity" in self.statistics:
-                hooks.append((layer.module, partial(self._enter, index)))
+            hooks.append((layer.module, partial(self._enter, index)))
         self._hook(hooks)
 
     def _enter(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -257,13 +268,18 @@ class AttentionMonitor(MechanismObserver):
             "is_causal": kwargs.get("is_causal", False),
             "scale": kwargs.get("scale"),
         }
-        rows = [name for name in STATISTICS if name in self.statistics]
-        sums = attention_row_sums(query, key, **given, statistics=rows) if rows else {}
-        if "sink" in self.statistics and key.shape[2] >= FEWEST_KEYS:
-            sums["sink"] = _known(attention_sink(query, key, **given, max_rows=SINK_ROWS))
+        rows = [name for name in STATISTICS if name in self._computed]
+        sums = attention_row_sums(query, key, **given, statistics=rows)
+        bad = ~query.isfinite(), ~key.isfinite()
+        finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)
+        if key.shape[2] >= FEWEST_KEYS:
+            sums["sink"] = _known(attention_sink(query, key, **given, max_rows=SINK_ROWS), finite.unsqueeze(1))
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
-            sums["token_similarity"] = _known(token_similarity(tokens, _seen(given["attn_mask"], tokens)))
+            known = tokens.isfinite().flatten(1).all(1)
+            sums["token_similarity"] = _known(token_similarity(tokens, _seen(given["attn_mask"], tokens)), known)
+        count = torch.stack([each.sum() for each in bad]).sum().float()
+        sums[NOT_FINITE.statistic] = count, torch.ones_like(count)
         self._observed[index].append(
             {
                 name: torch.stack([each.sum(0) if name == BY_HEAD else each.sum() for each in both])
@@ -271,17 +287,17 @@ class AttentionMonitor(MechanismObserver):
             }
         )
 
-    def _warn(self, pl_module: pl.LightningModule, values: dict[str, Tensor], where: str) -> None:
-        layers = self._chosen(pl_module)
-        wanted = {
-            (sign.statistic, layer.name): values[label]
+    def _is_logged(self, name: str) -> bool:
+        return name.split("/")[1] in self.statistics
+
+    def _warn(self, means: dict[str, float], where: str) -> None:
+        seen = {
+            (sign.statistic, name): means[key]
             for sign in self._warnings.wanted
-            for index, layer in enumerate(layers)
-            if (label := f"attention/{sign.statistic}/{layer_label(index)}") in values
+            for label, name in self._names.items()
+            if (key := f"attention/{sign.statistic}/{label}") in means
         }
-        if wanted:
-            numbers = torch.stack(list(wanted.values())).tolist()  # one transfer
-            self._warnings.look(dict(zip(wanted, numbers, strict=True)), where)
+        self._warnings.look(seen, where)
 
     def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
@@ -290,14 +306,14 @@ class AttentionMonitor(MechanismObserver):
         super()._close()
         self._in_backward = False
         values: dict[str, tuple[Tensor, Tensor]] = {}
-        for name in self.statistics:
+        for name in self._computed:
             seen = [[call[name] for call in calls if name in call] for calls in self._observed]
             by_layer = [torch.stack(calls).sum(0) if calls else None for calls in seen]
             if name == BY_HEAD:
                 self._by_head = stack_sums(by_layer, self._num_heads, self._device)
             sums = {
-                layer_label(index): each.sum(-1) if name == BY_HEAD else each
-                for index, each in enumerate(by_layer)
+                label: each.sum(-1) if name == BY_HEAD else each
+                for label, each in zip(self._names, by_layer, strict=True)
                 if each is not None
             }
             if sums:
@@ -309,9 +325,10 @@ class AttentionMonitor(MechanismObserver):
         return values
 
 
-def _known(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The values with 0 for NaN, and which they were."""
-    return values.nan_to_num(0.0), ~values.isnan()
+def _known(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, and which there are: NaN of what is finite says that there is none, and becomes 0."""
+    none = values.isnan() & finite
+    return values.masked_fill(none, 0.0), ~none
 
 
 def _seen(attn_mask: Tensor | None, tokens: Tensor) -> Tensor | None:

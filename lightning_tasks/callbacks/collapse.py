@@ -22,6 +22,15 @@ class Sign:
         return value < self.threshold if self.below else value > self.threshold
 
 
+# How many numbers are NaN or infinite; what is computed of them is NaN, which no other sign shows.
+NOT_FINITE = Sign(
+    "non_finite",
+    0.0,
+    False,
+    "activations are not finite: queries, keys or values hold NaN or infinite numbers, and what is logged or drawn of "
+    "the layer is NaN; a learning rate too high, half precision that overflows and broken inputs are the usual causes",
+)
+
 # Of attention. The threshold of sinks is that of Gu et al. (ICLR 2025); the others are our choice, far from what
 # healthy layers have.
 SIGNS = (
@@ -46,6 +55,7 @@ SIGNS = (
         "attention sink: one key takes so much of the attention of all rows, often a token that says nothing; "
         "statistics of attention then tell of it more than of the others",
     ),
+    NOT_FINITE,
 )
 FEWEST_KEYS = 16  # a key among fewer may well take 0.3
 
@@ -66,6 +76,13 @@ SPECTRUM_SIGNS = (
         "all rows attend alike, whatever their tokens: W_qᵀ W_k is next to nothing, and attention only averages, which "
         "drives tokens to rank collapse; look at weight decay or penalties on W_q and W_k, and at initialisation",
     ),
+    Sign(
+        "non_finite",
+        0.0,
+        False,
+        "weights are not finite: W_q or W_k hold NaN or infinite numbers, so that the statistics of their heads are "
+        "NaN, and histograms and pictures leave their eigenvalues out; a learning rate too high is the usual cause",
+    ),
 )
 
 # Of Principal Attention Pursuit's last pass, after rpc_diagnostics.
@@ -84,6 +101,7 @@ PURSUIT_SIGNS = (
         "S took nearly all of the keys, which are too large for its threshold: what is left of them for attention is "
         "clipped, so that rows attend almost alike; a larger lam or smaller keys leave it sparse",
     ),
+    NOT_FINITE,
 )
 IDLE_PURSUIT = Sign(
     "sparsity",

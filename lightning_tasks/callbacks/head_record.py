@@ -27,15 +27,17 @@ class HeadRecord:
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, int, Tensor]] = []
+        self._layers: list[int] = []  # their numbers
         self._started: set[str] = set()  # names that this run of a trainer has written
 
     def restart(self) -> None:
         """For another run of a trainer."""
         self._pending, self._started = [], set()
 
-    def add(self, trainer: Any, name: str, step: int, sums: Tensor) -> None:
-        """Keep sums over rows and their numbers, ``[2, layers, H]``."""
+    def add(self, trainer: Any, name: str, step: int, layers: Sequence[int], sums: Tensor) -> None:
+        """Keep sums over rows and their numbers, ``[2, layers, H]``, of layers (always the same) by number."""
         if trainer.is_global_zero and trainer.loggers:
+            self._layers = list(layers)
             self._pending.append((name, step, sums))
 
     def write(self, trainer: Any) -> None:
@@ -49,7 +51,7 @@ class HeadRecord:
         histories: dict[str, History] = {}
         for name in dict.fromkeys(name for name, *_ in pending):
             places = [place for place, (other, *_) in enumerate(pending) if other == name]
-            histories[name] = [pending[place][1] for place in places], means[places]
+            histories[name] = [pending[place][1] for place in places], self._layers, means[places]
         write_heads(folder / TABLE, histories, self._started)
         self._started |= histories.keys()
 
@@ -59,6 +61,6 @@ class HeadRecord:
         folder = run_folder(trainer)
         if not self._started or folder is None:
             return
-        for name, (steps, values) in read_heads(folder / TABLE).items():
+        for name, (steps, layers, values) in read_heads(folder / TABLE).items():
             if name in self._started:
-                save_picture(trainer, draw_heads(steps, values, f"{name} {unit}"), f"{name}_heads")
+                save_picture(trainer, draw_heads(steps, layers, values, f"{name} {unit}"), f"{name}_heads")

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from attention_modules.analysis import LipschitzEstimate, local_lipschitz
+from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.layer_charts import LayerCharts
@@ -26,8 +26,13 @@ class LipschitzMonitor(LayerObserver):
 
     ``val/lipschitz/layer_00`` is the mean over the samples of ‖D_x layer‖₂ (projections, mechanism and output, at the
     layer's own input, with its own mask), ``val/lipschitz_residual/layer_00`` the largest relative residual of any of
-    them; what has not converged is an estimate from below, and warned of once a layer. Definitions:
+    them; what has not converged is an estimate from below, and warned of once a layer. Where a layer's input, output
+    or Jacobian holds NaN or infinite numbers, that is warned of once, and nothing logged of it. The layer's number is
+    its place among all self-attention layers of the model, whichever are chosen. Definitions:
     :func:`attention_modules.analysis.local_lipschitz`.
+
+    The sanity check of a fit tries one iteration of each layer and logs nothing, so that a layer of which this cannot
+    be taken ends the fit before its first epoch (without a sanity check, at the first validation).
 
     A firing costs some ``3 * max_iter`` backward passes of each layer alone at most, in float32 (float64 where the
     input is), on ``num_samples`` samples of ``max_tokens`` tokens, with plain attention maps, and holds
@@ -45,8 +50,9 @@ class LipschitzMonitor(LayerObserver):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when a fit or validation starts, if no layer matches; when it
-            fires, if a layer's input is not finite or no sequence of tokens.
+        ValueError: if a number is out of its limits; when a fit or validation starts, if no layer matches, or the
+            trainer has a second ``LipschitzMonitor``; when it first fires or tries, if a layer's input is no sequence
+            of tokens, or it is no function of it alone, sample by sample.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class LipschitzMonitor(LayerObserver):
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter
         self._validations = 0
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._calls: dict[int, LayerCall] = {}
         self._charts = LayerCharts()
 
@@ -90,10 +96,10 @@ class LipschitzMonitor(LayerObserver):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx or dataloader_idx or trainer.sanity_checking:
+        if batch_idx or dataloader_idx:
             return
-        self._validations += 1
-        if self._fires():
+        self._validations += not trainer.sanity_checking
+        if trainer.sanity_checking or self._fires():
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
@@ -101,10 +107,18 @@ class LipschitzMonitor(LayerObserver):
             return
         calls = self._close()
         for index, layer in enumerate(self._chosen(pl_module)):
-            if index in calls:
-                self._log(pl_module, layer_label(index), self._estimate(layer, calls.pop(index)))
-            else:
-                self._warn(layer.name, "it was not called on its own in the first batch, and is not logged")
+            if index not in calls:
+                self._warn(layer.name, "uncalled", "it was not called on its own in the first batch, and is not logged")
+                continue
+            found = self._estimate(layer, calls.pop(index), 1 if trainer.sanity_checking else self.max_iter)
+            # What one process logs all must: they wait for each other's values.
+            everywhere = trainer.strategy.reduce_boolean_decision(found is not None, all=True)
+            if found is None or not everywhere:
+                text = "its input, output or Jacobian holds NaN or infinite numbers (here or in another process)"
+                self._warn(layer.name, "finite", f"{text}, and nothing is logged of it")
+            elif not trainer.sanity_checking:
+                self._log(pl_module, layer_label(layer), found)
+                self._look(layer.name, found)
 
     def _fires(self) -> bool:
         return (self._validations - 1) % self.every_n_validations == 0
@@ -131,25 +145,30 @@ class LipschitzMonitor(LayerObserver):
                 raise ValueError(f"LipschitzMonitor on {layer.name!r}: {error}; leave it out with exclude") from error
             self._calls[index] = call
 
-    def _estimate(self, layer: AttentionLayer, call: LayerCall) -> LipschitzEstimate:
+    def _estimate(self, layer: AttentionLayer, call: LayerCall, max_iter: int) -> LipschitzEstimate | None:
+        """None where something is not finite."""
         try:
             with eager():
-                found = local_lipschitz(call, call.x, tol=self.tol, max_iter=self.max_iter)
+                return local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter)
+        except NotFiniteError:
+            return None
         except (RuntimeError, TypeError, ValueError) as error:
             cut = f" (its first {call.x.shape[1]} of {call.tokens} tokens)" if call.x.shape[1] < call.tokens else ""
             raise type(error)(f"LipschitzMonitor on {layer.name!r}{cut}: {error}") from error
+
+    def _look(self, name: str, found: LipschitzEstimate) -> None:
         short = int((~found.converged).sum())
         if short:
             self._warn(
-                layer.name,
+                name,
+                "converged",
                 f"{short} of {len(found.value)} samples have not converged after {found.iterations} iterations: the "
                 "value is an estimate from below (see val/lipschitz_residual); raise max_iter or tol",
             )
-        return found
 
-    def _warn(self, name: str, text: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+    def _warn(self, name: str, kind: str, text: str) -> None:
+        if (name, kind) not in self._warned:
+            self._warned.add((name, kind))
             rank_zero_warn(f"LipschitzMonitor on {name!r}: {text}")
 
     def _log(self, pl_module: pl.LightningModule, label: str, found: LipschitzEstimate) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from attention_modules import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.swap import swap_attention
+from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
 from lightning_tasks.callbacks.limits import check_layers
@@ -29,13 +30,16 @@ class LayerObserver(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``layers`` are no integers.
+        ValueError: if ``layers`` are no integers; when a trainer starts, if it has a second such callback.
     """
 
     def __init__(self, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
         super().__init__()
         self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._hooks: ExitStack | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_alone(trainer, self)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()
@@ -65,6 +69,7 @@ class MechanismObserver(LayerObserver):
     """Hooks mechanisms; plain layers get plain softmax attention, which changes no output, when a trainer starts."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         after_configure_model(pl_module, self, self._make_observable)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

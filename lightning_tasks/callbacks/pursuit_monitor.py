@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
+from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, PURSUIT_SIGNS, CollapseWarnings
+from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, NOT_FINITE, PURSUIT_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
-from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.callbacks.steps import layer_label, to_numbers
 from lightning_tasks.current_step import current_step
 
 
@@ -25,13 +26,15 @@ class PursuitMonitor(LayerObserver):
     """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
 
     Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
-    means over samples and heads; the layer's number counts the chosen RPC layers. Definitions, and what saturation
-    looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs about two more runs of the layer on
-    ``num_samples`` samples, its maps some rows at a time.
+    means over samples and heads; the layer's number is its place among all self-attention layers of the model,
+    whichever are chosen or have RPC. Definitions, and what saturation looks like:
+    :func:`attention_modules.rpc_diagnostics`. A firing costs about two more runs of the layer on ``num_samples``
+    samples, its maps some rows at a time.
 
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
     iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
-    every pass of its last validation (S does nothing; not where ``lam`` is inf, which asks for it).
+    every pass of its last validation (S does nothing; not where ``lam`` is inf, which asks for it). Keys or values that
+    are NaN or infinite are warned of as well; the layer's values are then NaN.
 
     Args:
         num_samples: how many of the batch's samples are looked at, at least 1.
@@ -41,7 +44,7 @@ class PursuitMonitor(LayerObserver):
 
     Raises:
         ValueError: if ``num_samples`` is no integer of at least 1; when a fit, validation or test starts, if no chosen
-            layer has RPC attention.
+            layer has RPC attention, or the trainer has a second ``PursuitMonitor``.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PursuitMonitor(LayerObserver):
         self.num_samples = check_integer("num_samples", num_samples, 1)
         self._seen: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}  # of a layer
+        self._bad: dict[str, Tensor] = {}  # how many numbers that enter a layer are not finite
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
@@ -93,10 +97,10 @@ class PursuitMonitor(LayerObserver):
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
         self._log(pl_module, "test/")
 
-    def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[str, RPCAttention]]:
-        """Names and mechanisms of the chosen layers with RPC attention."""
+    def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[AttentionLayer, RPCAttention]]:
+        """The chosen layers with RPC attention, and their mechanisms."""
         chosen = self._chosen(pl_module)
-        pursuing = [(layer.name, layer.mechanism) for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
+        pursuing = [(layer, layer.mechanism) for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
         if not pursuing:
             raise ValueError(
                 "PursuitMonitor found no layer with RPC attention among "
@@ -106,8 +110,7 @@ class PursuitMonitor(LayerObserver):
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._hook(
-            (mechanism, partial(self._observe, layer_label(index)))
-            for index, (_, mechanism) in enumerate(self._pursuing(pl_module))
+            (mechanism, partial(self._observe, layer_label(layer))) for layer, mechanism in self._pursuing(pl_module)
         )
 
     def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -128,15 +131,19 @@ class PursuitMonitor(LayerObserver):
             is_causal=kwargs.get("is_causal", False),
             scale=kwargs.get("scale"),
         )
+        bad = torch.stack([(~given[some].isfinite()).sum() for given in (k, v)]).sum()
+        self._bad[label] = bad.float()
         for name, values in passes.items():
-            for number, value in enumerate(values.nanmean((1, 2)), start=1):
+            # Samples and heads without a row that sees something are left out; what is not finite is not.
+            means = values.nanmean((1, 2)).masked_fill(bad > 0, torch.nan)
+            for number, value in enumerate(means, start=1):
                 self._seen[f"pursuit/{name}/{label}/pass_{number}"] = value
 
     def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
-        seen, tokens = self._seen, self._tokens
+        seen, tokens, bad = self._seen, self._tokens, self._bad
         self._close()
         if seen:
-            numbers = dict(zip(seen, torch.stack(list(seen.values())).tolist(), strict=True))  # one transfer
+            numbers = to_numbers({**seen, **bad})
             self._look(pl_module, numbers, tokens, prefix)
         for name, value in seen.items():
             pl_module.log(prefix + name, value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
@@ -144,16 +151,17 @@ class PursuitMonitor(LayerObserver):
     def _look(
         self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
     ) -> None:
-        """Warn of saturation and a full S; keep what tells an idle one."""
+        """Warn of saturation, a full S and what is not finite; keep what tells an idle one."""
         shown: dict[tuple[str, str], float] = {}
-        for index, (name, mechanism) in enumerate(self._pursuing(pl_module)):
-            label = layer_label(index)
+        for layer, mechanism in self._pursuing(pl_module):
+            label, name = layer_label(layer), layer.name
             if label not in tokens:
                 continue
             last = f"{label}/pass_{mechanism.iterations}"
             if tokens[label] >= FEWEST_KEYS:
                 shown["self_probability", name] = numbers[f"pursuit/self_probability/{last}"]
             shown["sparsity", name] = numbers[f"pursuit/sparsity/{last}"]
+            shown[NOT_FINITE.statistic, name] = numbers[label]
             if prefix == "val/" and mechanism.lam != math.inf:
                 passes = range(1, mechanism.iterations + 1)
                 self._sparsity[name] = max(numbers[f"pursuit/sparsity/{label}/pass_{number}"] for number in passes)
@@ -162,4 +170,4 @@ class PursuitMonitor(LayerObserver):
 
     def _close(self) -> None:
         super()._close()
-        self._seen, self._tokens = {}, {}
+        self._seen, self._tokens, self._bad = {}, {}, {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from attention_modules.hosts import attention_layers
+from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where, whole
 from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
@@ -42,7 +43,10 @@ class SpectrumMonitor(Callback):
     The standard deviation of the logits that such weights give tokens of mean 0 and variance 1 that have nothing in
     common is sqrt(scale / head_dim), with a layer's ``scale`` as it is logged. Above 50 (entropy collapse in sight) and
     below 0.001 (all rows attend alike) it is warned of in words, each once; not of layers whose logits are no such
-    products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing.
+    products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing. Weights that
+    are NaN or infinite are warned of, too, and their heads' eigenvalues left out of histograms and the picture.
+
+    The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
     Args:
         every_n_steps: optimizer steps from one record to the next.
@@ -52,7 +56,8 @@ class SpectrumMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches.
+        ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches, or the
+            trainer has a second ``SpectrumMonitor``.
     """
 
     def __init__(
@@ -69,9 +74,13 @@ class SpectrumMonitor(Callback):
         self.where, self.layers, self.exclude = where, check_layers(layers), exclude
         self._last_step = -1
         self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
+        self._bad: dict[str, int] = {}  # how many weights of a layer were not finite when it was observed
         self._stride = 1  # records from one that is kept to the next
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("SpectrumMonitor", SPECTRUM_SIGNS)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_alone(trainer, self)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attention_layers(pl_module, self.where, self.layers, self.exclude)  # refused here, before anything is written
@@ -111,39 +120,42 @@ class SpectrumMonitor(Callback):
 
     def _warn(self, pl_module: pl.LightningModule, logged: dict[str, float], step: int) -> None:
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
-        scales = [logged[f"qk_spectrum/scale/{layer_label(index)}"] for index in range(len(layers))]
-        deviations = {
+        scales = [logged[f"qk_spectrum/scale/{layer_label(layer)}"] for layer in layers]
+        seen = {
             ("logit_deviation", layer.name): (scale / layer.spec.head_dim) ** 0.5
             for layer, scale in zip(layers, scales, strict=True)
             if layer.spectrum_caveat is None
         }
-        self._warnings.look(deviations, f"training step {step}")
+        seen |= {("non_finite", name): float(count) for name, count in self._bad.items()}
+        self._warnings.look(seen, f"training step {step}")
 
-    def _keep(self, trainer: pl.Trainer, step: int, spectra: list[np.ndarray]) -> None:
+    def _keep(self, trainer: pl.Trainer, step: int, spectra: dict[str, np.ndarray]) -> None:
         """Log histograms where that is possible, else keep the spectra for the picture."""
         if keeps_history(trainer):
-            for index, values in enumerate(spectra):
-                log_histogram(trainer, f"qk_spectrum/eigenvalues/{layer_label(index)}", values, step)
+            for label, values in spectra.items():
+                log_histogram(trainer, f"qk_spectrum/eigenvalues/{label}", values, step)
         elif trainer.loggers:
-            self._spectra[step] = spectra
+            self._spectra[step] = list(spectra.values())
             self._stride *= 1 + (len(self._spectra) > MOST_SPECTRA)
             every = self._stride * self.every_n_steps
             self._spectra = {kept: each for kept, each in self._spectra.items() if kept % every == 0}
 
     @torch.no_grad()
-    def _observe(self, pl_module: pl.LightningModule) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+    def _observe(self, pl_module: pl.LightningModule) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
         """What is logged, and the real parts of the eigenvalues of each layer."""
-        spectra: list[np.ndarray] = []
+        spectra: dict[str, np.ndarray] = {}
+        self._bad = {}
         values: dict[str, Tensor] = {}
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
-        for index, layer in enumerate(attention_layers(pl_module, self.where, self.layers, self.exclude)):
+        for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
             w_q, w_k = (whole(weight).double().cpu() for weight in layer.qk_weights())
             spectrum = qk_spectrum(w_q, w_k)
-            spectra.append(spectrum.eigenvalues.real.flatten().numpy())
+            spectra[layer_label(layer)] = spectrum.eigenvalues.real.flatten().numpy()
+            self._bad[layer.name] = sum(int((~weight.isfinite()).sum()) for weight in (w_q, w_k))
             statistics = qk_statistics(w_q, w_k, spectrum)
             for name in STATISTICS:
-                label = f"qk_spectrum/{name}/{layer_label(index)}"
+                label = f"qk_spectrum/{name}/{layer_label(layer)}"
                 by_layer[name].append(_over_heads(name, statistics[name]))
                 values[label] = by_layer[name][-1]
                 if self.heads:

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from attention_modules.hosts import AttentionLayer
 from lightning_tasks.current_step import current_step
 
 
-def layer_label(index: int) -> str:
-    """Name of the n-th chosen layer in logged metrics."""
-    return f"layer_{index:02d}"
+def layer_number(layer: AttentionLayer) -> int:
+    """The layer's place among all self-attention layers of its model, in module order, whichever are chosen."""
+    return cast(int, layer.spec.layer_index)  # which attention_layers() gives each
 
 
-def log_now(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Log scalars at the current training step, whether or not ``log_every_n_steps`` falls on it; return them.
+def layer_label(layer: AttentionLayer) -> str:
+    """Name of the layer in logged metrics and files, the same in every monitor."""
+    return f"layer_{layer_number(layer):02d}"
+
+
+def to_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Scalars brought over from the device, in one transfer."""
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) if values else {}
+
+
+def log_now(
+    pl_module: pl.LightningModule, values: Mapping[str, Tensor], beside: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Log scalars at the current training step, whether or not ``log_every_n_steps`` falls on it.
 
     ``self.log`` alone would write them with the next step that the trainer logs, under that step's number.
+
+    Args:
+        pl_module: the module that trains.
+        values: what is logged, by name.
+        beside: what comes over with it, in the same transfer, and is not logged.
+
+    Returns:
+        All of both.
     """
     for name, value in values.items():
         pl_module.log(name, value, on_step=True, on_epoch=False, logger=False)
-    if not values:
-        return {}
-    scalars = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))  # one transfer
-    for logger in pl_module.trainer.loggers:
-        logger.log_metrics(scalars, step=current_step(pl_module.trainer))
-    return scalars
+    numbers = to_numbers({**values, **(beside or {})})
+    if values:
+        for logger in pl_module.trainer.loggers:
+            logger.log_metrics({name: numbers[name] for name in values}, step=current_step(pl_module.trainer))
+    return numbers

@@ -56,6 +56,13 @@ def test_rows_that_see_nothing_are_left_out():
     assert torch.allclose(found["entropy"], torch.zeros(4, 2, 3, dtype=torch.float64))
 
 
+def test_nan_stays_nan():
+    k, v = torch.randn(2, 1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
+    k[..., 2, :] = torch.nan
+    found = rpc_diagnostics(k, v, iterations=1, is_causal=True)  # the first two rows do not see it
+    assert all(found[name].isnan().all() for name in ("residual", "entropy", "self_probability"))
+
+
 def test_the_iteration_saturates():
     """At n = 6 a token attends to itself, though almost nothing is sparse in pass 1."""
     k, v = torch.randn(2, 1, 3, 197, 64).unbind(0)

@@ -66,7 +66,7 @@ def test_monitors_write_once_what_all_processes_saw(runs):
     pictures = {path.name for path in folder.glob("*.png")}
     heads = {f"{stage}attention_entropy_heads.png" for stage in ("", "val_")}
     assert pictures == {"attention_maps_layer_00.png", "qk_spectrum_eigenvalues.png"} | heads
-    steps, values = read_heads(folder / "attention_heads.csv")["val/attention/entropy"]
+    steps, _, values = read_heads(folder / "attention_heads.csv")["val/attention/entropy"]
     with (folder / "metrics.csv").open() as file:
         rows = {int(row["step"]): row["val/attention/entropy/layer_00"] for row in csv.DictReader(file)}
     logged = {step: float(text) for step, text in rows.items() if text}

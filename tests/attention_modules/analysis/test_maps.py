@@ -30,6 +30,17 @@ def test_rows_of_the_map(masked, is_causal):
     torch.testing.assert_close(attention_map(q, k, **arguments, rows=some), expected[:, :, some])
 
 
+def test_nan_stays_nan_and_rows_that_see_nothing_are_zeros():
+    q, k = torch.randn(2, 1, 1, 4, 3, generator=torch.Generator().manual_seed(0))
+    q[..., 1, :] = torch.nan
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    seen[2] = False
+    found = attention_map(q, k, attn_mask=seen)[0, 0]
+    assert found[1].isnan().all()
+    assert (found[2] == 0).all()
+    assert found[[0, 3]].sum(-1).tolist() == pytest.approx([1.0, 1.0])
+
+
 def test_rollout_follows_the_tokens_through_the_layers():
     swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
     first = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])  # both tokens look at the first

@@ -55,6 +55,17 @@ def test_trace_variance_may_be_negative_where_the_variance_is_not():
     assert found["variance"].item() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_head_that_is_not_finite_is_nan_and_the_others_are_not(bad):
+    w_q, w_k = weights()
+    expected = qk_spectrum(w_q, w_k).eigenvalues
+    spoilt = w_q.clone()
+    spoilt[0, 0, 0] = bad
+    found = qk_spectrum(spoilt, w_k).eigenvalues
+    assert found[0].isnan().all()
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
 def test_differentiable_parts():
     w_q, w_k = weights()
     for function in (frobenius_squared, trace, trace_squared):

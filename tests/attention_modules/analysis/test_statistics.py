@@ -205,6 +205,23 @@ def test_sink_from_uniform_to_one_key():
     assert attention_sink(torch.ones(1, 1, 10, 4), k).item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_stays_nan(is_causal):
+    q, k = torch.randn(2, 1, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+    q[:, 0, 5:] = torch.nan
+    for name, values in attention_statistics(q, k, is_causal=is_causal).items():
+        assert values.isnan().tolist() == [[True, False]], name
+
+
+def test_nan_in_some_rows_is_no_sink():
+    q, k = torch.randn(2, 1, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+    q[:, 0, 5:] = torch.nan
+    seen = torch.ones(10, 10, dtype=torch.bool)
+    seen[5:] = False  # rows that see nothing stay out, whatever they hold
+    assert attention_sink(q, k).isnan().tolist() == [[True, False]]
+    torch.testing.assert_close(attention_sink(q, k, attn_mask=seen), attention_sink(q[:, :, :5], k))
+
+
 def test_token_similarity_is_the_mean_of_all_pairs():
     torch.manual_seed(0)
     x, valid = torch.randn(3, 6, 5), torch.rand(3, 6) > 0.3

@@ -11,7 +11,7 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
 from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
-from lightning_tasks.attention_figure import patch_grid
+from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
 from tests.lightning_tasks.language_data import trainer
@@ -68,7 +68,8 @@ def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     tokens = next(iter(batches(2)))[0]
     maps, rows, columns, title = drawn[0]
     torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])
-    assert (rows, columns, title) == ([0, TOKENS - 1], ["head 1"], "net.encoder.layers.0.self_attn")
+    assert (rows, columns) == ([0, TOKENS - 1], ["head 1"])
+    assert title == "net.encoder.layers.0.self_attn: softmax(q kᵀ) of the q and k given to SoftmaxAttention"
 
 
 def test_training_is_untouched_and_nothing_stays_hooked():
@@ -91,8 +92,8 @@ def test_only_the_first_batch_is_hooked():
             return super().validation_step(batch, batch_idx)
 
     fit(Records(), [AttentionMapLogger(every_n_epochs=2, layers=[1])], val_loader=batches(2), max_epochs=2)
-    # The sanity check, the first epoch, the second.
-    assert [sum(one) for one in hooks] == [0, 0, 0, 0, 1, 0]
+    # The sanity check, which tries it, the first epoch, the second.
+    assert [sum(one) for one in hooks] == [1, 0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("queries", [None, [0, 3]])
@@ -166,5 +167,25 @@ def test_bad_arguments(options, message):
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(options, message):
+    trained = []
+
+    class Counts(TinyLM):
+        def on_train_start(self):
+            trained.append(self)
+
     with pytest.raises(ValueError, match=message):
-        fit(TinyLM(), [AttentionMapLogger(**options)], val_loader=batches(1))
+        fit(Counts(), [AttentionMapLogger(every_n_epochs=3, **options)], val_loader=batches(1))
+    assert not trained
+
+
+def test_panels_say_what_their_colours_stand_for():
+    maps = torch.tensor([[0.1, 0.9], [0.5, 0.5]]).expand(2, 3, 2, 2)
+    figure = draw_token_maps(maps, [0, 1], ["head 0", "head 1", "head 2"], "layer")
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels[:3]] == [f"head {head}\n0.1 to 0.9" for head in range(3)]
+    assert [axes.get_xlabel() for axes in panels] == [""] * 3 + ["key"] * 3
+    assert [axes.get_ylabel() for axes in panels] == ["query", "", ""] * 2
+    over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
+    figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
+    assert [axes.get_title() for axes in figure.axes] == ["image", "rollout\n0.06 to 0.063"]
+    assert figure.axes[1].images[1].get_clim() == pytest.approx((0.0, 0.063))

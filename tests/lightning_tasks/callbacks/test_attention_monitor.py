@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics, token_similarity
 from attention_modules.mechanism import AttentionMechanism
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.callbacks.attention_monitor import OBSERVABLES
 from tests.lightning_tasks.callbacks import modules
 from tests.lightning_tasks.callbacks.modules import (
     DIM,
@@ -326,12 +327,30 @@ def test_collapse_is_warned_of_once_in_words(spoil, words, recwarn):
         tokens[:, 3] = 12  # the largest product with every query
     tokens[:, 0] = 0
     loader = DataLoader([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], batch_size=None)
-    monitor = AttentionMonitor(every_n_steps=1, layers=[0])
-    fit(Long(spoil), [monitor], loader, loader, max_epochs=2, max_steps=-1)
+    monitor = AttentionMonitor(every_n_steps=1, layers=[0], statistics=["effective_support"])
+    metrics = fit(Long(spoil), [monitor], loader, loader, max_epochs=2, max_steps=-1).callback_metrics
+    logged = {name.removeprefix("val/").split("/")[1] for name in metrics if "attention" in name}
+    assert logged == {"effective_support"}  # what warnings need is not logged with it
     said = collapse_warnings(recwarn)
     assert len(said) == (words is not None) + (spoil == "entropy"), said  # a collapsed row is a sink here, too
     if words is not None:
         assert any(re.search(words, one) for one in said), said
+
+
+@pytest.mark.parametrize("statistics", [["entropy"], OBSERVABLES])
+def test_a_training_step_brings_numbers_over_once(statistics, monkeypatch):
+    counts, calls = [], []
+    bring = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda values: calls.append(values.shape) or bring(values))
+
+    class Counting(AttentionMonitor):
+        def on_train_batch_end(self, *args):
+            before = len(calls)
+            super().on_train_batch_end(*args)
+            counts.append(len(calls) - before)
+
+    fit(TinyLM(), [Counting(every_n_steps=1, statistics=statistics)], batches(2))
+    assert counts == [1, 1]
 
 
 def test_sinks_are_not_looked_for_among_few_keys():

@@ -66,11 +66,11 @@ def expected_entropy():
 def test_heads_in_the_table(run):
     found = read_heads(run / "csv/version_0" / TABLE)
     assert list(found) == ["attention/entropy", "val/attention/entropy"]
-    steps, values = found["val/attention/entropy"]
+    steps, _, values = found["val/attention/entropy"]
     assert steps == [1, 3, 5]  # as Lightning logs what it validated at the end of an epoch
     assert values.shape == (3, 2, HEADS)
     np.testing.assert_allclose(values[0, 0], expected_entropy(), rtol=1e-4)
-    steps, values = found["attention/entropy"]
+    steps, _, values = found["attention/entropy"]
     assert steps == list(range(EPOCHS * STEPS))
     with (run / "csv/version_0/metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["attention/entropy/layer_01"]]
@@ -121,7 +121,7 @@ def test_charts_and_histograms_in_wandb(run):
     ]
     assert table["data"][0][2] == pytest.approx(expected_entropy().mean(), rel=1e-4)
     lipschitz = last_table(run, history, "charts/val/lipschitz")["data"]
-    assert [row[:2] for row in lipschitz] == [[1, "layer_00"], [5, "layer_00"]]  # only where it was measured
+    assert [row[:2] for row in lipschitz] == [[1, "layer_01"], [5, "layer_01"]]  # only where it was measured
     spectra = [row for row in history if "qk_spectrum/eigenvalues/layer_01/values" in row]
     assert [row["trainer/global_step"] for row in spectra] == [0, 2, 4]
     w_q, w_k, _ = TinyLM().net["encoder"].layers[1].self_attn.in_proj_weight.detach().double().chunk(3)
@@ -145,7 +145,7 @@ def fit_here(folder, checkpoint=None, **options):
         **options,
     )
     trainer.fit(TinyLM(), batches(3), batches(1), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-    return trainer, {name: steps for name, (steps, _) in read_heads(folder / TABLE).items()}
+    return trainer, {name: steps for name, (steps, *_) in read_heads(folder / TABLE).items()}
 
 
 def test_a_resumed_run_doubles_no_step_in_the_table(tmp_path):
@@ -162,10 +162,10 @@ def test_a_resumed_run_doubles_no_step_in_the_table(tmp_path):
 
 
 def test_a_table_of_another_model_is_replaced(tmp_path):
-    write_heads(tmp_path / TABLE, {"old": ([0, 1], np.ones((2, 1, 3)))}, set())
-    write_heads(tmp_path / TABLE, {"new": ([5], np.array([[[0.5, np.nan]]]))}, set())
-    steps, values = read_heads(tmp_path / TABLE)["new"]
-    assert (list(read_heads(tmp_path / TABLE)), steps) == (["new"], [5])
+    write_heads(tmp_path / TABLE, {"old": ([0, 1], [0], np.ones((2, 1, 3)))}, set())
+    write_heads(tmp_path / TABLE, {"new": ([5], [3], np.array([[[0.5, np.nan]]]))}, set())
+    steps, layers, values = read_heads(tmp_path / TABLE)["new"]
+    assert (list(read_heads(tmp_path / TABLE)), steps, layers) == (["new"], [5], [3])
     np.testing.assert_array_equal(values, [[[0.5, np.nan]]])
 
 

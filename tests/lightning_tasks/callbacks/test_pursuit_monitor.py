@@ -54,12 +54,12 @@ def test_it_logs_the_diagnostics_of_the_first_samples(tmp_path, num_samples, pad
     assert len([name for name in metrics if "pursuit" in name]) == 16
     for name, values in expected.items():
         for number, value in enumerate(values.mean((1, 2)), start=1):
-            torch.testing.assert_close(metrics[f"val/pursuit/{name}/layer_00/pass_{number}"], value)
+            torch.testing.assert_close(metrics[f"val/pursuit/{name}/layer_01/pass_{number}"], value)
 
 
 def test_it_watches_the_test_and_leaves_no_hook(tmp_path):
     module = Tokens()
-    assert "test/pursuit/entropy/layer_00/pass_4" in evaluate(module, tmp_path, "test")
+    assert "test/pursuit/entropy/layer_01/pass_4" in evaluate(module, tmp_path, "test")
     assert not any(part._forward_pre_hooks for part in module.modules())
 
 
@@ -67,7 +67,7 @@ def test_it_sees_through_compiled_code(tmp_path):
     module = Tokens()
     module.attention.compile(backend="aot_eager")
     module.attention(tokens()[1])
-    assert "val/pursuit/entropy/layer_00/pass_4" in evaluate(module, tmp_path)
+    assert "val/pursuit/entropy/layer_01/pass_4" in evaluate(module, tmp_path)
 
 
 def test_no_layer_to_watch_is_an_error(tmp_path):

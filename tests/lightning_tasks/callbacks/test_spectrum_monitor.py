@@ -3,6 +3,7 @@
 import csv
 import re
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -11,6 +12,7 @@ from PIL import Image
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from lightning_tasks.callbacks import SpectrumMonitor
 from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS
+from lightning_tasks.charts import log_histogram
 from lightning_tasks.spectrum_figure import draw_spectra
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
 from tests.lightning_tasks.logged_files import tensorboard_events
@@ -53,8 +55,8 @@ def test_can_be_monitored_by_other_callbacks():
 
 def test_chosen_layers_only():
     trainer = fit(TinyLM(), [SpectrumMonitor(every_n_steps=1, layers=[1])])
-    assert "qk_spectrum/scale/layer_00" in trainer.callback_metrics
-    assert "qk_spectrum/scale/layer_01" not in trainer.callback_metrics
+    assert "qk_spectrum/scale/layer_01" in trainer.callback_metrics
+    assert "qk_spectrum/scale/layer_00" not in trainer.callback_metrics
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
@@ -139,9 +141,53 @@ def test_a_scale_that_ends_attention_is_warned_of_once_in_words(factor, words, r
     assert words is None or re.search(f"SpectrumMonitor, training step 0: {words}", said[0]), said
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_said_once_and_end_no_run(tmp_path, bad, recwarn):
+    module = TinyLM(lr=0.0)
+    with torch.no_grad():
+        module.net["encoder"].layers[0].self_attn.in_proj_weight[0, 0] = bad
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(module, [SpectrumMonitor(every_n_steps=1)], logger=logger)
+    said = [str(one.message) for one in recwarn if "weights are not finite" in str(one.message)]
+    assert len(said) == 1
+    assert re.search(r"non_finite above 0 in net\.encoder\.layers\.0\.self_attn \(1\); said once", said[0])
+    assert (tmp_path / "qk_spectrum_eigenvalues.png").is_file()
+
+
+def test_histograms_leave_out_what_is_not_finite():
+    logged = []
+
+    class TensorBoardLogger:
+        class experiment:
+            @staticmethod
+            def add_histogram(name, values, step):
+                logged.append((name, values.tolist(), step))
+
+    class Trainer:
+        loggers = (TensorBoardLogger(),)
+
+    log_histogram(Trainer, "some", np.array([1.0, np.nan, 2.0, np.inf]), 3)
+    log_histogram(Trainer, "none", np.array([np.nan, -np.inf]), 3)
+    assert logged == [("some", [1.0, 2.0], 3)]
+
+
+def test_the_picture_of_spectra_has_one_scale_that_is_written():
+    spread, narrow, bad = np.linspace(-1, 1, 64), np.full(64, 0.5), np.full(64, np.nan)
+    figure = draw_spectra([0, 5], [[spread, bad], [narrow, bad]], ["first", "second"])
+    first, second, bar = figure.axes
+    assert [axes.get_title() for axes in (first, second)] == ["first", "second"]
+    assert "colour: its square root" in bar.get_ylabel()
+    shown = first.images[0].get_array()
+    assert shown[:, 0].max() == pytest.approx(1 / 64)
+    assert shown[:, 1].max() == 1.0
+    assert first.images[0].norm is second.images[0].norm
+    assert (first.images[0].norm.vmin, first.images[0].norm.vmax) == (0.0, 1.0)
+    assert second.images[0].get_array().mask.all()  # white, not an error
+
+
 def test_the_threshold_of_the_scale_is_that_of_collapsed_entropy():
     """Logits of the documented deviation have a normalised entropy of about AttentionMonitor's 0.02."""
-    (sign,) = (sign for sign in SPECTRUM_SIGNS if not sign.below)
+    (sign,) = (sign for sign in SPECTRUM_SIGNS if sign.statistic == "logit_deviation" and not sign.below)
     generator = torch.Generator().manual_seed(0)
     for keys in (64, 1024):
         logits = sign.threshold * torch.randn(2048, keys, generator=generator)
