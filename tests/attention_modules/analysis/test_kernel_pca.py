@@ -1,7 +1,7 @@
 """Kernel PCA of keys and the measures of the reproduction study, against formulas written out token by token."""
 
 import math
-from itertools import permutations
+from itertools import permutations, product
 from statistics import median
 
 import numpy as np
@@ -74,9 +74,11 @@ def test_predicted_values_as_the_equations_stand():
 
 
 def test_long_keys_do_not_overflow():
-    found = kernel_pca(30 * draw(1, 1, 9, 4))
+    k = 1200**0.5 * torch.nn.functional.normalize(draw(1, 1, 9, 4), dim=-1)  # logits of 600: g gᵀ would overflow
+    found = kernel_pca(k)
     assert found.values.isfinite().all()
-    assert all(each.isfinite().all() for each in gamma_constancy(30 * draw(1, 1, 9, 4), draw(1, 1, 9, 4)).values())
+    assert (found.values != 0).any(-1).all()
+    assert all(each.isfinite().all() for each in gamma_constancy(k, draw(1, 1, 9, 4)).values())
 
 
 def naive_cka(one, other, kernel):
@@ -100,6 +102,9 @@ def test_measures_of_likeness_token_by_token():
         assert found["direct_cosine"][b, 0].item() == pytest.approx(cosine.diagonal().mean().item(), abs=1e-6)
         best = max(sum(cosine[i, j].item() for i, j in enumerate(order)) / 5 for order in permutations(range(5)))
         assert found["matched_cosine"][b, 0].item() == pytest.approx(best, abs=1e-6)
+        flipped = [other * other.new_tensor(signs) for signs in product((-1, 1), repeat=3)]
+        signed = max(torch.cosine_similarity(one, each, dim=-1).mean().item() for each in flipped)
+        assert found["signed_cosine"][b, 0].item() == pytest.approx(signed, abs=1e-6)
         linear = naive_cka(one, other, lambda a, b, _: float(a @ b))
         assert found["linear_cka"][b, 0].item() == pytest.approx(linear.item(), abs=1e-6)
         assert found["rbf_cka"][b, 0].item() == pytest.approx(naive_cka(one, other, gaussian).item(), abs=1e-6)
@@ -147,13 +152,32 @@ def test_gamma_pair_by_pair_and_what_its_absolute_form_cannot_tell():
     assert random["gamma_relative"] > 0.5
 
 
+def one_long_key():
+    k = draw(1, 1, 9, 4)
+    k[0, 0, 3] *= 100
+    return k
+
+
+def test_an_integer_mask_is_refused():
+    with pytest.raises(TypeError, match="attn_mask must be boolean"):
+        projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.ones(4, 4, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: kernel_pca(draw(1, 1, 4, 4)), "4 tokens have at most 3 principal components, 4 are needed"),
         (lambda: kernel_pca(draw(1, 4, 4)), r"k must be \[B, H, N, d\]"),
         (lambda: kernel_pca(torch.full((1, 1, 4, 2), torch.nan)), "k holds NaN"),
-        (lambda: kernel_pca(100 * draw(1, 1, 9, 4)), "below what float64 holds: the keys are too long"),
+        (lambda: kernel_pca(100 * draw(1, 1, 9, 4)), "below what float64 holds: a key is too long"),
+        (lambda: kernel_pca(one_long_key()), "below what float64 holds"),
+        (lambda: gamma_constancy(one_long_key(), draw(1, 1, 9, 4)), "below what float64 holds"),
+        (lambda: kernel_pca(torch.ones(1, 1, 9, 4)), "all alike: they have no principal component"),
+        (lambda: kernel_pca(draw(1, 1, 9, 4), components=0), "components must be an integer of at least 1, got 0"),
+        (lambda: kernel_pca(draw(1, 1, 9, 4), scale=math.nan), "scale must be a finite number, got nan"),
+        (lambda: projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.ones(3, 4) > 0), "does not broadcast"),
+        (lambda: projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.full((4, 4), math.nan)), "attn_mask holds NaN"),
+        (lambda: projection_loss(draw(1, 1, 4, 2), draw(1, 1, 4, 3), draw(1, 1, 4, 2)), "q and k must be alike"),
         (lambda: projection_loss(draw(1, 1, 4, 2), draw(1, 1, 5, 2), draw(1, 1, 4, 2)), "N of q"),
         (lambda: compare_values(draw(1, 1, 4, 2), draw(1, 1, 4, 3)), "must be alike"),
         (lambda: gamma_constancy(draw(1, 1, 1, 2), draw(1, 1, 1, 2)), "at least 2 tokens"),

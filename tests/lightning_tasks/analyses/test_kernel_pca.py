@@ -2,7 +2,9 @@
 
 import csv
 import re
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def analyze(output, *arguments):
 def test_rows_of_a_text_model(bert, texts, tmp_path, capsys):
     given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
     rows = analyze(tmp_path, *given)
-    assert len(rows) == 2 * 2 * 2 * 2  # layers, heads, samples, and the control
+    assert len(rows) == 2 * 2 * 2 * 3  # layers, heads, samples, and the two controls
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "summary.md").read_text()
     assert (tmp_path / "kernel_pca.png").stat().st_size > 10_000
@@ -58,15 +60,57 @@ def test_causal_layers_have_a_projection_loss_and_no_predicted_values(texts, tmp
     rows = analyze(tmp_path, "--model", tmp_path / "gpt2", "--random", *given)
     assert len(rows) == 4
     assert all(row["matched_cosine"] == "nan" and float(row["absolute_loss"]) > 0 for row in rows)
-    assert "Causal or masked, so that V̂ is not defined: h.0.attn." in (tmp_path / "summary.md").read_text()
+    assert (
+        "Causal, masked or with a position bias, so that V̂ is not defined: h.0.attn."
+        in (tmp_path / "summary.md").read_text()
+    )
 
 
 def test_vision_models(texts, tmp_path):
     rows = analyze(
         tmp_path, "--model", "test_vit", "--random", "--data", "cifar10", "--root", texts, "--samples", 1, "--layers", 0
     )
-    assert {row["values"] for row in rows} == {"layer", "control"}
+    assert {row["values"] for row in rows} == {"layer", "random values", "random linear map"}
     assert all(0 <= float(row["linear_cka"]) <= 1 for row in rows)
+
+
+def test_values_that_are_a_random_linear_map_are_like_that_control(bert, texts, tmp_path):
+    rows = analyze(
+        tmp_path,
+        "--model",
+        bert,
+        "--random",
+        "--tokenizer",
+        bert,
+        "--data",
+        "gutenberg",
+        "--root",
+        texts,
+        "--length",
+        20,
+    )
+
+    def mean(kind):
+        return np.mean([float(row["eigen_residual"]) for row in rows if row["values"] == kind])
+
+    assert abs(mean("layer") - mean("random linear map")) < 0.5 * abs(mean("layer") - mean("random values"))
+
+
+def test_a_layer_that_fails_leaves_the_others(bert, texts, tmp_path, capsys):
+    model = BertModel.from_pretrained(bert)
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.fill_(torch.nan)
+    shutil.copytree(bert, tmp_path / "nan")
+    model.save_pretrained(tmp_path / "nan")
+    given = ["--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path / "out", "--model", tmp_path / "nan", *given)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "layer 'encoder.layer.1.attention.self': q holds NaN" in said
+    assert "results of 1 of 2 layers are in" in said
+    assert "Not measured: layer 'encoder.layer.1" in (tmp_path / "out" / "summary.md").read_text()
+    with (tmp_path / "out" / "kernel_pca.csv").open() as file:
+        assert {row["layer"] for row in csv.DictReader(file)} == {"encoder.layer.0.attention.self"}
 
 
 @pytest.mark.parametrize(
