@@ -41,7 +41,7 @@ the runs behind docs/results/smoothness.md (MINILM: the folder `model` of the pa
     attnswap analyze lipschitz --model MINILM --data $data --layers 0,2,5 --output OUT/minilm-$data
   done
   attnswap analyze lipschitz --model MINILM --data gutenberg --layers 0,2,5 --lengths 4,8,16,32,64,100 \\
-    --adversarial 30 --output OUT/minilm-adversarial
+    --adversarial 300 --output OUT/minilm-adversarial-300
 """
 
 
