@@ -314,8 +314,13 @@ def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp
     variants = {"free": None, "held": {"trainer.callbacks+": hold}}
     path.write_text(yaml.safe_dump({"base": str(demo), "variants": variants}))
     command = ["compare", str(path), "--seeds", "0:2", "--output", str(output), "--jobs", str(jobs)]
+    # A shell's background jobs, as these tests may be one, ignore SIGINT, and so would what they start.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lightning_tasks.__main__ import main; main(sys.argv[1:])"
+    )
     first = subprocess.Popen(
-        [sys.executable, "-m", "lightning_tasks", *command],
+        [sys.executable, "-c", code, *command],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
