@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
@@ -118,7 +119,7 @@ def _measure(
             ) from error
         advance(1)
         radius = x.norm(dim=2).amax(1)
-        relative = found.residual / found.value.clamp(min=1e-30)
+        relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
         columns = (found.value, relative, found.converged, radius)
         return [
             Row(layer.name, kind, length, sequence, value, residual, converged, found.iterations, norm)
@@ -193,8 +194,8 @@ def _check(options: Any) -> None:
     for name, least in (("sequences", 1), ("adversarial", 0), ("max_iter", 1)):
         if getattr(options, name) < least:
             raise RecipeError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
-    if not options.tol > 0:
-        raise RecipeError(f"--tol must be above 0, got {options.tol}")
+    if not 0 < options.tol < 1:
+        raise RecipeError(f"--tol must be above 0 and below 1, got {options.tol}")
 
 
 def _run(subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path) -> list[Row]:

@@ -111,6 +111,13 @@ def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkey
     assert [row["value"] for row in again] == [row["value"] for row in rows]
 
 
+def test_a_linear_layer_keeps_its_input_under_ascent(tmp_path, tiny):
+    layer = ["--layers", "encoder.layer.0.intermediate.dense"]
+    rows = analyze(tmp_path, *tiny, *layer, "--lengths", "4", "--adversarial", "2")
+    text, adversarial = ([row["value"] for row in rows if row["input"] == kind] for kind in ("text", "adversarial"))
+    assert text == adversarial
+
+
 def test_adversarial_inputs_are_less_smooth_and_have_the_norms_of_the_text(tmp_path, tiny):
     rows = analyze(tmp_path, *tiny, "--layers", "0", "--lengths", "4,8", "--adversarial", "12", "--max-iter", "100")
     text, adversarial = ([row for row in rows if row["input"] == kind] for kind in ("text", "adversarial"))
@@ -177,6 +184,8 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
         (["--lengths", "0,2"], "lengths of at least 1"),
         (["--sequences", "0"], "--sequences must be at least 1, got 0"),
         (["--tol", "0"], "--tol must be above 0"),
+        (["--tol", "inf"], "--tol must be above 0 and below 1, got inf"),
+        (["--tol", "nan"], "--tol must be above 0 and below 1, got nan"),
         (["--sequences", "99"], "has 640 tokens, and 99 sequences of 8 .* need 792"),
         (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
         (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
