@@ -25,7 +25,8 @@ class Row:
         layer: name of the layer.
         input: "text", "pictures" or "adversarial".
         length: n, tokens.
-        sequence: its number; a shorter sequence is the beginning of the longer one of this number.
+        sequence: its number; a shorter sequence is the beginning of the longer one of this number, and all windows of
+            a picture have the picture's.
         value: the largest singular value, from below.
         residual: relative to the value.
         converged: whether the residual is within the tolerance.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch.func import jacrev
 
@@ -19,6 +20,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
 from lightning_tasks.analyses.lipschitz_fit import fit_slope
+from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.recipes import RecipeError
 
 TWIN = Path(__file__).resolve().parents[2] / "conf" / "max_margin" / "cifar10_vit_base.yaml"
@@ -160,7 +162,7 @@ def test_causal_models_random_weights_and_modules_by_name(texts, tmp_path):
     assert "BPE trained on it" in (tmp_path / "by_index" / "summary.md").read_text()
 
 
-def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tmp_path, tiny, capsys):
+def test_what_fails_is_named_and_all_else_is_measured(bert, texts, tmp_path, tiny, capsys):
     model = BertModel.from_pretrained(bert)
     with torch.no_grad():
         model.embeddings.position_embeddings.weight[6] = torch.nan
@@ -170,10 +172,80 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
         analyze(tmp_path / "out", *tiny, "--model", tmp_path / "nan")
     said = capsys.readouterr().err
     assert "layer 'encoder.layer.0.attention.self' at 8 tokens: x holds NaN or infinite numbers" in said
-    assert f"the 12 rows before it are kept in {tmp_path / 'out'}" in said
-    assert "leave out the layer (--layers) or the length (--lengths)" in said
+    assert f"; 12 rows are kept in {tmp_path / 'out'}" in said
+    assert "give other layers (--layers) or lengths (--lengths), or the same command to try these again" in said
     assert {row["length"] for row in table(tmp_path / "out")} == {"2", "4"}
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_failing_layer_stops_no_other_and_is_tried_again(tmp_path, tiny, monkeypatch, capsys):
+    real, failing, calls = lipschitz.local_lipschitz, [True], []
+
+    def sometimes(call, x, **options):
+        calls.append(options["max_iter"])
+        if failing and x.shape[1] == 4 and calls.count(50) == 3:  # layer 0 at the second length
+            raise RuntimeError("no such number")
+        return real(call, x, **options)
+
+    monkeypatch.setattr(lipschitz, "local_lipschitz", sometimes)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *tiny)
+    captured = capsys.readouterr()
+    said = "ot measured: layer 'encoder.layer.0.attention.self' at 4 tokens: no such number"
+    assert f"n{said}; give other" in captured.err
+    assert f"N{said}." in captured.out
+    assert captured.out == (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "lipschitz.png").is_file()
+    rows = table(tmp_path)
+    assert len(rows) == 5 * 3
+    assert ("encoder.layer.0.attention.self", "4") not in {(row["layer"], row["length"]) for row in rows}
+    failing.clear()
+    calls.clear()
+    assert len(analyze(tmp_path, *tiny)) == 6 * 3
+    assert calls.count(50) == 1
+    assert "ot measured" not in (tmp_path / "summary.md").read_text()
+
+
+SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1,), "num_heads": (2,), "num_classes": 0}
+
+
+def swin(monkeypatch):
+    """A Swin of one layer: 8 x 8 patches in four windows."""
+    model = timm.models.swin_transformer.SwinTransformer(patch_size=4, **SWIN).eval().requires_grad_(False)
+    monkeypatch.setattr(lipschitz, "load_subject", lambda *_: Subject(model, model, 32, None))
+
+
+def test_windows_have_the_number_of_their_picture(texts, tmp_path, monkeypatch):
+    swin(monkeypatch)
+    few = ["--model", "swin", "--random", "--data", "cifar10", "--root", texts, "--sequences", 2]
+    rows = analyze(tmp_path, *few, "--lengths", "16")
+    assert [row["sequence"] for row in rows] == ["0"] * 4 + ["1"] * 4
+    alone = analyze(tmp_path / "one", *few[:-1], "1", "--lengths", "16")
+    assert [float(row["value"]) for row in alone] == pytest.approx([float(row["value"]) for row in rows[:4]], rel=1e-3)
+
+
+def test_a_layer_of_a_fixed_number_of_tokens_is_named_with_it(texts, tmp_path, monkeypatch, capsys):
+    swin(monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, "--model", "swin", "--data", "cifar10", "--root", texts, "--sequences", 2, "--lengths", "4,8")
+    said = capsys.readouterr().err
+    assert "layer 'layers.0.blocks.0.attn' at 4, 8 tokens: WindowAttention works with the 16 tokens" in said
+    assert "as its position bias, rope or windows fix their number" in said
+
+
+def test_samples_that_belong_to_no_sequence_are_refused(tmp_path, tiny, monkeypatch, capsys):
+    real = lipschitz.layer_calls
+
+    def fewer(*args):
+        calls = real(*args)
+        for call in calls:
+            call.x = call.x[:2]
+        return calls
+
+    monkeypatch.setattr(lipschitz, "layer_calls", fewer)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *tiny)
+    assert "its input has 2 samples for 3 sequences" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
