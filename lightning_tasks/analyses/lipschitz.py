@@ -27,6 +27,7 @@ from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
 from lightning_tasks.layer_call import LayerCall
+from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
@@ -221,10 +222,7 @@ def main(arguments: Sequence[str]) -> None:
     layers = choose_layers(subject.model, options.layers)
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    make_output_folder(options.output)
     rows, failures = _run(subject, layers, settings, options.output)
     head = _head(options, subject, layers, inputs.described)
     if not failures:

@@ -69,7 +69,7 @@ class RowStore(Generic[R]):
     def __init__(self, path: Path, row: type[R]) -> None:
         self.path = path
         self._done: dict[str, list[R]] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)

@@ -206,6 +206,22 @@ def test_a_failing_layer_stops_no_other_and_is_tried_again(tmp_path, tiny, monke
     assert "ot measured" not in (tmp_path / "summary.md").read_text()
 
 
+def test_kept_rows_that_are_no_text_are_measured_again(tmp_path, tiny):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\x00\x81\n{}\n")
+    with pytest.warns(UserWarning, match="line 1, is cut short or of another version"):
+        assert len(analyze(tmp_path, *tiny, "--lengths", "2")) == 6
+
+
+@pytest.mark.parametrize(
+    ("sequences", "said"),
+    [(1, "one sequence only: the slopes have no interval"), (2, "intervals rest on 2 clusters"), (5, None)],
+)
+def test_few_sequences_are_said(sequences, said, tmp_path, tiny, capsys):
+    analyze(tmp_path, *tiny, "--lengths", "2,4", "--layers", "0", "--sequences", sequences)
+    summary = capsys.readouterr().out
+    assert said in summary if said else "only" not in summary
+
+
 SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1,), "num_heads": (2,), "num_classes": 0}
 
 
@@ -261,13 +277,16 @@ def test_samples_that_belong_to_no_sequence_are_refused(tmp_path, tiny, monkeypa
         (["--sequences", "99"], "has 640 tokens, and 99 sequences of 8 .* need 792"),
         (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
         (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
+        (["--layers", ","], "--layers ',' has an empty part: give numbers"),
+        (["--output", "{empty}/gutenberg/carroll-alice.txt/sub"], "carroll-alice.txt is a file; give a folder"),
+        (["--output", "{empty}/gutenberg/carroll-alice.txt"], "carroll-alice.txt is a file; give a folder"),
         (["--layers", "decoder.*"], "'decoder.*' matches no module"),
         (["--layers", "embeddings"], "layer 'embeddings': its input must be .batch, tokens, features."),
         (["--layers", "pooler"], "layer 'pooler'.*fn must return .batch, tokens, features."),
         (["--model", "test_resnet", "--random", "--data", "cifar10"], "the model has no attention layer"),
         (["--tokenizer", "{empty}"], "no tokenizer could be loaded from .*: give --tokenizer bpe"),
         (["--model", "gone.ckpt"], "gone.ckpt: no such file"),
-        (["--root", "{empty}"], "the text of gutenberg is empty"),
+        (["--root", "{empty}"], "the training part of the text of gutenberg is empty, or has no whole line"),
         (["--model", "{empty}"], "could not be loaded. Give a folder with config.json and weights"),
     ],
 )
