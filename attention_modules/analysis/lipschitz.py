@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Method = Literal["golub-kahan", "power"]
 _DTYPES = (torch.float32, torch.float64)
-_LEAST_STEPS = 8
+LEAST_STEPS = 8  # before a sample is said to have converged
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Li
         u_small, singular, _ = torch.linalg.svd(small[:, : step + 1, : step + 1])
         value = singular[:, 0].to(beta)
         residual = beta * u_small[:, step, 0].abs().to(beta)
-        settled = (beta == 0) | (step + 1 >= min(_LEAST_STEPS, size))
+        settled = (beta == 0) | (step + 1 >= min(LEAST_STEPS, size))
         converged = settled & _within(residual, value, tol)
         if bool(converged.all()):
             break
@@ -186,7 +186,7 @@ def _power(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Lipschit
         w = jacobian.transposed_times(u)
         residual = norms(w - value.unsqueeze(1) * v)
         # A residual that grows is a larger singular value that comes up.
-        settled = (residual <= rounding * value) | ((residual <= before) & (iterations >= _LEAST_STEPS))
+        settled = (residual <= rounding * value) | ((residual <= before) & (iterations >= LEAST_STEPS))
         converged = settled & _within(residual, value, tol)
         if bool(converged.all()):
             break

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+from attention_modules.analysis.lipschitz import LEAST_STEPS
 from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
@@ -249,7 +250,7 @@ def _run(
     """All rows, and what failed; the rows that there are when the run is killed are in the table."""
     failures: list[Failure] = []
     planned = measurements(subject, layers, settings, failures)
-    identity = fingerprint(subject.model, [settings.tol, settings.max_iter])
+    identity = fingerprint(subject.model, [settings.tol, settings.max_iter, LEAST_STEPS])
     store = RowStore(output / ROWS, Row)
     todo = any(store.rows(measurement_key(identity, each.what)) is None for each in planned)
     seconds = seconds_a_token(subject, layers, settings) if todo else 0.0

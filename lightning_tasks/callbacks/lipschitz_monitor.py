@@ -39,7 +39,7 @@ class LipschitzMonitor(LayerObserver):
         max_tokens: longer sequences are cut to their first tokens, their masks too; None for whole sequences, as
             layers with a position bias or windows need them.
         tol: relative residual at which a sample has converged.
-        max_iter: the most iterations.
+        max_iter: the most iterations; with fewer than 8 hardly any sample is said to have converged.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
