@@ -1,6 +1,6 @@
 """Local Lipschitz constants: ours against power iteration a sequence at a time, as published.
 
-    python -m benchmarks.lipschitz [--threads 1] [--repeats 3] [--tol 1e-3]
+    python -m benchmarks.lipschitz [--threads 1] [--repeats 3] [--tol 1e-3] [--print_only]
 
 The published procedure repeats ``torch.autograd.functional`` products: jvp, then vjp, each of which runs the layer
 again. Both stop at the same relative residual, or after ``--max_iter`` iterations, in which case the ratio is a lower
@@ -89,9 +89,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--max_iter", type=int, default=200)
+    parser.add_argument("--print_only", action="store_true", help="write no file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows = [measure(case, options.repeats, options.tol, options.max_iter) for case in CASES]
+    if options.print_only:
+        print(*rows, sep="\n")
+        return
     command = (
         f"python -m benchmarks.lipschitz --threads {options.threads} --repeats {options.repeats} "
         f"--tol {options.tol:g} --max_iter {options.max_iter}"

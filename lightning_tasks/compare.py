@@ -20,6 +20,7 @@ from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_run import run_cells
 from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
+from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 
@@ -290,10 +291,7 @@ def main(arguments: Sequence[str]) -> None:
     cells = plan_cells(variants, parse_seeds(options.seeds), options.output, [f"--{item}" for item in options.set])
     metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
     check_cells(cell for cell in cells if not cell.is_finished())
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    make_output_folder(options.output)
     names = [variant.name for variant in variants]
     try:
         failures = run_cells(cells, options.jobs)

@@ -109,7 +109,15 @@ class LayerCall:
         }
         args = tuple(inner if value is _HOLE else value for value in self.args)
         kwargs = {name: inner if value is _HOLE else value for name, value in self.kwargs.items()}
-        out = torch.func.functional_call(self.module, state, args, kwargs)
+        try:
+            out = torch.func.functional_call(self.module, state, args, kwargs)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if x.shape[1] == self.tokens:
+                raise
+            raise ValueError(
+                f"{type(self.module).__name__} works with the {self.tokens} tokens that the model gives it, not with "
+                f"{x.shape[1]}, as its position bias, rope or windows fix their number ({error})"
+            ) from error
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out if _batch_first(self.module) else out.transpose(0, 1)
 

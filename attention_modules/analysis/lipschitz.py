@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Method = Literal["golub-kahan", "power"]
 _DTYPES = (torch.float32, torch.float64)
+LEAST_STEPS = 8  # before a sample is said to have converged
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class LipschitzEstimate:
         iterations: products with J and with Jᵀ, as many of each.
         residual: ‖Jᵀu - value·v‖ for the estimate's unit vectors u = Jv/‖Jv‖ and v, ``[B]``: some singular value of J
             lies within it of ``value``.
-        converged: whether ``residual`` came to ``tol * value``, ``[B]``.
+        converged: whether ``residual`` came to ``tol * value``, ``[B]``, after 8 iterations at least or all that there
+            are: at the first ones a singular value that lies above a cluster of others does not show in it.
     """
 
     value: Tensor
@@ -58,19 +62,21 @@ def local_lipschitz(
             by itself. Mixed samples are looked for with one product; mixing within the even or the odd samples alone
             is not seen.
         x: ``[B, n, d]``, float32 or float64.
-        tol: relative residual at which a sample has converged.
-        max_iter: the most iterations, each a product with J and one with Jᵀ.
+        tol: relative residual at which a sample has converged, between 0 and 1.
+        max_iter: the most iterations, each a product with J and one with Jᵀ; below 8, a sample has converged only
+            where its space is exhausted before.
         generator: draws the starting vectors; None for fixed ones. The global random state is not touched.
         method: ``"golub-kahan"`` or ``"power"``.
 
     Raises:
-        TypeError: if ``x`` or the output is no floating tensor of 32 or 64 bits.
+        TypeError: if ``x`` or the output is no floating tensor of 32 or 64 bits, or an option of another type.
         NotFiniteError: (a ValueError) if a number of the input, the output or the Jacobian is NaN or infinite.
         ValueError: if an option is out of its limits, a shape does not fit, samples are mixed, or the output does not
             depend on ``x``.
         RuntimeError: if ``fn`` cannot be differentiated twice.
     """
     _check_options(tol, max_iter, method)
+    check_generator(generator)
     check_input(x)
     with twice_differentiable(x.device):
         jacobian = Jacobian(fn, x)
@@ -167,7 +173,8 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Li
         u_small, singular, _ = torch.linalg.svd(small[:, : step + 1, : step + 1])
         value = singular[:, 0].to(beta)
         residual = beta * u_small[:, step, 0].abs().to(beta)
-        converged = residual <= tol * value
+        settled = (beta == 0) | (step + 1 >= min(LEAST_STEPS, size))
+        converged = settled & _within(residual, value, tol)
         if bool(converged.all()):
             break
     return LipschitzEstimate(value, step + 1, residual, converged)
@@ -175,25 +182,42 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Li
 
 def _power(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """Power iteration on JᵀJ."""
-    zero = v.new_zeros(len(v))
+    zero, before = v.new_zeros(len(v)), v.new_full((len(v),), math.inf)
+    rounding = 10 * torch.finfo(v.dtype).eps
     iterations = 0
     while iterations < max_iter:
         iterations += 1
         value, u = _normalised(jacobian.times(v), zero)
         w = jacobian.transposed_times(u)
-        residual = (w - value.unsqueeze(1) * v).norm(dim=1)
-        converged = residual <= tol * value
+        residual = norms(w - value.unsqueeze(1) * v)
+        # A residual that grows is a larger singular value that comes up.
+        settled = (residual <= rounding * value) | ((residual <= before) & (iterations >= LEAST_STEPS))
+        converged = settled & _within(residual, value, tol)
         if bool(converged.all()):
             break
-        _, v = _normalised(w, zero)
+        before = residual
+        _, unit = _normalised(w, zero)
+        v = torch.where((unit == 0).all(1, keepdim=True), v, unit)
     return LipschitzEstimate(value, iterations, residual, converged)
+
+
+def _within(residual: Tensor, value: Tensor, tol: float) -> Tensor:
+    """Whether the residual is small; not where the value is so small that its digits are lost."""
+    exact = (value == 0) | (value >= torch.finfo(value.dtype).tiny / tol)
+    return exact & value.isfinite() & (residual <= tol * value)
+
+
+def norms(vectors: Tensor) -> Tensor:
+    """Norms of ``[B, m]``; no square overflows, or is lost because it is small."""
+    largest = vectors.detach().abs().amax(1)
+    return largest * (vectors / largest.masked_fill(largest == 0, 1.0).unsqueeze(1)).norm(dim=1)
 
 
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
     """``[B, m]`` without its part in the orthonormal ``[B, k, m]``."""
-    before = vector.norm(dim=1)
+    before = norms(vector)
     vector = _without(vector, basis)
-    if bool((vector.norm(dim=1) < 0.7 * before).any()):  # much was taken, so that rounding is left: once more
+    if bool((norms(vector) < 0.7 * before).any()):  # much was taken, so that rounding is left: once more
         vector = _without(vector, basis)
     return vector
 
@@ -205,9 +229,12 @@ def _without(vector: Tensor, basis: Tensor) -> Tensor:
 
 def _normalised(vector: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Norms ``[B]`` and unit vectors; zero both where nothing but rounding is left, as the space is exhausted."""
-    norm = vector.norm(dim=1)
-    gone = norm <= 10 * torch.finfo(norm.dtype).eps * largest
-    norm = norm.masked_fill(gone, 0.0)
+    norm = norms(vector)
+    if not bool(norm.isfinite().all()):
+        raise ValueError(f"the Jacobian of fn at x is too large for {norm.dtype}: give x.double(), or scale fn down")
+    limits = torch.finfo(norm.dtype)
+    norm = norm.masked_fill(norm <= 10 * limits.eps * largest, 0.0)
+    gone = norm < limits.tiny  # of smaller numbers few digits are left, and no direction
     return norm, torch.where(gone.unsqueeze(1), 0.0, vector / norm.masked_fill(gone, 1.0).unsqueeze(1))
 
 
@@ -222,12 +249,20 @@ _NOT_TWICE = (
 
 
 def _check_options(tol: float, max_iter: int, method: str) -> None:
-    if not tol > 0:
-        raise ValueError(f"tol must be above 0, got {tol!r}")
+    if isinstance(tol, bool) or not isinstance(tol, Real):
+        raise TypeError(f"tol must be a number, got {tol!r}")
+    if not 0 < tol < 1:
+        raise ValueError(f"tol must be above 0 and below 1, got {tol!r}")
     if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
         raise ValueError(f"max_iter must be an integer of at least 1, got {max_iter!r}")
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
+
+
+def check_generator(generator: object) -> None:
+    """Raise a TypeError where it is neither a generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
 
 
 def check_input(x: Tensor) -> None:
@@ -257,12 +292,13 @@ def _check_output(y: object, x: Tensor) -> None:
         raise ValueError(_NO_DEPENDENCE)
 
 
-def _check_finite(what: str, values: Tensor) -> None:
+def _check_finite(what: str, values: Tensor, or_else: str = "") -> None:
     bad = values.detach().flatten(1).isfinite().all(1).logical_not().nonzero().flatten().tolist()
     if bad:
-        raise NotFiniteError(f"{what} holds NaN or infinite numbers in the samples {bad}: leave them out, or mend them")
+        cure = f"leave them out, or mend them{or_else}"
+        raise NotFiniteError(f"{what} holds NaN or infinite numbers in the samples {bad}: {cure}")
 
 
 def _finite(product: Tensor) -> Tensor:
-    _check_finite("the Jacobian of fn at x", product)
+    _check_finite("the Jacobian of fn at x", product, f"; if only {product.dtype} cannot hold them, give x.double()")
     return product

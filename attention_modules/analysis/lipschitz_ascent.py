@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from attention_modules.analysis.lipschitz import Jacobian, check_input, start_vectors, twice_differentiable
+from attention_modules.analysis.lipschitz import (
+    Jacobian,
+    check_generator,
+    check_input,
+    norms,
+    start_vectors,
+    twice_differentiable,
+)
 
 
 def ascend_lipschitz(
@@ -33,7 +42,7 @@ def ascend_lipschitz(
         generator: draws the starting vectors; None for fixed ones.
 
     Returns:
-        Of all inputs that were seen, that of the largest ‖Jv‖, ``[B, n, d]``.
+        Of all inputs that were seen, that of the largest ‖Jv‖, ``[B, n, d]``; ``x`` where ``fn`` is linear.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`local_lipschitz`, and if ``steps`` or ``length`` is out of its
@@ -41,32 +50,42 @@ def ascend_lipschitz(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")
-    if not length > 0:
-        raise ValueError(f"length must be above 0, got {length!r}")
+    if isinstance(length, bool) or not isinstance(length, Real):
+        raise TypeError(f"length must be a number, got {length!r}")
+    if not (length > 0 and math.isfinite(length)):
+        raise ValueError(f"length must be a finite number above 0, got {length!r}")
+    check_generator(generator)
     check_input(x)
-    norms = x.norm(dim=2, keepdim=True)
+    sizes = x.norm(dim=2, keepdim=True)
     found, largest = x, x.new_full((len(x),), -1.0)
     with twice_differentiable(x.device):
         v = start_vectors(x, generator)
         for step in range(steps + 1):
             jacobian = Jacobian(fn, x)
             u = jacobian.times(v)
-            value = u.norm(dim=1)
+            value = norms(u)
             better = value > largest
             largest = value.where(better, largest)
             found = torch.where(better.view(-1, 1, 1), jacobian.x.detach(), found)
             if step == steps:
                 break
-            u = u / value.clamp(min=torch.finfo(u.dtype).tiny).unsqueeze(1)
+            u = _unit(u)
             (pulled,) = torch.autograd.grad(jacobian.y, jacobian.x, u.view_as(jacobian.y), create_graph=True)
-            (gradient,) = torch.autograd.grad((pulled.flatten(1) * v).sum(), jacobian.x)
+            gradient = _gradient((pulled.flatten(1) * v).sum(), jacobian.x)
+            if gradient is None:  # fn is linear: no input is worse
+                break
             v = _unit(pulled.detach().flatten(1))
             stride = length * 0.1 ** (step / steps)
             direction = _unit(gradient.flatten(1)).view_as(x)
-            moved = jacobian.x.detach() + stride * norms.norm(dim=1, keepdim=True) * direction
-            x = moved * (norms / moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
+            moved = jacobian.x.detach() + stride * sizes.norm(dim=1, keepdim=True) * direction
+            x = moved * (sizes / moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
     return found
 
 
+def _gradient(of: Tensor, x: Tensor) -> Tensor | None:
+    """None where ``of`` does not depend on ``x``."""
+    return torch.autograd.grad(of, x, allow_unused=True)[0] if of.requires_grad else None
+
+
 def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    return vectors / norms(vectors).clamp(min=torch.finfo(vectors.dtype).tiny).unsqueeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
 from attention_modules.softmax import SoftmaxAttention
 
-# By name, so that nothing of timm is loaded here.
+# By name, so that nothing of timm or Hugging Face is loaded here.
 _PACKED = (SelfAttentionHost.name, "timm Attention")
+_HUGGING_FACE = "Hugging Face"
 
 
 def lipschitz_bound(
@@ -32,9 +34,10 @@ def lipschitz_bound(
     """A bound on ‖D_X f‖₂ of softmax attention for all X of ``num_tokens`` tokens of norm ``radius`` at most.
 
     A head has √3 ‖V‖₂ (n + ‖A‖₂²R⁴ + 4nR²(‖A‖₂R + ‖c‖₂)²)^½ with A = scale · W_kᵀW_q and c = scale · W_kᵀb_q, several
-    have Σ_h ‖W_o^h‖₂ times that. Our derivation, after the bound of Castin, Ablin and Peyré (ICML 2024), which has no
-    query bias. Boolean masks and causality are covered, additive biases are not; biases of key, value and output
-    change no difference. For softmax attention alone: not for RPC, scaled or other mechanisms, rope or q/k norm.
+    have Σ_h ‖W_o^h‖₂ times that, or the root of the sum of squares where they are only concatenated. Our derivation,
+    after the bound of Castin, Ablin and Peyré (ICML 2024), which has no query bias. Boolean masks and causality are
+    covered, additive biases are not; biases of key, value and output change no difference. For softmax attention alone:
+    not for RPC, scaled or other mechanisms, rope or q/k norm.
 
     Args:
         w_q: query weights ``[H, d, dim]``.
@@ -50,34 +53,38 @@ def lipschitz_bound(
         A scalar, float64.
 
     Raises:
-        ValueError: if shapes do not fit, a number is out of its limits, or a weight is not finite.
+        TypeError: if a weight is no tensor, or radius or scale no number.
+        ValueError: if shapes do not fit, a number is out of its limits, a weight is not finite, or the bound is not.
     """
     _check(w_q, w_k, w_v, w_o, b_q)
-    if not (radius >= 0 and math.isfinite(radius)):
+    if _number("radius", radius) < 0:
         raise ValueError(f"radius must be a finite number of at least 0, got {radius!r}")
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens must be an integer of at least 1, got {num_tokens!r}")
     w_q, w_k, w_v = (weight.detach().double() for weight in (w_q, w_k, w_v))
-    scale = w_q.shape[1] ** -0.5 if scale is None else scale
+    scale = w_q.shape[1] ** -0.5 if scale is None else _number("scale", scale)
     # ‖W_kᵀ W_q‖₂ = ‖R_k R_qᵀ‖₂, with the triangular factors of W_kᵀ and W_qᵀ: d x d in the place of dim x dim.
     r_q, r_k = (torch.linalg.qr(weight.mT, mode="r").R for weight in (w_q, w_k))
     a = abs(scale) * torch.linalg.matrix_norm(r_k @ r_q.mT, 2)  # [H]
     c = torch.zeros_like(a)
     if b_q is not None:
         c = abs(scale) * (w_k.mT @ b_q.detach().double().unsqueeze(-1)).squeeze(-1).norm(dim=-1)
-    inner = num_tokens + a.square() * radius**4 + 4 * num_tokens * radius**2 * (a * radius + c).square()
+    squared = a.new_tensor(radius).square()
+    inner = num_tokens + (a * squared).square() + 4 * num_tokens * squared * (a * radius + c).square()
     heads = math.sqrt(3) * torch.linalg.matrix_norm(w_v, 2) * inner.sqrt()
-    if w_o is not None:
-        heads = heads * torch.linalg.matrix_norm(w_o.detach().double(), 2)
-    return heads.sum()
+    bound = heads.norm() if w_o is None else (heads * torch.linalg.matrix_norm(w_o.detach().double(), 2)).sum()
+    if not bool(bound.isfinite()):
+        raise ValueError(f"the bound is beyond float64 at radius {radius!r} and scale {scale!r}: give smaller ones")
+    return bound
 
 
 def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: int) -> Tensor:
     """:func:`lipschitz_bound` of a layer, from its own weights and biases.
 
     Args:
-        layer: from :func:`attention_modules.hosts.attention_layers`: our ``SelfAttention``, timm's ``Attention`` or
-            ``nn.MultiheadAttention``; plain, or with softmax attention.
+        layer: from :func:`attention_modules.hosts.attention_layers`: our ``SelfAttention``, timm's ``Attention``,
+            ``nn.MultiheadAttention``, or of Hugging Face BERT, RoBERTa (both without an output projection), GPT-2 and
+            ViT; plain, or with softmax attention.
         radius: R, the largest norm of a token at the layer's input.
         num_tokens: n.
 
@@ -91,17 +98,29 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     w_q, w_k = layer.qk_weights()
     heads = layer.spec.num_heads
     module: Any = layer.module
-    if layer.host.name in _PACKED:
-        projection, tensor, bias, out = module.qkv, "weight", _bias(module.qkv), module.proj
-    else:
-        projection, tensor, bias, out = module, "in_proj_weight", module.in_proj_bias, module.out_proj
     width = w_q.shape[0] * w_q.shape[1]
-    features = Rows(projection, 0, 3 * width, tensor).weight()
-    w_v = features[2 * width :].unflatten(0, (heads, -1))
-    w_o = Rows(out, 0, out.out_features).weight().unflatten(1, (heads, -1)).transpose(0, 1)
+    values, out, bias = _value_and_output(layer, width)
+    w_v = values.weight().unflatten(0, (heads, -1))
+    w_o = None if out is None else out.weight().unflatten(1, (heads, -1)).transpose(0, 1)
     b_q = None if bias is None else bias[:width].unflatten(0, (heads, -1))
-    scale = getattr(module, "scale", None)
+    scale = getattr(module, "scaling" if layer.host.name == _HUGGING_FACE else "scale", None)
     return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=scale)
+
+
+def _value_and_output(layer: AttentionLayer, width: int) -> tuple[Rows, Rows | None, Tensor | None]:
+    """Rows of the value and of the output projection (None: there is none), and the bias that the query's begins."""
+    module: Any = layer.module
+    packed, dim = (2 * width, 3 * width), layer.spec.dim
+    if layer.host.name in _PACKED:
+        return Rows(module.qkv, *packed), Rows(module.proj, 0, module.proj.out_features), _bias(module.qkv)
+    if layer.host.name == MultiheadAttentionHost.name:
+        return Rows(module, *packed, "in_proj_weight"), Rows(module.out_proj, 0, dim), module.in_proj_bias
+    if "c_attn" in module._modules:
+        values, out = (Rows(module.c_attn, *packed, transposed=True), Rows(module.c_proj, 0, dim, transposed=True))
+        return values, out, _bias(module.c_attn)
+    if "o_proj" in module._modules:
+        return Rows(module.v_proj, 0, width), Rows(module.o_proj, 0, dim), _bias(module.q_proj)
+    return Rows(module.value, 0, width), None, _bias(module.query)
 
 
 def _not_covered(layer: AttentionLayer) -> str | None:
@@ -114,8 +133,10 @@ def _not_covered(layer: AttentionLayer) -> str | None:
         if module.in_proj_weight is None:
             return "its projections have different inputs (kdim or vdim)"
         return layer.host.refusal(module)
+    if layer.host.name == _HUGGING_FACE:
+        return None if layer.host.groups(module) == 1 else "its query heads share key and value heads"
     if layer.host.name not in _PACKED:
-        known = ", ".join((*_PACKED, MultiheadAttentionHost.name))
+        known = ", ".join((*_PACKED, MultiheadAttentionHost.name, _HUGGING_FACE))
         return (
             f"it is a layer of {layer.host.name}, and values and output are read of {known} only; "
             "give its weights to lipschitz_bound"
@@ -127,11 +148,27 @@ def _not_covered(layer: AttentionLayer) -> str | None:
     return None
 
 
+def _number(name: str, value: object) -> float:
+    """The number.
+
+    Raises:
+        TypeError, ValueError: if it is none, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
 def _bias(projection: Any) -> Tensor | None:
     return (projection.base_layer if wrapped_by_peft(projection) else projection).bias
 
 
 def _check(w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, b_q: Tensor | None) -> None:
+    for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v), ("w_o", w_o), ("b_q", b_q)):
+        if not isinstance(weight, Tensor) and not (weight is None and name in ("w_o", "b_q")):
+            raise TypeError(f"{name} must be a tensor, got a {type(weight).__name__}")
     if w_q.dim() != 3 or w_q.shape != w_k.shape:
         raise ValueError(f"w_q and w_k must both be [heads, d, dim], got {tuple(w_q.shape)} and {tuple(w_k.shape)}")
     heads, d, dim = w_q.shape

@@ -108,7 +108,7 @@ def token_stream(
         module.source_identity()  # says what is missing
         lines = [f"{line.rstrip()}\n" for batch in module.lines("train") for line in batch if line.strip()]
         if not lines:
-            raise ValueError(f"the text of {data} is empty: {module.where}")
+            raise ValueError(f"the training part of the text of {data} is empty, or has no whole line: {module.where}")
         encode = _pretrained_tokenizer(model_name if tokenizer is None else tokenizer)
         ids = np.fromiter(chain.from_iterable(encode(lines)), dtype=np.int64)
     if len(ids) and int(ids.max()) >= size:

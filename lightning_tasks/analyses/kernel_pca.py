@@ -28,6 +28,7 @@ from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, read_inputs
 from lightning_tasks.analyses.kernel_pca_figure import draw
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
+from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import RecipeError
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
@@ -259,10 +260,7 @@ def main(arguments: Sequence[str]) -> None:
     names = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.samples, options.length)
     seen = observe(subject, inputs.values, names)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    make_output_folder(options.output)
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__

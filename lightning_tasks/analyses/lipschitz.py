@@ -4,7 +4,7 @@ At every length, each layer's Jacobian is taken at what it is given in the model
 that do not overlap (or, of pictures, at the first tokens of that), and its largest singular value is found. A layer is
 the module that calls itself attention: with the output projection in GPT-2 and timm, without it in BERT. Rows that
 are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
-or settings are never used.
+or settings are never used. What cannot be measured is left out, named at the end, and tried again by the same command.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+from attention_modules.analysis.lipschitz import LEAST_STEPS
 from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
 from lightning_tasks.layer_call import LayerCall
+from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
@@ -80,8 +83,19 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted(lengths))
 
 
-def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) -> list[Measurement[Row]]:
-    """A measurement for every length, layer and kind of input, shortest first."""
+@dataclass(frozen=True)
+class Failure:
+    """What could not be measured, and why."""
+
+    layer: str
+    length: int
+    reason: str
+
+
+def measurements(
+    subject: Subject, layers: Sequence[Layer], settings: Settings, failures: list[Failure]
+) -> list[Measurement[Row]]:
+    """A measurement for every length, layer and kind of input, shortest first; one that fails adds to ``failures``."""
 
     @lru_cache(maxsize=1)  # all layers at a length share the forward pass
     def calls(length: int) -> list[LayerCall]:
@@ -99,6 +113,7 @@ def measurements(subject: Subject, layers: Sequence[Layer], settings: Settings) 
                 steps = settings.adversarial if kind == ADVERSARIAL else 0
                 what = {"layer": layer.name, "length": length, "input": kind, "steps": steps, "data": digest}
                 measure = _measure(partial(call, length, index), layer, kind, length, steps, settings)
+                measure = _or_failure(measure, layer.name, length, failures)
                 planned.append(Measurement(what, length * (1 + _ASCENT_STEP * steps), measure))
     return planned
 
@@ -108,26 +123,53 @@ def _measure(
 ) -> Callable[[Advance], list[Row]]:
     def measure(advance: Advance) -> list[Row]:
         call = call_of()
-        try:
-            x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
-            found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise RecipeError(
-                f"layer {layer.name!r} at {length} tokens: {error}; leave out the layer (--layers) or the length "
-                "(--lengths) for the others"
-            ) from error
+        sequences = len(settings.inputs.values)
+        windows, rest = divmod(len(call.x), sequences)
+        if rest:
+            shown = (
+                f"{sequences} {settings.inputs.kind}" if settings.inputs.kind != "text" else f"{sequences} sequences"
+            )
+            raise ValueError(f"its input has {len(call.x)} samples for {shown}, so that they cannot be told apart")
+        x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
+        found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
         advance(1)
         radius = x.norm(dim=2).amax(1)
-        relative = found.residual / found.value.clamp(min=1e-30)
+        relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
         columns = (found.value, relative, found.converged, radius)
         return [
-            Row(layer.name, kind, length, sequence, value, residual, converged, found.iterations, norm)
-            for sequence, (value, residual, converged, norm) in enumerate(
+            Row(layer.name, kind, length, place // windows, value, residual, converged, found.iterations, norm)
+            for place, (value, residual, converged, norm) in enumerate(
                 zip(*(column.tolist() for column in columns), strict=True)
             )
         ]
 
     return measure
+
+
+def _or_failure(
+    measure: Callable[[Advance], list[Row]], layer: str, length: int, failures: list[Failure]
+) -> Callable[[Advance], list[Row]]:
+    def attempt(advance: Advance) -> list[Row]:
+        try:
+            return measure(advance)
+        except (RuntimeError, TypeError, ValueError) as error:
+            failures.append(Failure(layer, length, str(error)))
+            advance(1)
+            return []
+
+    return attempt
+
+
+def described_failures(failures: Sequence[Failure]) -> str:
+    """What failed: for each layer its lengths, and the reason of the first."""
+    layers: dict[str, list[Failure]] = {}
+    for failure in failures:
+        layers.setdefault(failure.layer, []).append(failure)
+    return "; ".join(
+        f"layer {layer!r} at {', '.join(map(str, dict.fromkeys(each.length for each in failed)))} tokens: "
+        f"{failed[0].reason}"
+        for layer, failed in layers.items()
+    )
 
 
 def seconds_a_token(subject: Subject, layers: Sequence[Layer], settings: Settings) -> float:
@@ -169,7 +211,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, `attnswap analyze lipschitz` with these arguments.
 
     Raises:
-        RecipeError: numbers that make no sense, or what a layer's function does not allow; rows before it are kept.
+        RecipeError: numbers that make no sense; or, when all others are measured, what a layer does not allow.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.
@@ -181,26 +223,34 @@ def main(arguments: Sequence[str]) -> None:
     layers = choose_layers(subject.model, options.layers)
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
-    rows = _run(subject, layers, settings, options.output)
-    print(write_report(rows, _head(options, subject, layers, inputs.described), options.output), end="")
+    make_output_folder(options.output)
+    rows, failures = _run(subject, layers, settings, options.output)
+    head = _head(options, subject, layers, inputs.described)
+    if not failures:
+        print(write_report(rows, head, options.output), end="")
+        return
+    said = f"not measured: {described_failures(failures)}; give other layers (--layers) or lengths (--lengths)"
+    if not rows:
+        raise RecipeError(said)
+    print(write_report(rows, f"{head}\n\nNot measured: {described_failures(failures)}.", options.output), end="")
+    raise RecipeError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")
 
 
 def _check(options: Any) -> None:
     for name, least in (("sequences", 1), ("adversarial", 0), ("max_iter", 1)):
         if getattr(options, name) < least:
             raise RecipeError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
-    if not options.tol > 0:
-        raise RecipeError(f"--tol must be above 0, got {options.tol}")
+    if not 0 < options.tol < 1:
+        raise RecipeError(f"--tol must be above 0 and below 1, got {options.tol}")
 
 
-def _run(subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path) -> list[Row]:
-    """All rows; those that there are when a measurement fails or the run is killed are in the table."""
-    planned = measurements(subject, layers, settings)
-    identity = fingerprint(subject.model, [settings.tol, settings.max_iter])
+def _run(
+    subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path
+) -> tuple[list[Row], list[Failure]]:
+    """All rows, and what failed; the rows that there are when the run is killed are in the table."""
+    failures: list[Failure] = []
+    planned = measurements(subject, layers, settings, failures)
+    identity = fingerprint(subject.model, [settings.tol, settings.max_iter, LEAST_STEPS])
     store = RowStore(output / ROWS, Row)
     todo = any(store.rows(measurement_key(identity, each.what)) is None for each in planned)
     seconds = seconds_a_token(subject, layers, settings) if todo else 0.0
@@ -208,12 +258,11 @@ def _run(subject: Subject, layers: Sequence[Layer], settings: Settings, output: 
 
     def on_rows(rows: list[Row]) -> None:
         kept[:] = rows
-        write_table(rows, output / TABLE)
+        if rows:
+            write_table(rows, output / TABLE)
 
     try:
-        return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz")
-    except ValueError as error:
-        raise RecipeError(f"{error}; the {len(kept)} rows before it are kept in {output}") from error
+        return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz"), failures
     except KeyboardInterrupt:
         where = f"{output} ({TABLE}), and the same command goes on from there"
         raise RecipeError(f"interrupted: {len(kept)} rows are kept in {where}") from None

@@ -15,6 +15,7 @@ from lightning_tasks.analyses.lipschitz_fit import Fit, fit_slope
 
 TABLE, FIGURE, SUMMARY = "lipschitz.csv", "lipschitz.png", "summary.md"
 _SHOWN_LENGTHS = 8
+_FEW_CLUSTERS = 5
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Row:
         layer: name of the layer.
         input: "text", "pictures" or "adversarial".
         length: n, tokens.
-        sequence: its number; a shorter sequence is the beginning of the longer one of this number.
+        sequence: its number; a shorter sequence is the beginning of the longer one of this number, and all windows of
+            a picture have the picture's.
         value: the largest singular value, from below.
         residual: relative to the value.
         converged: whether the residual is within the tolerance.
@@ -78,6 +80,7 @@ def summary(rows: Sequence[Row], head: str) -> str:
         "Slope of log ‖D_x f‖₂ over log n by least squares, [95% cluster bootstrap over sequences]. The paper found",
         "about n^{1/4} on real text and n^{1/2} for adversarial inputs. R: largest norm of a token at the layer's",
         "input, mean over sequences. Not converged: estimates from below.",
+        *_few_clusters(rows),
         "",
         "| layer | input | slope | points | not converged | slope of R |",
         "|---|---|---|---|---|---|",
@@ -95,6 +98,16 @@ def summary(rows: Sequence[Row], head: str) -> str:
             cells = [_means([row for row in found if row.length == length]) for length in shown]
             lines.append(f"| {layer} | {kind} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _few_clusters(rows: Sequence[Row]) -> list[str]:
+    """A line where the bootstrap has hardly anything to draw from."""
+    count = len({row.sequence for row in rows})
+    if count == 1:
+        return ["There is one sequence only: the slopes have no interval."]
+    if count < _FEW_CLUSTERS:
+        return [f"The intervals rest on {count} clusters (sequences) only and are too narrow: give more --sequences."]
+    return []
 
 
 def _means(rows: Sequence[Row]) -> str:

@@ -159,6 +159,8 @@ def choose_layers(model: nn.Module, text: str | None) -> list[Layer]:
         ValueError: if there is no such layer.
     """
     parts = [] if text in (None, "all") else [part.strip() for part in str(text).split(",")]
+    if "" in parts:
+        raise ValueError(f"--layers {text!r} has an empty part: give numbers as 0,5,-1, globs of names, or all")
     try:
         indices = [int(part) for part in parts]
     except ValueError:

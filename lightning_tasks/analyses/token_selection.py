@@ -19,6 +19,7 @@ from datamodules import TokenSelectionDataModule
 from datamodules.token_selection import TokenProblem
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.analyses.token_selection_figure import draw
+from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import RecipeError
 
 # Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
@@ -177,10 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     for option in ("seeds", "steps"):
         if getattr(options, option) < 1:
             raise RecipeError(f"--{option} must be at least 1, got {getattr(options, option)}")
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RecipeError(f"--output {options.output} is a file; give a folder") from None
+    make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
     found = earlier_lines(options.output / SUMMARY, options.steps, names)
     for name in names:

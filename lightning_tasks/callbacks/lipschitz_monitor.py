@@ -44,7 +44,7 @@ class LipschitzMonitor(LayerObserver):
         max_tokens: longer sequences are cut to their first tokens, their masks too; None for whole sequences, as
             layers with a position bias or windows need them.
         tol: relative residual at which a sample has converged.
-        max_iter: the most iterations.
+        max_iter: the most iterations; with fewer than 8 hardly any sample is said to have converged.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
@@ -70,8 +70,8 @@ class LipschitzMonitor(LayerObserver):
         limits = {"every_n_validations": every_n_validations, "num_samples": num_samples, "max_iter": max_iter}
         for name, value in {**limits, "max_tokens": 1 if max_tokens is None else max_tokens}.items():
             check_integer(name, value, 1)
-        if check_number("tol", tol, minimum=0.0) == 0:
-            raise ValueError(f"tol must be above 0, got {tol!r}")
+        if check_number("tol", tol, minimum=0.0, maximum=1.0) in (0, 1):
+            raise ValueError(f"tol must be above 0 and below 1, got {tol!r}")
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter
         self._validations = 0

@@ -69,7 +69,7 @@ class RowStore(Generic[R]):
     def __init__(self, path: Path, row: type[R]) -> None:
         self.path = path
         self._done: dict[str, list[R]] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)
@@ -139,6 +139,8 @@ def run_suite(
 ) -> list[R]:
     """All rows in order: those in the store, the others measured, and stored one measurement after the other.
 
+    A measurement that gives no rows is not stored: the next run tries it again.
+
     Args:
         measurements: what to measure.
         identity: :func:`fingerprint` of the model and the data.
@@ -165,7 +167,8 @@ def run_suite(
                 started = time.monotonic()
                 done = each.measure(_advance(bar, each.passes, between))
                 done = [replace(row, seconds=round(time.monotonic() - started, 2)) for row in done]
-                store.add(key, done)
+                if done:
+                    store.add(key, done)
             rows += done
             on_rows(rows)
             between()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attention_modules import SelfAttention
@@ -81,6 +82,67 @@ def test_the_residual_bounds_the_distance_to_a_singular_value(method):
         assert (nearest <= found.residual + 1e-9).all()
 
 
+def tied_tokens():
+    """Attention of a token each to itself, J ≈ 1, but for two that are almost the same: one value above a cluster."""
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(1, 64, 768, generator=generator)
+    apart = torch.randn(768, generator=generator)
+    apart -= (apart @ x[0, 0]) / x[0, 0].square().sum() * x[0, 0]
+    x[0, 1] = x[0, 0] + 0.3 * apart / apart.norm()
+    return (lambda z: F.scaled_dot_product_attention(z, z, z)), x
+
+
+def outlier(value, low):
+    """Singular values from ``low`` to 1, and one above them."""
+    values = torch.linspace(low, 1.0, 64 * 768)
+    values[700] = value
+    return Diagonal(values), torch.randn(1, 64, 768)
+
+
+CLUSTERED = {"tied": (tied_tokens, 1.1007), "equal": (lambda: outlier(1.05, 1.0), 1.05)}
+CLUSTERED |= {"close": (lambda: outlier(1.05, 0.9), 1.05), "near": (lambda: outlier(1.01, 0.9), 1.01)}
+
+
+@pytest.mark.parametrize(("build", "truth"), CLUSTERED.values(), ids=CLUSTERED)
+def test_one_value_above_a_cluster_is_found(build, truth):
+    fn, x = build()
+    found = local_lipschitz(fn, x)
+    assert found.converged.item()
+    assert found.value.item() == pytest.approx(truth, rel=1e-3)
+    short = local_lipschitz(fn, x, max_iter=2)
+    assert not (short.converged.item() and short.value.item() < 0.999 * truth)
+
+
+@pytest.mark.parametrize(("build", "truth"), CLUSTERED.values(), ids=CLUSTERED)
+def test_the_power_method_does_not_say_converged_below_it(build, truth):
+    found = local_lipschitz(*build(), method="power", max_iter=40)
+    assert not (found.converged.item() and found.value.item() < 0.999 * truth)
+
+
+@pytest.mark.parametrize("method", ["golub-kahan", "power"])
+@pytest.mark.parametrize("size", [1e-35, 1e-24, 1e-22, 1e20, 1e36])
+def test_sizes_whose_squares_are_out_of_range(size, method):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 6, 8), torch.randn(8, 8)
+    found = local_lipschitz(lambda x: (x @ weight) * size, x, method=method, max_iter=400)
+    expected = torch.linalg.matrix_norm(weight.double(), 2) * size
+    assert found.converged.all()
+    torch.testing.assert_close(found.value.double(), expected.expand(2), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("method", ["golub-kahan", "power"])
+def test_out_of_range_is_never_converged(method):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 6, 8), torch.randn(8, 8)
+    small = local_lipschitz(lambda x: (x @ weight) * 1e-42, x, method=method)
+    assert not small.converged.any()
+    assert (small.value < 1e-40).all()
+    with pytest.raises(ValueError, match=r"too large for torch.float32: give x.double\(\)"):
+        local_lipschitz(lambda x: 3e38 * x.expand(-1, -1, 4), torch.full((1, 1, 1), 0.1), method=method)
+    with pytest.raises(ValueError, match=r"holds NaN or infinite .* torch.float32 cannot hold them, give x.double"):
+        local_lipschitz(lambda x: 3e38 * x.expand(-1, -1, 99).sum(2, keepdim=True), 0 * X[:, :, :1], method=method)
+
+
 def test_the_power_method_agrees_and_takes_longer():
     layer, x, _ = random_case(4)
     power = local_lipschitz(layer, x.double(), method="power", max_iter=5000)
@@ -155,7 +217,11 @@ def with_nan(x):
 
 X = torch.ones(4, 3, 2)
 BAD = {
-    "tol": (lambda: local_lipschitz(torch.sin, X, tol=0), ValueError, "tol must be above 0, got 0"),
+    "tol": (lambda: local_lipschitz(torch.sin, X, tol=0), ValueError, "tol must be above 0 and below 1, got 0"),
+    "infinite tol": (lambda: local_lipschitz(torch.sin, X, tol=torch.inf), ValueError, "below 1, got inf"),
+    "NaN tol": (lambda: local_lipschitz(torch.sin, X, tol=torch.nan), ValueError, "below 1, got nan"),
+    "text tol": (lambda: local_lipschitz(torch.sin, X, tol="1e-3"), TypeError, "tol must be a number, got '1e-3'"),
+    "generator": (lambda: local_lipschitz(torch.sin, X, generator=3), TypeError, "torch.Generator or None, got 3"),
     "max_iter": (lambda: local_lipschitz(torch.sin, X, max_iter=0), ValueError, "at least 1, got 0"),
     "method": (lambda: local_lipschitz(torch.sin, X, method="qr"), ValueError, "'power', got 'qr'"),
     "integers": (lambda: local_lipschitz(torch.sin, X.long()), TypeError, "got torch.int64"),

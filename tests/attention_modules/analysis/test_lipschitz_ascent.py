@@ -32,10 +32,26 @@ def test_a_known_maximum_is_reached():
     assert local_lipschitz(lambda x: x**3 / 3, found).value.item() == pytest.approx(9, rel=1e-3)
 
 
+def test_no_input_of_a_linear_function_is_worse():
+    x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
+    assert torch.equal(ascend_lipschitz(lambda x: x @ weight, x), x)
+    assert torch.equal(ascend_lipschitz(lambda x: x + x @ weight @ weight.mT, x), x)
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e24])
+def test_sizes_whose_squares_are_out_of_range(size):
+    x = torch.randn(2, 3, 4)
+    expected = ascend_lipschitz(torch.tanh, x, steps=5)
+    torch.testing.assert_close(ascend_lipschitz(lambda x: torch.tanh(x) * size, x, steps=5), expected)
+
+
 def test_refusals():
     x = torch.randn(1, 2, 3)
-    for options in ({"steps": -1}, {"steps": True}, {"length": 0.0}):
+    for options in ({"steps": -1}, {"steps": True}, {"length": 0.0}, {"length": torch.inf}):
         with pytest.raises(ValueError, match="must be"):
+            ascend_lipschitz(torch.tanh, x, **options)
+    for options in ({"length": "1"}, {"generator": 3}):
+        with pytest.raises(TypeError, match="must be"):
             ascend_lipschitz(torch.tanh, x, **options)
     with pytest.raises(ValueError, match="NaN"):
         ascend_lipschitz(torch.tanh, x * torch.nan)

@@ -84,6 +84,70 @@ def test_the_same_weights_in_every_known_layer_have_the_same_bound():
     torch.testing.assert_close(torch.stack(bounds), bounds[0].expand(4))
 
 
+SIZES = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 8}
+GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": 8}
+
+
+def hugging_face(kind, **options):
+    """A self-attention layer of random weights and biases, with its model's configuration."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SIZES), **options)
+    layer = attention_layers(transformers.AutoModel.from_config(config, attn_implementation="sdpa"))[-1]
+    for parameter in layer.module.double().eval().parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+KINDS = [(kind, {}) for kind in ("bert", "roberta", "vit", "gpt2")]
+KINDS.append(("gpt2", {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}))
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["plain", "swapped"])
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_never_below_the_estimate_in_hugging_face_layers(kind, options, swapped):
+    torch.manual_seed(0)
+    layer = hugging_face(kind, **options)
+    if swapped:
+        swap_attention(layer.module, "softmax")
+    for size in (0.01, 0.1, 1.0, 4.0):
+        for tokens in (1, 2, 6):
+            x = size * torch.randn(1, tokens, 12).double()
+            value = local_lipschitz(lambda x: layer.module(x)[0], x).value.item()
+            bound = layer_lipschitz_bound(layer, radius=radius_of(x), num_tokens=tokens).item()
+            assert 0 < value <= bound
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_the_bound_of_a_hugging_face_layer_is_that_of_its_weights(kind, options):
+    torch.manual_seed(0)
+    layer = hugging_face(kind, **options)
+    module = layer.module
+    if kind == "gpt2":
+        rows = module.c_attn.weight.T.chunk(3)
+        bias, out = module.c_attn.bias[:12], module.c_proj.weight.T
+    elif kind == "vit":
+        rows = [getattr(module, f"{name}_proj").weight for name in "qkv"]
+        bias, out = module.q_proj.bias, module.o_proj.weight
+    else:
+        rows = [getattr(module, name).weight for name in ("query", "key", "value")]
+        bias, out = module.query.bias, None
+    weights = [weight.view(3, 4, 12) for weight in rows]
+    if out is not None:
+        weights.append(torch.stack(out.split(4, dim=1)))
+    sizes = {"radius": 1.5, "num_tokens": 5}
+    scale = 1 / 2 if options else None  # the second of two layers
+    expected = lipschitz_bound(*weights, b_q=bias.view(3, 4), scale=scale, **sizes)
+    torch.testing.assert_close(layer_lipschitz_bound(layer, **sizes), expected)
+
+
+def test_concatenated_heads_add_as_squares():
+    torch.manual_seed(0)
+    w_q, w_k, w_v = torch.randn(3, 2, 3, 6).double()
+    alone = [lipschitz_bound(w_q[[h]], w_k[[h]], w_v[[h]], radius=1.0, num_tokens=4) for h in range(2)]
+    both = lipschitz_bound(w_q, w_k, w_v, radius=1.0, num_tokens=4)
+    torch.testing.assert_close(both, torch.stack(alone).square().sum().sqrt())
+
+
 class Rope(nn.Module):
     def __init__(self):
         super().__init__()
@@ -98,6 +162,7 @@ REFUSED = {
     "gate": (lambda: SelfAttention(8, 2, gated=True), "a gate"),
     "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalises the output"),
     "rope": (Rope, "rope"),
+    "rope of Hugging Face": (lambda: hugging_face("llama").module, "rope"),
     "zero key": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "a key of its own"),
 }
 
@@ -112,6 +177,8 @@ W = torch.ones(2, 3, 6)
 BAD = {
     "radius": ({"radius": -1.0, "num_tokens": 1}, (W, W, W), "radius must be .* got -1.0"),
     "infinite": ({"radius": math.inf, "num_tokens": 1}, (W, W, W), "got inf"),
+    "large": ({"radius": 1e100, "num_tokens": 1}, (W, W, W), "beyond float64 at radius 1e.100"),
+    "scale": ({"radius": 1.0, "num_tokens": 1, "scale": math.nan}, (W, W, W), "scale must be a finite .* got nan"),
     "tokens": ({"radius": 1.0, "num_tokens": 0}, (W, W, W), "num_tokens must be .* got 0"),
     "keys": ({"radius": 1.0, "num_tokens": 1}, (W, W[:1], W), r"got \(2, 3, 6\) and \(1, 3, 6\)"),
     "values": ({"radius": 1.0, "num_tokens": 1}, (W, W, W[..., :5]), r"w_v must be .*got \(2, 3, 5\)"),
@@ -125,3 +192,17 @@ BAD = {
 def test_bad_input_is_named(options, weights, message):
     with pytest.raises(ValueError, match=message):
         lipschitz_bound(*weights, **options)
+
+
+WRONG = {
+    "list": ({"radius": 1.0}, ([1.0], W, W), "w_q must be a tensor, got a list"),
+    "none": ({"radius": 1.0}, (W, W, None), "w_v must be a tensor, got a NoneType"),
+    "radius": ({"radius": "1"}, (W, W, W), "radius must be a number, got '1'"),
+    "scale": ({"radius": 1.0, "scale": "1"}, (W, W, W), "scale must be a number, got '1'"),
+}
+
+
+@pytest.mark.parametrize(("options", "weights", "message"), WRONG.values(), ids=WRONG)
+def test_other_types_are_named(options, weights, message):
+    with pytest.raises(TypeError, match=message):
+        lipschitz_bound(*weights, num_tokens=1, **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch.func import jacrev
 
@@ -19,6 +20,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
 from lightning_tasks.analyses.lipschitz_fit import fit_slope
+from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.recipes import RecipeError
 
 TWIN = Path(__file__).resolve().parents[2] / "conf" / "max_margin" / "cifar10_vit_base.yaml"
@@ -111,6 +113,13 @@ def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkey
     assert [row["value"] for row in again] == [row["value"] for row in rows]
 
 
+def test_a_linear_layer_keeps_its_input_under_ascent(tmp_path, tiny):
+    layer = ["--layers", "encoder.layer.0.intermediate.dense"]
+    rows = analyze(tmp_path, *tiny, *layer, "--lengths", "4", "--adversarial", "2")
+    text, adversarial = ([row["value"] for row in rows if row["input"] == kind] for kind in ("text", "adversarial"))
+    assert text == adversarial
+
+
 def test_adversarial_inputs_are_less_smooth_and_have_the_norms_of_the_text(tmp_path, tiny):
     rows = analyze(tmp_path, *tiny, "--layers", "0", "--lengths", "4,8", "--adversarial", "12", "--max-iter", "100")
     text, adversarial = ([row for row in rows if row["input"] == kind] for kind in ("text", "adversarial"))
@@ -153,7 +162,7 @@ def test_causal_models_random_weights_and_modules_by_name(texts, tmp_path):
     assert "BPE trained on it" in (tmp_path / "by_index" / "summary.md").read_text()
 
 
-def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tmp_path, tiny, capsys):
+def test_what_fails_is_named_and_all_else_is_measured(bert, texts, tmp_path, tiny, capsys):
     model = BertModel.from_pretrained(bert)
     with torch.no_grad():
         model.embeddings.position_embeddings.weight[6] = torch.nan
@@ -163,10 +172,96 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
         analyze(tmp_path / "out", *tiny, "--model", tmp_path / "nan")
     said = capsys.readouterr().err
     assert "layer 'encoder.layer.0.attention.self' at 8 tokens: x holds NaN or infinite numbers" in said
-    assert f"the 12 rows before it are kept in {tmp_path / 'out'}" in said
-    assert "leave out the layer (--layers) or the length (--lengths)" in said
+    assert f"; 12 rows are kept in {tmp_path / 'out'}" in said
+    assert "give other layers (--layers) or lengths (--lengths), or the same command to try these again" in said
     assert {row["length"] for row in table(tmp_path / "out")} == {"2", "4"}
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_failing_layer_stops_no_other_and_is_tried_again(tmp_path, tiny, monkeypatch, capsys):
+    real, failing, calls = lipschitz.local_lipschitz, [True], []
+
+    def sometimes(call, x, **options):
+        calls.append(options["max_iter"])
+        if failing and x.shape[1] == 4 and calls.count(50) == 3:  # layer 0 at the second length
+            raise RuntimeError("no such number")
+        return real(call, x, **options)
+
+    monkeypatch.setattr(lipschitz, "local_lipschitz", sometimes)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *tiny)
+    captured = capsys.readouterr()
+    said = "ot measured: layer 'encoder.layer.0.attention.self' at 4 tokens: no such number"
+    assert f"n{said}; give other" in captured.err
+    assert f"N{said}." in captured.out
+    assert captured.out == (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "lipschitz.png").is_file()
+    rows = table(tmp_path)
+    assert len(rows) == 5 * 3
+    assert ("encoder.layer.0.attention.self", "4") not in {(row["layer"], row["length"]) for row in rows}
+    failing.clear()
+    calls.clear()
+    assert len(analyze(tmp_path, *tiny)) == 6 * 3
+    assert calls.count(50) == 1
+    assert "ot measured" not in (tmp_path / "summary.md").read_text()
+
+
+def test_kept_rows_that_are_no_text_are_measured_again(tmp_path, tiny):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\x00\x81\n{}\n")
+    with pytest.warns(UserWarning, match="line 1, is cut short or of another version"):
+        assert len(analyze(tmp_path, *tiny, "--lengths", "2")) == 6
+
+
+@pytest.mark.parametrize(
+    ("sequences", "said"),
+    [(1, "one sequence only: the slopes have no interval"), (2, "intervals rest on 2 clusters"), (5, None)],
+)
+def test_few_sequences_are_said(sequences, said, tmp_path, tiny, capsys):
+    analyze(tmp_path, *tiny, "--lengths", "2,4", "--layers", "0", "--sequences", sequences)
+    summary = capsys.readouterr().out
+    assert said in summary if said else "only" not in summary
+
+
+SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1,), "num_heads": (2,), "num_classes": 0}
+
+
+def swin(monkeypatch):
+    """A Swin of one layer: 8 x 8 patches in four windows."""
+    model = timm.models.swin_transformer.SwinTransformer(patch_size=4, **SWIN).eval().requires_grad_(False)
+    monkeypatch.setattr(lipschitz, "load_subject", lambda *_: Subject(model, model, 32, None))
+
+
+def test_windows_have_the_number_of_their_picture(texts, tmp_path, monkeypatch):
+    swin(monkeypatch)
+    few = ["--model", "swin", "--random", "--data", "cifar10", "--root", texts, "--sequences", 2]
+    rows = analyze(tmp_path, *few, "--lengths", "16")
+    assert [row["sequence"] for row in rows] == ["0"] * 4 + ["1"] * 4
+    alone = analyze(tmp_path / "one", *few[:-1], "1", "--lengths", "16")
+    assert [float(row["value"]) for row in alone] == pytest.approx([float(row["value"]) for row in rows[:4]], rel=1e-3)
+
+
+def test_a_layer_of_a_fixed_number_of_tokens_is_named_with_it(texts, tmp_path, monkeypatch, capsys):
+    swin(monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, "--model", "swin", "--data", "cifar10", "--root", texts, "--sequences", 2, "--lengths", "4,8")
+    said = capsys.readouterr().err
+    assert "layer 'layers.0.blocks.0.attn' at 4, 8 tokens: WindowAttention works with the 16 tokens" in said
+    assert "as its position bias, rope or windows fix their number" in said
+
+
+def test_samples_that_belong_to_no_sequence_are_refused(tmp_path, tiny, monkeypatch, capsys):
+    real = lipschitz.layer_calls
+
+    def fewer(*args):
+        calls = real(*args)
+        for call in calls:
+            call.x = call.x[:2]
+        return calls
+
+    monkeypatch.setattr(lipschitz, "layer_calls", fewer)
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *tiny)
+    assert "its input has 2 samples for 3 sequences" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,16 +272,21 @@ def test_nan_activations_are_named_and_what_was_measured_is_kept(bert, texts, tm
         (["--lengths", "0,2"], "lengths of at least 1"),
         (["--sequences", "0"], "--sequences must be at least 1, got 0"),
         (["--tol", "0"], "--tol must be above 0"),
+        (["--tol", "inf"], "--tol must be above 0 and below 1, got inf"),
+        (["--tol", "nan"], "--tol must be above 0 and below 1, got nan"),
         (["--sequences", "99"], "has 640 tokens, and 99 sequences of 8 .* need 792"),
         (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
         (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
+        (["--layers", ","], "--layers ',' has an empty part: give numbers"),
+        (["--output", "{empty}/gutenberg/carroll-alice.txt/sub"], "carroll-alice.txt is a file; give a folder"),
+        (["--output", "{empty}/gutenberg/carroll-alice.txt"], "carroll-alice.txt is a file; give a folder"),
         (["--layers", "decoder.*"], "'decoder.*' matches no module"),
         (["--layers", "embeddings"], "layer 'embeddings': its input must be .batch, tokens, features."),
         (["--layers", "pooler"], "layer 'pooler'.*fn must return .batch, tokens, features."),
         (["--model", "test_resnet", "--random", "--data", "cifar10"], "the model has no attention layer"),
         (["--tokenizer", "{empty}"], "no tokenizer could be loaded from .*: give --tokenizer bpe"),
         (["--model", "gone.ckpt"], "gone.ckpt: no such file"),
-        (["--root", "{empty}"], "the text of gutenberg is empty"),
+        (["--root", "{empty}"], "the training part of the text of gutenberg is empty, or has no whole line"),
         (["--model", "{empty}"], "could not be loaded. Give a folder with config.json and weights"),
     ],
 )

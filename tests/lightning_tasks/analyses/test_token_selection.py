@@ -85,6 +85,12 @@ def test_output_that_is_a_file_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["analyze", "token-selection", "--output", str(tmp_path / "file")])
     assert "is a file; give a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["analyze", "token-selection", "--output", str(tmp_path / "file" / "sub" / "sub")])
+    assert f"{tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["analyze", "token-selection", "--output", str(tmp_path / ("x" * 300))])
+    assert "cannot be made: File name too long; give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
