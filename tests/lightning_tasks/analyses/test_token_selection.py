@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-pytest.importorskip("clarabel")
+pytest.importorskip("scipy")
 
 from datamodules import TokenSelectionDataModule
 from datamodules.token_selection import TokenProblem
@@ -106,7 +106,7 @@ def test_refusals(arguments, words, capsys, tmp_path, monkeypatch):
 def test_list_of_analyses_answers_without_torch(capsys):
     code = (
         "import sys, json; from lightning_tasks.__main__ import main; main(['analyze', '--help']);"
-        "print(json.dumps([name in sys.modules for name in ('torch', 'lightning', 'clarabel')]))"
+        "print(json.dumps([name in sys.modules for name in ('torch', 'lightning', 'scipy')]))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(name in answer.stdout for name in ANALYSES)
