@@ -46,6 +46,10 @@ def test_random_sizes_and_batches():
         ({"construction": "double"}, "give single, multi, joint or random"),
         ({"construction": "single", "dim": 4}, "dim cannot be set"),
         ({"construction": "random", "num_inputs": 2, "num_tokens": 3}, "dim is None"),
+        ({"seed": "a"}, r"seed is 'a': give an integer from 0 to 2\*\*63 - 1"),
+        ({"seed": -1}, "seed is -1: give an integer"),
+        ({"seed": 1.5}, "seed is 1.5: give an integer"),
+        ({"seed": 2**70}, "give an integer"),
         ({"steps_per_epoch": 0}, "steps_per_epoch is 0"),
     ],
 )
