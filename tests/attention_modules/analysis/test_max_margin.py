@@ -194,6 +194,19 @@ def test_what_float64_does_not_hold_is_said():
         max_margin_direction(torch.tensor([[[1e308], [-1e308]]], dtype=torch.float64), torch.tensor([0]))
 
 
+def test_a_solver_that_stops_early_is_asked_again(monkeypatch):
+    expected, solve, calls = max_margin_direction(*problem()), optimize.nnls, []
+
+    def stops_early(columns, target, maxiter):
+        calls.append(columns)
+        found = solve(columns, target, maxiter=maxiter)
+        return found if len(calls) == 3 else (found[0] * ([1] + [0] * (len(found[0]) - 1)) + 1e-3, found[1])
+
+    monkeypatch.setattr(optimize, "nnls", stops_early)
+    torch.testing.assert_close(max_margin_direction(*problem()), expected)
+    assert len(calls) == 3
+
+
 def test_a_solver_that_gives_up_is_named(monkeypatch):
     def gives_up(*_, **__):
         raise RuntimeError("Maximum number of iterations reached.")
