@@ -9,6 +9,7 @@ FORMS = ("difference", "plain")
 
 
 def _check(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, form: str) -> None:
+    _check_dtypes(x=x, keys=keys, p=p, v=v)
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if x.ndim < 2 or x.shape[:-1] != keys.shape[:-1] or x.shape[-2] < 1:
@@ -20,6 +21,18 @@ def _check(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, form: str) -> None:
             f"p must be [{keys.shape[-1]}] as the keys and v [{x.shape[-1]}] as x, "
             f"got {tuple(p.shape)} and {tuple(v.shape)}"
         )
+
+
+def _check_dtypes(**given: Tensor) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: give torch.tensor({name})")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be of real floating-point numbers, got {value.dtype}: give {name}.double()")
+    dtypes = {name: value.dtype for name, value in given.items()}
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"all must be of one dtype, got {listed}: give .double(), as float64 is what this is made for")
 
 
 def prompt_attention(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, *, form: str = "difference") -> Tensor:
@@ -42,6 +55,7 @@ def prompt_attention(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, *, form: str
 
     Raises:
         ValueError: if the shapes do not fit or the form is unknown.
+        TypeError: if something is no tensor of floating-point numbers, or of another dtype than the others.
     """
     _check(x, keys, p, v, form)
     if form == "plain":
@@ -60,13 +74,14 @@ class PromptAttention(nn.Module):
         form: ``"difference"`` or ``"plain"``, how the gradient is computed.
 
     Raises:
-        ValueError: if ``dim`` is below 1 or the form is unknown.
+        ValueError: if ``dim`` is no integer or below 1, or the form is unknown; on a call, if x has another width.
+        TypeError: on a call, if x has another dtype than the Parameters.
     """
 
     def __init__(self, dim: int, form: str = "difference") -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, got {dim}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"dim must be an integer of at least 1, got {dim!r}")
         if form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
         self.form = form
@@ -76,11 +91,18 @@ class PromptAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """f of each input ``[..., T, dim]``, ``[...]``."""
-        return prompt_attention(x, x @ self.w, self.p, self.v, form=self.form)
+        return prompt_attention(x, self._keys(x), self.p, self.v, form=self.form)
 
     def probabilities(self, x: Tensor) -> Tensor:
         """What the prompt attends to, softmax(X W p), ``[..., T]``."""
-        return (x @ self.w @ self.p).softmax(-1)
+        return (self._keys(x) @ self.p).softmax(-1)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """X W, of an x that fits."""
+        _check_dtypes(x=x, w=self.w)
+        if x.ndim < 2 or x.shape[-1] != len(self.p):
+            raise ValueError(f"x must be [..., T, dim] with dim = {len(self.p)}, got {tuple(x.shape)}")
+        return x @ self.w
 
     def extra_repr(self) -> str:
         return f"dim={len(self.p)}, form={self.form!r}"

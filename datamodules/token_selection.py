@@ -95,7 +95,7 @@ class TokenSelectionDataModule(DataModule):
         num_inputs, num_tokens, dim: sizes of ``"random"``.
 
     Raises:
-        ValueError: a number is below its limit, the construction is unknown, or has sizes of its own.
+        ValueError: a number is outside its limits, the construction is unknown, or has sizes of its own.
     """
 
     def __init__(
@@ -119,6 +119,8 @@ class TokenSelectionDataModule(DataModule):
         else:
             n, tokens, width = (check_at_least(name, size, 1) for name, size in sizes.items())
             shape = (n, tokens, width)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}: give an integer from 0 to 2**63 - 1")
         self.steps_per_epoch = check_at_least("steps_per_epoch", steps_per_epoch, 1)
         self.problem = (random_problem if construction == "random" else planted_problem)(*shape, seed)
         self.batch_size = shape[0]

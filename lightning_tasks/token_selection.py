@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from attention_modules.prompt import FORMS, PromptAttention
+from datamodules.base import check_at_least
 from lightning_tasks.base import BaseTask, Buildable
 
 Batch = tuple[Tensor, Tensor]
@@ -21,6 +23,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: -x,
 }
 LEARNABLE = ("p", "v", "w")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")  # these leave float64 alone: the default and autocast do not cast it
 
 
 class NormalizedGradientDescent(Optimizer):
@@ -31,12 +34,12 @@ class NormalizedGradientDescent(Optimizer):
         lr: length of a step.
 
     Raises:
-        ValueError: if ``lr`` is not positive.
+        ValueError: if ``lr`` is not positive and finite.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr must be positive, got {lr}")
+        if not 0 < lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {lr}")
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
@@ -79,7 +82,8 @@ class TokenSelectionTask(BaseTask):
             ``torch.optim.SGD`` for plain gradient descent.
 
     Raises:
-        ValueError: if a name stands for nothing; on building, if the width is unknown or not the data module's.
+        ValueError: if a name stands for nothing or a width is below 1; on building, if the width is unknown or not the
+            data module's; on setup, if the trainer's precision would cast float64.
     """
 
     def __init__(
@@ -94,9 +98,15 @@ class TokenSelectionTask(BaseTask):
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
     ) -> None:
+        if isinstance(learn, str):  # "pv" would be read as its letters
+            raise ValueError(
+                f"learn must be a list of names, got {learn!r}: give [{', '.join(LEARNABLE)}] or some of it"
+            )
         learn = ["p"] if learn is None else list(learn)
         if not learn or not set(learn) <= set(LEARNABLE):
             raise ValueError(f"learn must name some of {', '.join(LEARNABLE)}, got {learn}")
+        if dim is not None:
+            check_at_least("dim", dim, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         if form not in FORMS:
@@ -136,6 +146,19 @@ class TokenSelectionTask(BaseTask):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.hparams["learn"])
         return model
+
+    def setup(self, stage: str) -> None:
+        """Refuse a precision that would cast float64.
+
+        Raises:
+            ValueError: the trainer's precision is one that does not leave float64 as it is.
+        """
+        super().setup(stage)
+        if self.trainer.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision is {self.trainer.precision!r}: token selection needs float64, as small probabilities are "
+                "zero below it; leave trainer.precision out, or give 64-true"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """f of each input, ``[n]``."""

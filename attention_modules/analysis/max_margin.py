@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ACTIVE = 1e-6  # how far above its right side a constraint still counts as active
-_CERTAIN = 1e8  # infeasible means: no solution has a norm below this, in units of 1 / the largest difference
+_CERTAIN = 1e8  # infeasible means: no solution has a norm below this, in units of 1 / the least strict difference
+_TRIES = 10  # scipy 1.15 (the last for Python 3.10) ends early on 1 problem in 100, unsaid
+_EXACT = 1e-6  # by how much, relatively, a solution may miss a constraint
 
 
 class NotSeparableError(ValueError):
@@ -25,50 +26,75 @@ class NotSeparableError(ValueError):
         super().__init__(message)
         self.multipliers = multipliers
 
+    def __reduce__(self) -> tuple[type, tuple[str, Tensor]]:
+        return type(self), (str(self), self.multipliers)
+
 
 def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
     """argmin ‖p‖ subject to rows @ p >= right, in float64 on the CPU; ``rows`` [m, d], ``right`` [m] of 0 and 1."""
-    scale = rows.abs().max().item() if rows.numel() else 0.0
-    if not math.isfinite(scale):
-        raise ValueError(f"{what}: the tokens must be finite, got NaN or infinity")
-    if not right.any():
+    if not rows.isfinite().all():
+        raise ValueError(f"{what}: differences of tokens exceed float64; scale the tokens down")
+    strict = right > 0
+    if not strict.any():
         return rows.new_zeros(rows.shape[-1])
-    if scale == 0:
-        raise NotSeparableError(f"{what}: tokens to be told apart are equal", right / right.sum())
+    largest = rows.abs().amax(-1)
+    kept = largest > 0
+    equal = (strict & ~kept).double()
+    if equal.any():
+        raise NotSeparableError(f"{what}: tokens to be told apart are equal", equal / equal.sum())
+    # Rows of length 1, by the largest entry first, as squares underflow; right sides in units of the largest of them.
+    units = rows[kept] / largest[kept].unsqueeze(-1)
+    lengths = units.norm(dim=-1)
+    units, lengths = units / lengths.unsqueeze(-1), lengths * largest[kept]
+    shortest = lengths[strict[kept]].min()
+    sides = right[kept] * (shortest / lengths)
+    y = _dual(units, sides, what)
+    least = 1 / max((y @ units).norm().item(), 1e-300)
+    if least > _CERTAIN:
+        # For every p that is feasible 1 = Σ y_j b_j <= ⟨Σ y_j a_j, p⟩ <= ‖Σ y_j a_j‖ ‖p‖.
+        multipliers = torch.zeros_like(right)
+        multipliers[kept] = y * (shortest / lengths)
+        raise NotSeparableError(
+            f"{what}: no direction keeps every margin, so the problem is infeasible; certified by multipliers "
+            f"(error.multipliers) under which a solution's norm would exceed {least / shortest.item():.1e}. "
+            "Select other tokens, or relax inputs",
+            multipliers,
+        )
+    if least > 100:  # the dual is as exact as 1 / ‖p‖²: solve again in units in which ‖p‖ is 1
+        y = _dual(units, sides / least, what)
+    active = y > 0  # these hold with equality, which says where p is more exactly than y does
+    p = torch.linalg.lstsq(units[active], sides[active].unsqueeze(-1), driver="gelsd").solution.squeeze(-1)
+    missed = ((sides - units @ p) / sides.where(strict[kept], p.norm())).max().item()
+    p = p / shortest
+    if not missed <= _EXACT or not p.isfinite().all():
+        raise RuntimeError(
+            f"{what}: float64 does not hold the solution (a margin is missed by {missed:.1e} of it): differences of "
+            f"tokens lie between {lengths.min():.1e} and {lengths.max():.1e}; scale the tokens, or leave out the least"
+        )
+    return p
+
+
+def _dual(rows: Tensor, right: Tensor, what: str) -> Tensor:
+    """y >= 0 with ⟨y, right⟩ = 1 and the least ‖Σ y_j rows_j‖, 1 / ‖p‖ (Lawson and Hanson 1974, chapter 23)."""
     try:
-        import clarabel
-        from scipy import sparse
+        from scipy.optimize import nnls
     except ImportError as error:
         raise ImportError(f"{what} needs a solver: pip install 'attnswap[analysis]' ({error})") from error
-    dim = rows.shape[-1]
-    settings: Any = clarabel.DefaultSettings()
-    settings.verbose = False
-    for tolerance in ("tol_gap_abs", "tol_gap_rel", "tol_feas", "tol_infeas_abs", "tol_infeas_rel"):
-        setattr(settings, tolerance, 1e-12)
-    cone, square = [clarabel.NonnegativeConeT(len(rows))], sparse.identity(dim, format="csc")
-    unit = 1 / scale
-    for _ in range(2):  # the tolerances mean what they say where the solution's norm is near 1: measure it, then solve
-        a = sparse.csc_matrix((-unit * rows).numpy())
-        answer = clarabel.DefaultSolver(square, [0.0] * dim, a, -right.numpy(), cone, settings).solve()
-        if str(answer.status) != "Solved":
+    columns = torch.cat([rows.T, right.unsqueeze(0)])
+    target = torch.zeros(len(columns), dtype=torch.float64)
+    target[-1] = 1
+    generator, size = torch.Generator().manual_seed(0), torch.ones_like(right)
+    for _ in range(_TRIES):
+        try:  # the sizes of the columns change the order in which they enter, not the solution
+            y = size * torch.from_numpy(nnls((columns * size).numpy(), target.numpy(), maxiter=30 * len(rows))[0])
+        except RuntimeError as error:
+            raise RuntimeError(f"{what}: the solver gave up ({error}); leave out tokens or inputs") from error
+        rest = target - columns @ y
+        gain = columns.T @ rest  # of a y_j that grew; that of a positive y_j is zero
+        if max(gain.max(), gain[y > 0].abs().max()) <= 1e-14 + 1e-9 * rest.norm():
             break
-        p = unit * torch.tensor(answer.x, dtype=torch.float64)
-        unit = p.norm().item()
-    if "Infeasible" in str(answer.status):
-        # For every p that is feasible 1 = Σ y_j b_j <= ⟨Σ y_j a_j, p⟩ <= ‖Σ y_j a_j‖ ‖p‖.
-        multipliers = torch.tensor(answer.z, dtype=torch.float64).clamp(min=0)
-        multipliers /= (multipliers * right).sum()
-        least = 1 / max((multipliers @ (rows / scale)).norm().item(), 1e-300)
-        if least > _CERTAIN:
-            raise NotSeparableError(
-                f"{what}: no direction keeps every margin, so the problem is infeasible; certified by multipliers "
-                f"(error.multipliers) under which a solution's norm would exceed {least / scale:.1e}. "
-                "Select other tokens, or relax inputs",
-                multipliers,
-            )
-    if str(answer.status) != "Solved":
-        raise RuntimeError(f"{what}: the solver ended with {answer.status}, neither solved nor proved infeasible")
-    return p
+        size = torch.rand(len(rows), generator=generator, dtype=torch.float64) + 0.1
+    return y / (y @ right)
 
 
 def _check(keys: Tensor, selected: Tensor) -> None:
@@ -79,6 +105,7 @@ def _check(keys: Tensor, selected: Tensor) -> None:
         )
     if selected.dtype.is_floating_point or selected.dtype == torch.bool:
         raise TypeError(f"selected must hold integer indices of tokens, got {selected.dtype}")
+    _check_finite(keys=keys)
     if ((selected < 0) | (selected >= keys.shape[1])).any():
         raise ValueError(f"selected must lie in 0..{keys.shape[1] - 1}, got {selected.tolist()}")
 
@@ -87,6 +114,16 @@ def _check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: give torch.tensor({name})")
+        if value.is_complex():
+            raise TypeError(f"{name} must be real, got {value.dtype}: give {name}.real, or both parts side by side")
+
+
+def _check_finite(**given: Tensor) -> None:
+    for name, value in given.items():
+        if not value.isfinite().all():
+            raise ValueError(
+                f"{name} must be finite, got NaN or infinity at {(~value.isfinite()).nonzero()[0].tolist()}"
+            )
 
 
 def _check_direction(p: Tensor, keys: Tensor) -> Tensor:
@@ -94,6 +131,7 @@ def _check_direction(p: Tensor, keys: Tensor) -> Tensor:
     _check_tensors(p=p)
     if p.shape != keys.shape[-1:]:
         raise ValueError(f"p must be [d] = [{keys.shape[-1]}] as the keys, got {tuple(p.shape)}")
+    _check_finite(p=p)
     return p.detach().double().cpu()
 
 
@@ -135,7 +173,8 @@ def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | No
     Raises:
         NotSeparableError: (a ValueError) if no p satisfies the constraints, with the proof.
         ValueError: if shapes or indices do not fit, or keys are not finite.
-        TypeError: if ``selected`` holds no integers, or something is no tensor.
+        TypeError: if ``selected`` holds no integers, or something is no tensor or complex.
+        RuntimeError: if float64 does not hold the solution, or the solver gives up.
         ImportError: if the extra ``analysis`` is not installed.
     """
     _check(keys, selected)
@@ -156,12 +195,17 @@ def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
 
     Raises:
         NotSeparableError: (a ValueError) if no v separates the labels, with the proof.
-        ValueError: if shapes do not fit, or labels are others than 1 and -1.
+        ValueError: if shapes do not fit, tokens are not finite, or labels are others than 1 and -1.
+        TypeError: if something is no tensor or complex, or labels are bool.
+        RuntimeError: as :func:`max_margin_direction`.
         ImportError: if the extra ``analysis`` is not installed.
     """
     _check_tensors(tokens=tokens, labels=labels)
     if tokens.ndim != 2 or labels.shape != tokens.shape[:1]:
         raise ValueError(f"tokens must be [n, d] and labels [n], got {tuple(tokens.shape)} and {tuple(labels.shape)}")
+    if labels.dtype == torch.bool:
+        raise TypeError("labels must be 1 or -1, got torch.bool: give 2 * labels.int() - 1")
+    _check_finite(tokens=tokens)
     if labels.abs().ne(1).any():
         raise ValueError(f"labels must be 1 or -1, got {sorted(set(labels.tolist()))}")
     rows = labels.double().cpu().unsqueeze(-1) * tokens.detach().double().cpu()
@@ -177,8 +221,8 @@ def margin(keys: Tensor, selected: Tensor, p: Tensor) -> Tensor:
         p: ``[d]``; the margin scales with it.
 
     Raises:
-        ValueError: if shapes or indices do not fit.
-        TypeError: if ``selected`` holds no integers, or something is no tensor.
+        ValueError: if shapes or indices do not fit, or keys or p are not finite.
+        TypeError: if ``selected`` holds no integers, or something is no tensor or complex.
     """
     _check(keys, selected)
     lead = _differences(keys, selected) @ _check_direction(p, keys)
@@ -204,12 +248,14 @@ def locally_optimal(
         bool ``[n]``.
 
     Raises:
-        ValueError, TypeError, ImportError: as :func:`max_margin_direction`; ValueError also if ``p`` separates nothing.
+        ValueError, TypeError, RuntimeError, ImportError: as :func:`max_margin_direction`; ValueError also if scores are
+            not finite, or ``p`` separates nothing.
     """
     _check(keys, selected)
     _check_tensors(scores=scores)
     if scores.shape != keys.shape[:2]:
         raise ValueError(f"scores must be [n, T] = {tuple(keys.shape[:2])}, got {tuple(scores.shape)}")
+    _check_finite(scores=scores)
     strict = ~_relaxed(relaxed, selected).unsqueeze(-1)
     others = _others(keys, selected)
     p = max_margin_direction(keys, selected, relaxed=relaxed) if p is None else _check_direction(p, keys)

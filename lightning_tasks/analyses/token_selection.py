@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path as File
 from typing import Any
 
@@ -40,6 +41,7 @@ EXPERIMENTS: dict[str, tuple[str, Settings]] = {
 COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
 REGULARIZED = "regularisation path"
 SUMMARY = "summary.md"
+HEADS = ("experiment", "seed", "run", "optimality", "correlation of p", "of v", "probability", "norm of p")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def find_target(problem: TokenProblem, path: Path, joint: bool) -> Target:
 
     Raises:
         NotSeparableError: these tokens cannot be separated, so that theory says nothing.
+        RuntimeError: the solver finds no solution within float64.
     """
     keys = problem.x @ problem.w
     selected = (keys @ path.p[-1]).argmax(-1)
@@ -87,44 +90,76 @@ def measure(problem: TokenProblem, path: Path, target: Target) -> dict[str, Tens
     }
 
 
-def run_experiment(name: str, seeds: Sequence[int], steps: int, output: File) -> list[str]:
-    """Run one experiment, write NAME.csv and NAME.png (of the first seed), and return the rows of its summary."""
+@dataclass(frozen=True)
+class Outcome:
+    """What one problem gave: rows of the summary and of NAME.csv, and what the picture shows of it, if anything."""
+
+    lines: list[str]
+    rows: list[dict[str, Any]]
+    shown: tuple[dict[str, Path], dict[str, dict[str, Tensor]], Tensor, Tensor | None] | None = None
+
+
+def run_problem(name: str, seed: int, steps: int) -> Outcome:
+    """Run an experiment on the problem of one seed; a failure is a row of the summary."""
     construction, settings = EXPERIMENTS[name]
     joint = construction == "joint"
-    rows: list[dict[str, Any]] = []
-    lines: list[str] = []
-    (output / f"{name}.png").unlink(missing_ok=True)  # of an earlier call, if this one has nothing to draw
-    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem"):
+    try:
         problem = TokenSelectionDataModule(construction, seed=seed).problem
         paths = {run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in settings.items()}
-        try:
-            target = find_target(problem, next(iter(paths.values())), joint)
-        except NotSeparableError as error:
-            lines.append(f"| {name} | {seed} | all | nothing to converge to: {error} | | | |")
-            continue
+        target = find_target(problem, next(iter(paths.values())), joint)
         radii = torch.logspace(0, 2, 9).tolist()
         paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
-        measures = {run: measure(problem, path, target) for run, path in paths.items()}
-        kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
-        for run, found in measures.items():
-            last = {key: float(value[-1]) for key, value in found.items()}
-            head = "" if target.v is None else f"{last['correlation_v']:.4f}"
-            cells = (name, seed, run, kind, f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-            shown = range(len(found["norm_p"])) if run == REGULARIZED else range(0, steps + 1, max(1, steps // 100))
-            places = {run: radii} if run == REGULARIZED else {}
-            rows += [
-                {"seed": seed, "run": run, "step": places[run][step] if places else step}
-                | {key: float(value[step]) for key, value in found.items()}
-                for step in shown
-            ]
-        if seed == seeds[0]:
-            draw(output / f"{name}.png", paths, measures, target.p, target.v, REGULARIZED)
-    with (output / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    return lines
+    except NotSeparableError as error:
+        return Outcome([_row(name, seed, "all", f"nothing to converge to: {error}")], [])
+    except (RuntimeError, ValueError) as error:  # the other problems can still be measured
+        return Outcome([_row(name, seed, "all", f"failed: {' '.join(str(error).split())}")], [])
+    measures = {run: measure(problem, path, target) for run, path in paths.items()}
+    kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
+    lines, rows = [], []
+    for run, found in measures.items():
+        last = {key: float(value[-1]) for key, value in found.items()}
+        head = "" if target.v is None else f"{last['correlation_v']:.4f}"
+        numbers = (f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}", f"{last['norm_p']:.1f}")
+        lines.append(_row(name, seed, run, kind, *numbers))
+        shown = range(len(found["norm_p"])) if run == REGULARIZED else range(0, steps + 1, max(1, steps // 100))
+        rows += [
+            {"seed": seed, "run": run, "step": radii[step] if run == REGULARIZED else step}
+            | {key: float(value[step]) for key, value in found.items()}
+            for step in shown
+        ]
+    return Outcome(lines, rows, (paths, measures, target.p, target.v))
+
+
+def _row(*cells: object) -> str:
+    width = len(HEADS)
+    return f"| {' | '.join([*map(str, cells), *[''] * (width - len(cells))])} |"
+
+
+def run_experiment(
+    name: str, seeds: Sequence[int], steps: int, output: File, on_problem: Callable[[list[str]], None]
+) -> None:
+    """Run one experiment; after each problem write NAME.csv, NAME.png (of the first that is solved), and pass the rows.
+
+    Args:
+        on_problem: is given the rows of the summary so far.
+    """
+    lines: list[str] = []
+    rows: list[dict[str, Any]] = []
+    drawn = False
+    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem"):
+        outcome = run_problem(name, seed, steps)
+        lines += outcome.lines
+        rows += outcome.rows
+        with (output / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        on_problem(lines)
+        if not drawn:
+            (output / f"{name}.png").unlink(missing_ok=True)  # of an earlier call, if this one has nothing to draw
+        if outcome.shown is not None and not drawn:
+            draw(output / f"{name}.png", *outcome.shown, REGULARIZED)
+            drawn = True
 
 
 def summary(lines: Sequence[str], steps: int) -> str:
@@ -133,10 +168,11 @@ def summary(lines: Sequence[str], steps: int) -> str:
         [
             f"After {steps} steps from zero (0.1 along the gradient where nothing else is said), float64. Correlation:",
             "cosine to the max-margin direction of the tokens that the first run of the seed selects. Optimality is",
-            "that of this selection. Probability: the least one of a selected token. Regularisation path: ‖p‖ = 100.",
+            "that of this selection. Probability: the least one of a selected token. Norm: ‖p‖, at most 0.1 a step.",
+            "Regularisation path: ‖p‖ = 100, and ‖v‖ = 100 in joint. Each experiment has the seeds of its rows.",
             "",
-            "| experiment | seed | run | optimality | correlation of p | of v | probability |",
-            "|---|---|---|---|---|---|---|",
+            _row(*HEADS),
+            "|---" * len(HEADS) + "|",
             *lines,
             "",
         ]
@@ -144,29 +180,31 @@ def summary(lines: Sequence[str], steps: int) -> str:
 
 
 def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, list[str]]:
-    """Rows of an earlier call's summary by experiment, without those that are run again.
+    """Rows of an earlier call's summary by experiment, of any seeds, as each row names its own.
 
     Raises:
-        RecipeError: they are of another number of steps.
+        RecipeError: rows of experiments that are not run `again` are of another number of steps.
     """
     if not path.is_file():
         return {}
-    text = path.read_text(encoding="utf-8").splitlines()
+    text, head = path.read_text(encoding="utf-8").splitlines(), summary([], steps).splitlines()
     found = {name: [line for line in text if line.startswith(f"| {name} |")] for name in EXPERIMENTS}
-    found = {name: lines for name, lines in found.items() if lines and name not in again}
-    if found and text[0] != summary([], steps).splitlines()[0]:
+    if text[: len(head)] == head:
+        return {name: lines for name, lines in found.items() if lines}
+    stay = [name for name, lines in found.items() if lines and name not in again]
+    if stay:
         raise RecipeError(
-            f"{path} has {', '.join(found)} of another number of steps than {steps}: give another --output folder, or "
-            "--experiment all"
+            f"{path} has {', '.join(stay)} of another number of steps than {steps}, or of another version: give "
+            "another --output folder, or --experiment all"
         )
-    return found
+    return {}
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze token-selection` with these arguments.
 
     Raises:
-        RecipeError: numbers that make no sense.
+        RecipeError: numbers that make no sense, or an interruption; the problems before it are kept.
         SystemExit: arguments that the parser refuses.
     """
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", description=__doc__)
@@ -181,9 +219,21 @@ def main(arguments: Sequence[str]) -> None:
     make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
     found = earlier_lines(options.output / SUMMARY, options.steps, names)
-    for name in names:
-        found[name] = run_experiment(name, range(options.seeds), options.steps, options.output)
-        lines = [line for each in EXPERIMENTS for line in found.get(each, ())]
-        text = summary(lines, options.steps)
-        (options.output / SUMMARY).write_text(text, encoding="utf-8")
-    print(text, end="")
+    done: list[str] = []
+
+    def keep(name: str, lines: list[str]) -> None:
+        found[name] = lines
+        rows = [line for each in EXPERIMENTS for line in found.get(each, ())]
+        (options.output / SUMMARY).write_text(summary(rows, options.steps), encoding="utf-8")
+        done.append(name)
+
+    try:
+        for name in names:
+            run_experiment(name, range(options.seeds), options.steps, options.output, partial(keep, name))
+    except KeyboardInterrupt:
+        count = ", ".join(f"{done.count(name)} of {name}" for name in dict.fromkeys(done)) or "none"
+        raise RecipeError(
+            f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
+            f"{SUMMARY}); the same command would begin anew"
+        ) from None
+    print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")

@@ -112,13 +112,40 @@ def test_module_has_the_parameters_in_float64():
     ("change", "words"),
     [
         ({"form": "exact"}, "form must be one of difference, plain"),
-        ({"keys": torch.zeros(3, 4, 6)}, "same T"),
-        ({"p": torch.zeros(5)}, r"p must be \[6\]"),
-        ({"v": torch.zeros(3)}, r"v \[4\]"),
+        ({"keys": torch.zeros(3, 4, 6).double()}, "same T"),
+        ({"p": torch.zeros(5).double()}, r"p must be \[6\]"),
+        ({"v": torch.zeros(3).double()}, r"v \[4\]"),
     ],
 )
 def test_bad_input(change, words):
     with pytest.raises(ValueError, match=words):
         prompt_attention(**{**inputs(), **change})
-    with pytest.raises(ValueError, match="dim must be at least 1"):
-        PromptAttention(0)
+
+
+@pytest.mark.parametrize("dim", [0, 2.5, True, "3", None])
+def test_bad_width_of_the_module(dim):
+    with pytest.raises(ValueError, match=rf"dim must be an integer of at least 1, got {dim!r}"):
+        PromptAttention(dim)
+
+
+@pytest.mark.parametrize("call", ["forward", "probabilities"])
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (torch.zeros(2, 5, 3), TypeError, r"got x torch.float32, w torch.float64: give .double\(\)"),
+        (torch.zeros(2, 5, 3).half(), TypeError, "got x torch.float16"),
+        (torch.zeros(2, 5, 3).long(), TypeError, r"x must be of real floating-point numbers, got torch.int64"),
+        (torch.zeros(2, 5, 3).cfloat(), TypeError, r"x must be of real floating-point numbers, got torch.complex64"),
+        ([[[0.0] * 3]], TypeError, "x must be a tensor, got list"),
+        (torch.zeros(2, 5, 4).double(), ValueError, r"with dim = 3, got \(2, 5, 4\)"),
+        (torch.zeros(3).double(), ValueError, r"x must be \[..., T, dim\] with dim = 3, got \(3,\)"),
+    ],
+)
+def test_bad_input_of_the_module(call, x, error, words):
+    with pytest.raises(error, match=words):
+        getattr(PromptAttention(3), call)(x)
+
+
+def test_tensors_of_two_dtypes():
+    with pytest.raises(TypeError, match=r"one dtype, got x torch.float64, keys torch.float64, p torch.float32"):
+        prompt_attention(**{**inputs(), "p": torch.zeros(6)})

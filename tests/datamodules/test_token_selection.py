@@ -15,8 +15,7 @@ def test_the_best_token_leads_along_one_direction(name, seed):
     assert problem.x.dtype == torch.float64
     scores = problem.labels.unsqueeze(-1) * (problem.x @ problem.v)
     assert scores.amax(-1).gt(0).all()
-    clarabel = pytest.importorskip("clarabel")
-    assert clarabel
+    pytest.importorskip("scipy")
     from attention_modules.analysis import max_margin_direction
 
     assert max_margin_direction(problem.x, scores.argmax(-1)).norm() <= 1 / GAP + 1e-6
@@ -47,6 +46,10 @@ def test_random_sizes_and_batches():
         ({"construction": "double"}, "give single, multi, joint or random"),
         ({"construction": "single", "dim": 4}, "dim cannot be set"),
         ({"construction": "random", "num_inputs": 2, "num_tokens": 3}, "dim is None"),
+        ({"seed": "a"}, r"seed is 'a': give an integer from 0 to 2\*\*63 - 1"),
+        ({"seed": -1}, "seed is -1: give an integer"),
+        ({"seed": 1.5}, "seed is 1.5: give an integer"),
+        ({"seed": 2**70}, "give an integer"),
         ({"steps_per_epoch": 0}, "steps_per_epoch is 0"),
     ],
 )

@@ -10,10 +10,11 @@ from lightning_tasks.analyses.descent import gradient_path
 from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, unit
 
 
-def fit(folder, steps=20, construction="multi", **options):
+def fit(folder, steps=20, construction="multi", precision=None, **options):
     task, data = TokenSelectionTask(**options), TokenSelectionDataModule(construction, steps_per_epoch=steps)
     trainer = pl.Trainer(
         accelerator="cpu",
+        precision=precision,
         max_epochs=1,
         default_root_dir=folder,
         logger=False,
@@ -70,6 +71,9 @@ def test_losses_fall_as_the_margin_grows():
     [
         ({"learn": ["q"]}, "learn must name some of p, v, w"),
         ({"learn": []}, "learn must name some"),
+        ({"learn": "pv"}, r"learn must be a list of names, got 'pv': give \[p, v, w\] or some"),
+        ({"dim": 0}, "dim is 0: give an integer of at least 1"),
+        ({"dim": 2.5}, "dim is 2.5: give an integer"),
         ({"loss": "hinge"}, "loss must be one of logistic"),
         ({"form": "exact"}, "form must be one of difference"),
     ],
@@ -84,5 +88,19 @@ def test_bad_widths_and_rates(tmp_path):
         TokenSelectionTask().configure_model()
     with pytest.raises(ValueError, match="dim=5 is not the 3 of the data module"):
         fit(tmp_path, dim=5)
-    with pytest.raises(ValueError, match="lr must be positive"):
-        NormalizedGradientDescent([torch.nn.Parameter(torch.zeros(1))], lr=0)
+    for lr in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="lr must be positive and finite"):
+            NormalizedGradientDescent([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_less_than_float64_is_refused(tmp_path, precision):
+    with pytest.raises(ValueError, match=rf"precision is '{precision}': token selection needs float64.*give 64-true"):
+        fit(tmp_path, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_float64_under_the_other_precisions(tmp_path, precision):
+    task, _, _ = fit(tmp_path, precision=precision)
+    assert task.model.p.dtype == torch.float64
+    assert torch.equal(task.model.p.detach(), fit(tmp_path)[0].model.p.detach())

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-pytest.importorskip("clarabel")
+pytest.importorskip("scipy")
 
+from attention_modules.analysis import NotSeparableError
 from datamodules import TokenSelectionDataModule
 from datamodules.token_selection import TokenProblem
 from lightning_tasks.__main__ import main
-from lightning_tasks.analyses import ANALYSES
+from lightning_tasks.analyses import ANALYSES, token_selection
 from lightning_tasks.analyses.descent import gradient_path, regularization_path
 from lightning_tasks.analyses.token_selection import EXPERIMENTS, find_target, measure
 from lightning_tasks.analyses.token_selection_figure import plane
@@ -80,6 +81,80 @@ def test_experiments_one_by_one_share_a_summary(tmp_path, capsys):
     assert (tmp_path / "summary.md").read_text() == text
 
 
+def test_experiments_of_other_seeds_share_a_summary_whose_rows_name_them(tmp_path):
+    given = ["analyze", "token-selection", "--steps", "5", "--output", str(tmp_path), "--experiment"]
+    main([*given, "multi", "--seeds", "2"])
+    main([*given, "single", "--seeds", "1"])
+    rows = [line.split(" | ")[:2] for line in (tmp_path / "summary.md").read_text().splitlines() if " path |" in line]
+    assert rows == [["| single", "0"], ["| multi", "0"], ["| multi", "1"]]
+    main([*given, "multi", "--seeds", "1"])
+    assert "| multi | 1 |" not in (tmp_path / "summary.md").read_text()
+
+
+def seeds_of(path):
+    with path.open() as file:
+        return {row["seed"] for row in csv.DictReader(file)}
+
+
+def test_interruption_keeps_the_finished_problems(tmp_path, capsys, monkeypatch):
+    given = ["analyze", "token-selection", "--steps", "5", "--output", str(tmp_path)]
+    main([*given, "--experiment", "joint", "--seeds", "1"])
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(options)
+        if len(calls) == 4:  # the second run of the second seed
+            raise KeyboardInterrupt
+        return gradient_path(*arguments, **options)
+
+    monkeypatch.setattr(token_selection, "gradient_path", interrupted)
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--seeds", "2"])
+    message = f"interrupted: of 2 problems an experiment, 1 of single are kept in {tmp_path} (NAME.csv, summary.md)"
+    assert message in capsys.readouterr().err
+    assert seeds_of(tmp_path / "single.csv") == {"0"}
+    assert (tmp_path / "single.png").is_file()
+    text = (tmp_path / "summary.md").read_text()
+    assert "| single | 0 | difference form |" in text
+    assert "| joint | 0 | difference form |" in text  # of the call before, of as many steps
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("no\nsolution"), "failed: no solution"),
+        (NotSeparableError("between", torch.ones(1)), "nothing to converge to: between"),
+    ],
+)
+def test_a_seed_that_fails_does_not_end_the_others(error, words, tmp_path, capsys, monkeypatch):
+    calls = []
+
+    def fails_first(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise error
+        return find_target(*arguments)
+
+    monkeypatch.setattr(token_selection, "find_target", fails_first)
+    given = ["--experiment", "single", "--seeds", "2", "--steps", "5", "--output", str(tmp_path)]
+    main(["analyze", "token-selection", *given])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"| single | 0 | all | {words} |  |  |  |  |" in lines
+    assert sum(line.startswith("| single | 1 |") for line in lines) == 3
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert seeds_of(tmp_path / "single.csv") == {"1"}
+    assert (tmp_path / "single.png").is_file()
+
+
+def test_plain_autograd_stops_where_its_gradient_is_rounded_to_zero(tmp_path, capsys):
+    main(["analyze", "token-selection", "--experiment", "multi", "--seeds", "1", "--output", str(tmp_path)])
+    cells = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| multi")]
+    norms = {row[2]: float(row[-1].strip(" |")) for row in cells}
+    assert norms["difference form"] > 99
+    assert norms["plain autograd"] < 60
+    assert norms["regularisation path"] == 100
+
+
 def test_output_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
@@ -112,7 +187,7 @@ def test_refusals(arguments, words, capsys, tmp_path, monkeypatch):
 def test_list_of_analyses_answers_without_torch(capsys):
     code = (
         "import sys, json; from lightning_tasks.__main__ import main; main(['analyze', '--help']);"
-        "print(json.dumps([name in sys.modules for name in ('torch', 'lightning', 'clarabel')]))"
+        "print(json.dumps([name in sys.modules for name in ('torch', 'lightning', 'scipy')]))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(name in answer.stdout for name in ANALYSES)
