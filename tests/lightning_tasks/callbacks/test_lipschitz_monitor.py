@@ -231,7 +231,7 @@ def test_what_it_cannot_measure_ends_the_fit_before_its_first_epoch(tmp_path):
 
     module = Windows()
     run = trainer(tmp_path, LipschitzMonitor(max_tokens=3), max_epochs=1)
-    with pytest.raises(ValueError, match=r"LipschitzMonitor on 'first' \(its first 3 of 5 tokens\): .*windows are of 5"):
+    with pytest.raises(ValueError, match=r"LipschitzMonitor on 'first' \(its first 3 of 5 tokens\): .*windows are"):
         run.fit(module, loader(), loader())
     assert module.steps == 0
 
