@@ -138,10 +138,10 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 
     ``direct_cosine``: mean over tokens of the cosine of their rows. ``signed_cosine`` (ours): the same with those signs
     of the predicted columns that make it largest. ``matched_cosine``: that of the one-to-one matching of tokens that
-    makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment
-    over tokens; the Gaussian's σ² is the median of the squared distances that are not 0. ``relative_error``:
-    ‖v - predicted‖_F / ‖v‖_F. A predicted column has no sign of its own, on which the direct and the matched cosine
-    and the error depend, as in the study; alignment does not.
+    makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment over tokens; the
+    Gaussian's σ² is the median of the squared distances that are not 0. ``relative_error``: ‖v - predicted‖_F /
+    ‖v‖_F. A predicted column has no sign of its own, on which the direct and the matched cosine and the error depend,
+    as in the study; alignment does not.
 
     Args:
         v: values ``[B, H, N, d]``.

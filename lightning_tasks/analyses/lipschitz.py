@@ -126,10 +126,10 @@ def _measure(
         sequences = len(settings.inputs.values)
         windows, rest = divmod(len(call.x), sequences)
         if rest:
-            shown = (
-                f"{sequences} {settings.inputs.kind}" if settings.inputs.kind != "text" else f"{sequences} sequences"
+            shown = "sequences" if settings.inputs.kind == "text" else settings.inputs.kind
+            raise ValueError(
+                f"its input has {len(call.x)} samples for {sequences} {shown}, so that they cannot be told apart"
             )
-            raise ValueError(f"its input has {len(call.x)} samples for {shown}, so that they cannot be told apart")
         x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
         found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
         advance(1)

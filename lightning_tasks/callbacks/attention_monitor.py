@@ -68,8 +68,9 @@ class AttentionMonitor(MechanismObserver):
     Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
     until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
     weights the module reads). Between firings nothing is hooked. A firing (an observed step, or any batch of an
-    observed evaluation) costs about 1.2 more passes of attention for the entropy alone and three for all statistics,
-    and runs without ``torch.compile``. Training values under several processes are those of the first one's batch.
+    observed evaluation) costs about three more passes of attention for all statistics (``python -m
+    benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. Training values under
+    several processes are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.

@@ -11,7 +11,7 @@ def data(python_folder, cache):
 
 
 def test_the_standard_library_is_text_enough(cache):
-    data = PythonSourceDataModule(cache_dir=cache, max_bytes=2_000_000)  # Python 3.13 has a file of 0.8
+    data = PythonSourceDataModule(cache_dir=cache, max_bytes=2_000_000)  # one file of Python 3.13 has 800,000
     data.setup()
     assert 100_000 < len(data.tokens("train")) < 1_000_000
     assert data.vocab_size == 4000
