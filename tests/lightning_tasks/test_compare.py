@@ -321,7 +321,7 @@ def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp
     )
     first = subprocess.Popen(
         [sys.executable, "-c", code, *command],
-        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # not by `cwd`: a configuration is read in its own folder
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -329,14 +329,14 @@ def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp
     )
     try:
         deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline:
+        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline and first.poll() is None:
             time.sleep(0.05)
         (os.killpg if group else os.kill)(first.pid, signal.SIGINT)
         said = first.communicate(timeout=60)[1]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)
-    assert first.returncode == 130
+    assert first.returncode == 130, said
     assert f"interrupted: {jobs} of 4 cells are finished; the same command goes on" in said
     assert "Traceback" not in said
     finished = {path.parent: path.stat().st_mtime_ns for path in (output / "cells").rglob(RESULT)}
