@@ -88,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: with code 2 where what was asked for is refused, by the command line or on building and running it;
-            the message is on stderr. Errors of other code than ours pass as they are.
+            the message is on stderr; with 130 on an interrupt. Errors of other code than ours pass as they are.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
@@ -131,6 +131,11 @@ def main(args: Sequence[str] | None = None) -> None:
         wraps = refusal.__cause__ is not None and not isinstance(error, RecipeError)
         print(refusal_text(refusal, "ATTNSWAP_TRACEBACK=1 shows where" if wraps else ""), file=sys.stderr)
         raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        if os.environ.get("ATTNSWAP_TRACEBACK"):
+            raise
+        print("attnswap: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None  # as a shell says of what SIGINT ended
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from datamodules import AGNewsDataModule, CIFAR10DataModule, GutenbergDataModule
+from datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
 from datamodules.tokenizers import DEFAULT_BPE_SIZE
 from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
 from lightning_tasks.recipes import RecipeError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
-PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule}
+PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
+EMBEDDED = ("digits",)
 OWN_TOKENIZERS = {"bpe": "BPE trained on it", "word": "its words"}
 
 
@@ -27,7 +28,7 @@ class Inputs:
     """What a model is shown.
 
     Args:
-        values: token ids ``[count, length]``, or pictures ``[count, 3, H, W]`` in [0, 1].
+        values: token ids ``[count, length]``, or pictures ``[count, C, H, W]`` in [0, 1].
         kind: "text" or "pictures".
         described: what they are, in words.
     """
@@ -65,8 +66,10 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
     if options.data not in wanted:
         name = type(subject.model).__name__
         raise RecipeError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")
+    if options.data in EMBEDDED and options.root is not None:
+        raise RecipeError(f"--root {options.root}: {options.data} is in an installed package; leave it out")
     if subject.img_size is not None:
-        shown = pictures(options.data, count, subject.img_size, options.root)
+        shown = pictures(options.data, count, subject.img_size, subject.in_chans, options.root)
         return Inputs(shown, kind, f"the first {count} test pictures, at {subject.img_size} pixels")
     if subject.num_positions is not None and length > subject.num_positions:
         raise RecipeError(
@@ -149,14 +152,15 @@ def apart(stream: Tensor, count: int, length: int, data: str) -> Tensor:
     return torch.stack([stream[start * stride : start * stride + length] for start in range(count)])
 
 
-def pictures(data: str, count: int, img_size: int, root: str | None = None) -> Tensor:
-    """The first test pictures of ``data``, ``[count, 3, H, W]`` in [0, 1].
+def pictures(data: str, count: int, img_size: int, in_chans: int, root: str | None = None) -> Tensor:
+    """The first test pictures of ``data``, ``[count, in_chans, H, W]`` in [0, 1].
 
     Raises:
-        ValueError: if there are fewer.
+        ValueError: if there are fewer, or ``in_chans`` is neither 1 nor 3.
         FileNotFoundError: if the data is missing.
     """
-    module = PICTURES[data](root=root, batch_size=count, num_workers=0, img_size=img_size)
+    where = {} if root is None else {"root": root}
+    module = PICTURES[data](batch_size=count, num_workers=0, img_size=img_size, in_chans=in_chans, **where)
     module.setup("test")
     images = next(iter(module.test_dataloader()))[0]
     if len(images) < count:

@@ -26,15 +26,17 @@ class Subject:
 
     Args:
         model: the model.
-        run: the forward pass, of token ids ``[B, n]`` or of pictures ``[B, 3, H, W]`` in [0, 1].
+        run: the forward pass, of token ids ``[B, n]`` or of pictures ``[B, in_chans, H, W]`` in [0, 1].
         img_size: H = W of its pictures; None for a model of text.
         num_positions: the longest input in tokens, where the model bounds it.
+        in_chans: channels of its pictures.
     """
 
     model: nn.Module
     run: Callable[[Tensor], Any]
     img_size: int | None
     num_positions: int | None
+    in_chans: int = 3
 
     def forward(self, inputs: Tensor) -> None:
         """Run the model on these inputs, for what its hooks see.
@@ -76,7 +78,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0) -> Subject:
         model: Any = _load(name, random).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
-        return Subject(model, model, _img_size(task), None)
+        return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation(model, 3, None, None))
         return Subject(model, lambda x: model((x - mean.to(x)) / std.to(x)), _img_size(model), None)

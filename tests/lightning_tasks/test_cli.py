@@ -541,6 +541,16 @@ def test_the_environment_asks_for_the_traceback(monkeypatch):
         main([*TASK, "--model.chunk_size=0"])
 
 
+def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_tasks.recipes.print_recipes", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        main(["recipes"])
+    assert capsys.readouterr().err == "attnswap: interrupted\n"
+
+
 def test_an_error_of_other_code_keeps_its_traceback(demo):
     with pytest.raises(ValueError, match="the module's own"):
         main(["fit", "--config", demo, "--model.note=fail"])

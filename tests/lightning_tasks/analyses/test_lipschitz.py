@@ -23,7 +23,7 @@ from lightning_tasks.analyses.lipschitz_fit import fit_slope
 from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.recipes import RecipeError
 
-TWIN = Path(__file__).resolve().parents[2] / "conf" / "max_margin" / "cifar10_vit_base.yaml"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def analyze(output, *arguments):
@@ -141,13 +141,20 @@ def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
     assert not (tmp_path / "long" / "rows.jsonl").exists()
 
 
-def test_a_checkpoint_of_a_task_is_a_model(texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("twin", "attention", "data"),
+    [
+        ("max_margin/cifar10_vit_base", ["--model.attention=symmetric"], "cifar10"),
+        ("quickstart/classification", [], "digits"),
+    ],
+)
+def test_a_checkpoint_of_a_task_is_a_model(twin, attention, data, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["attnswap"])
     monkeypatch.setenv("ATTNSWAP_DATA", str(texts))
-    main(["fit", "--config", str(TWIN), "--trainer.max_steps=1", "--model.attention=symmetric"])
+    main(["fit", "--config", str(CONF / f"{twin}.yaml"), "--trainer.max_steps=1", *attention])
     checkpoint = next(tmp_path.rglob("*.ckpt"))
-    rows = analyze(tmp_path, "--model", checkpoint, "--data", "cifar10", "--sequences", 1, "--lengths", "3")
+    rows = analyze(tmp_path, "--model", checkpoint, "--data", data, "--sequences", 1, "--lengths", "3")
     assert [row["layer"] for row in rows] == ["model.blocks.0.attn", "model.blocks.1.attn"]
     assert "layers: SwappedAttention" in (tmp_path / "summary.md").read_text()
 
@@ -275,6 +282,10 @@ def test_samples_that_belong_to_no_sequence_are_refused(tmp_path, tiny, monkeypa
         (["--tol", "inf"], "--tol must be above 0 and below 1, got inf"),
         (["--tol", "nan"], "--tol must be above 0 and below 1, got nan"),
         (["--sequences", "99"], "has 640 tokens, and 99 sequences of 8 .* need 792"),
+        (
+            ["--model", "test_vit", "--random", "--data", "digits", "--root", "{empty}"],
+            "digits is in an installed package; leave it out",
+        ),
         (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
         (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
         (["--layers", ","], "--layers ',' has an empty part: give numbers"),
