@@ -23,6 +23,7 @@ from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
@@ -162,6 +163,7 @@ class AttnswapCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember what was given explicitly by the command line and its files."""
         try:
+            args = join_nested_keys(args, parser.parse_args)
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             known = self._subcommand_parsers[args[0]]._option_string_actions
