@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class ImageNetDataModule(VisionDataModule):
         cache_dir: folder for the memory map of the second layout; None for `$ATTNSWAP_CACHE`, else the user's cache.
 
     Raises:
-        ValueError: as :class:`~datamodules.vision.VisionDataModule`; on setup, if the classes of the splits differ, or
-            1,000 WordNet ids are not those of ImageNet-1k.
+        ValueError: as :class:`~datamodules.vision.VisionDataModule`; on setup, if the class names of the splits differ,
+            or 1,000 WordNet ids are not those of ImageNet-1k in its order.
         NotADirectoryError: `root` or `cache_dir` is a file.
         FileNotFoundError: on setup, where no layout is found; the text says what was looked for.
     """
@@ -113,13 +114,19 @@ class ImageNetDataModule(VisionDataModule):
         )
 
     def _find_classes(self) -> Sequence[str]:
-        if not self._in_folders:
-            train = self._parquet("train")
-            return train.class_names or [str(label) for label in range(int(train.labels.max()) + 1)]
-        classes = {split: class_folders(place) for split, place in self._places.items()}
-        check_same_classes(self._places["train"], classes["train"], self._places["validation"], classes["validation"])
-        check_wnids(classes["train"])
-        return classes["train"]
+        if self._in_folders:
+            classes = {split: class_folders(place) for split, place in self._places.items()}
+            check_same_classes(
+                self._places["train"], classes["train"], self._places["validation"], classes["validation"]
+            )
+            names = classes["train"]
+        else:
+            train, validation = self._parquet("train"), self._parquet("validation")
+            if train.class_names and validation.class_names:
+                check_same_names(self._shards("validation")[0], train.class_names, validation.class_names)
+            names = train.class_names or [str(label) for label in range(_class_count(train))]
+        check_wnids(names)
+        return names
 
     def _files(self, split: str) -> FileImages:
         return FileImages(*class_pictures(self._places[split], self.class_names, f"{self.folder.name}: {split} files"))
@@ -147,15 +154,31 @@ def check_same_classes(train: Path, train_classes: Sequence[str], val: Path, val
             )
 
 
+def check_same_names(path: Path, train: Sequence[str], val: Sequence[str]) -> None:
+    """Raises a ValueError where the labels of two splits, that in `path` the second, do not have the same names."""
+    for label, (first, second) in enumerate(zip_longest(train, val, fillvalue="nothing")):
+        if first != second:
+            raise ValueError(
+                f"{path} calls label {label} {second!r}, the training files {first!r}: the splits must have the same "
+                "class names in the same order"
+            )
+
+
 def check_wnids(names: Sequence[str]) -> None:
-    """Raises a ValueError where 1,000 classes are named by WordNet ids that are not the 1,000 of ImageNet-1k."""
+    """Raises a ValueError where 1,000 classes are named by WordNet ids that are not ImageNet-1k's, in its order."""
     known = ImageNetInfo("imagenet-1k").label_names()
     if len(names) != len(known) or not all(_WNID.fullmatch(name) for name in names) or list(names) == known:
         return
     wrong = sorted(set(names) - set(known))
+    if not wrong:
+        label = next(label for label, name in enumerate(names) if name != known[label])
+        raise ValueError(
+            f"label {label} is called {names[label]}, and in ImageNet-1k it is {known[label]}: labels must be in the "
+            "order of the sorted WordNet ids"
+        )
     nearest = difflib.get_close_matches(wrong[0], sorted(set(known) - set(names)), n=1)
     raise ValueError(
-        f"1,000 class folders, but {len(wrong)} are no classes of ImageNet-1k ({_some(wrong)}"
+        f"1,000 classes, but {len(wrong)} are no classes of ImageNet-1k ({_some(wrong)}"
         f"{f'; is {wrong[0]} meant to be {nearest[0]}?' if nearest else ''}): labels would not mean what they mean to "
         "pretrained models"
     )
@@ -167,7 +190,7 @@ def check_paths(images: ParquetImages) -> None:
     Up to 2,000 rows are looked at, evenly spread, and only where there are 1,000 classes and paths with ids.
     """
     known = ImageNetInfo("imagenet-1k").label_names()
-    if images.class_names is None or len(images.class_names) != len(known):
+    if _class_count(images) != len(known):
         return
     for index in np.unique(np.linspace(0, len(images) - 1, _CHECKED_ROWS).astype(int)) if len(images) else ():
         found = _WNID.search(images.name(index))
@@ -177,6 +200,11 @@ def check_paths(images: ParquetImages) -> None:
                 f"{images.name(index)} has label {label}, which is {known[label]} in ImageNet-1k: labels must be in "
                 "the order of the sorted WordNet ids"
             )
+
+
+def _class_count(images: ParquetImages) -> int:
+    """How many classes there are, by their names, else by the labels."""
+    return len(images.class_names or range(int(images.labels.max(initial=-1)) + 1))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.parquet import count_rows
+
 MODES = {1: "L", 3: "RGB"}
 _NAMED = 3
 
@@ -105,13 +107,15 @@ class ParquetImages(Images):
         cache: folder for the memory map.
 
     Raises:
-        ValueError: a column is missing, or a picture has no label, or one that is no integer.
+        ValueError: a file is damaged, a column is missing, or a picture has no label, or one that is no integer.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str, cache: Path) -> None:
         import datasets
         import pyarrow
 
+        for path in files:
+            count_rows(path)  # names a damaged file, which the library does not
         rows = datasets.Dataset.from_parquet([str(path) for path in files], cache_dir=str(cache))
         for column in (image, label):
             if column not in rows.column_names:
@@ -192,7 +196,9 @@ class ImageDataset(Dataset):
         self._warned = count
         names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[:_NAMED])
         if count == size:
-            raise ValueError(f"none of the {size:,} pictures can be read, e.g. {names}: is the data still there?")
+            raise ValueError(
+                f"none of the {size:,} pictures can be read, e.g. {names}: is the data still there, and whole?"
+            )
         first = int(self._damaged.nonzero()[0])
         warnings.warn(
             f"{count:,} of {size:,} pictures cannot be read and are left out: {names} (the first: {self._why(first)})",

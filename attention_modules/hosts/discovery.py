@@ -195,7 +195,8 @@ def _left_out(layer: Found, excluded: bool) -> Skipped:
         return Skipped(layer.name, kind, "excluded")
     if layer.cross:
         return Skipped(layer.name, kind, "cross-attention: swapped only where a pattern of `where` spells its name")
-    return Skipped(layer.name, kind, "not selected")
+    held = f": it keeps {type(layer.module.mechanism).__name__}" if isinstance(layer.module, Swapped) else ""
+    return Skipped(layer.name, kind, f"not selected{held}")
 
 
 def _indices(layers: int | Sequence[int], count: int) -> list[int]:

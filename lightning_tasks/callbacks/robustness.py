@@ -98,6 +98,8 @@ class RobustnessEvaluation(Callback):
         self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
         self.attacks = read_attacks(["fgsm", "pgd"] if attacks is None else attacks)
         self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
+        if self.attacks and not self.eps:
+            raise ValueError("eps is empty, and attacks need a radius: give eps=['4/255'], say, or attacks=[] for none")
         if isinstance(corruptions, str):
             corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
         severities = list(SEVERITIES if severities is None else severities)

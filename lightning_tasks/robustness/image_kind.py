@@ -65,7 +65,7 @@ class ImageKind:
 
 
 def _attacks(asked: RobustnessEvaluation, subject: Subject, task: Any, trainer: Any) -> list[Measurement[Row]]:
-    white_box = {setting.at_own_prediction for setting in asked.attacks if setting.attack.white_box and asked.eps}
+    white_box = {setting.at_own_prediction for setting in asked.attacks if setting.attack.white_box}
     measurements = [gradient_measurement(subject, own) for own in sorted(white_box)]
     for setting in asked.attacks:
         source, digest = None, ""

@@ -32,7 +32,7 @@ def check_eps(eps: Any) -> float:
         ValueError: if it is no number in [0, 1].
     """
     if not is_share(eps):
-        raise ValueError(f"eps is {eps!r}: it must be in [0, 1], as the images are; for 8 of 255 give 8/255")
+        raise ValueError(f"eps is {eps!r}: it must be a number in [0, 1], as the images are; for 8 of 255 give 8/255")
     return float(eps)
 
 
@@ -121,21 +121,25 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
     """The model's logits ``[B, classes]``.
 
     Raises:
-        ValueError: if they have another shape or are nan, or a label is outside of the classes.
+        ValueError: if they have another shape or fewer than two classes, are nan or infinite (minus infinity, as for
+            classes that are left out, is allowed), or a label is outside of the classes.
     """
     logits = model(images)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"the model must return logits [B, classes] of {len(images)} images, got {got}")
+    if logits.shape[1] < 2:
+        raise ValueError(f"{_name(model)} gives {logits.shape[1]} logit an image: an attack needs at least 2 classes")
     if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         raise ValueError(
             f"labels are in {labels.min().item()} to {labels.max().item()}: the model has classes 0 to "
             f"{logits.shape[1] - 1}"
         )
-    if logits.isnan().any():  # every comparison with it fails: the image would count as it stands
+    wrong = (logits.isnan() | (logits == torch.inf)).any(1)
+    if wrong.any():  # every comparison with nan fails: the image would count as it stands
         raise ValueError(
-            f"{_name(model)} gives logits that are not finite (nan) for {int(logits.isnan().any(1).sum())} of "
-            f"{len(images)} images; check its weights, and its precision"
+            f"{_name(model)} gives logits that are not finite (nan or inf) for {int(wrong.sum())} of {len(images)} "
+            "images; check its weights, and its precision"
         )
     return logits
 
@@ -179,5 +183,5 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
             "no_grad; use an attack that needs none, square or spsa"
         )
     if not gradient.isfinite().all():
-        raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan")
+        raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf")
     return losses.detach(), gradient

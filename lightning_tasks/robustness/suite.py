@@ -178,7 +178,7 @@ def run_suite(
 def _advance(bar: Any, passes: float, between: Callable[[], None]) -> Advance:
     def advance(share: float) -> None:
         between()
-        bar.update(share * passes)
+        bar.update(min(share * passes, bar.total - bar.n))  # sums of shares are rounded
 
     return advance
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import Skipped
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.softmax import SoftmaxAttention
@@ -261,6 +262,10 @@ def test_the_report_lists_what_was_and_what_was_not_swapped() -> None:
     printed = str(report)
     for text in ("blocks.0.attn", "NoisyWithoutQuery", "288", "1 swapped", "not swapped (3):", "AttentionPool"):
         assert text in printed
+    second = swap_attention(model, "softmax", where="blocks.*", layers=[2])
+    assert second.skipped[0] == Skipped(
+        "blocks.0.attn", "MultiheadAttention", "not selected: it keeps NoisyWithoutQuery"
+    )
 
 
 def test_cross_attention_is_skipped_unless_named() -> None:

@@ -256,6 +256,44 @@ def test_a_thousand_wordnet_ids_must_be_those_of_imagenet():
     check_wnids([f"class_{index}" for index in range(1000)])
     with pytest.raises(ValueError, match=r"1 are no classes of ImageNet-1k \(n01440765; is n01440765 meant to be n014"):
         check_wnids(sorted(["n01440765", *known[1:]]))
+    with pytest.raises(
+        ValueError, match="label 0 is called n01443537, and in ImageNet-1k it is n01440764: labels must"
+    ):
+        check_wnids([*known[1:], known[0]])
+
+
+@pytest.mark.parametrize("layout", ["folders", "parquet"])
+def test_both_layouts_of_imagenet_check_its_wordnet_ids(tmp_path, layout):
+    names = ["n01440765", *ImageNetInfo("imagenet-1k").label_names()[1:]]
+    for split, folder in (("train", "train"), ("validation", "val")):
+        if layout == "parquet":
+            write_parquet(tmp_path / "imagenet" / "data", split, 2, names=names)
+        for name in names if layout == "folders" else ():
+            (tmp_path / "imagenet" / folder / name).mkdir(parents=True)
+            (tmp_path / "imagenet" / folder / name / "0.JPEG").touch()
+    with pytest.raises(ValueError, match="1,000 classes, but 1 are no classes of ImageNet-1k"):
+        imagenet(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["dog", "cat", "eel"], "validation-00000-of-00001.parquet calls label 0 'dog', the training files 'cat'"),
+        (["cat", "dog"], "calls label 2 'nothing', the training files 'eel'"),
+    ],
+)
+def test_the_hubs_splits_must_have_the_same_names(tmp_path, names, says):
+    write_parquet(tmp_path / "imagenet" / "data", "train", 6, classes=3, names=["cat", "dog", "eel"])
+    write_parquet(tmp_path / "imagenet" / "data", "validation", 6, classes=2, names=names)
+    with pytest.raises(ValueError, match=says):
+        imagenet(tmp_path)
+
+
+def test_a_damaged_file_of_the_hub_is_named(tmp_path):
+    write_parquet(tmp_path / "imagenet" / "data", "train", 6)
+    (tmp_path / "imagenet" / "data" / "validation-00000-of-00001.parquet").write_bytes(b"PAR1 and so on")
+    with pytest.raises(ValueError, match=r"validation-00000-of-00001\.parquet is no whole parquet file"):
+        imagenet(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["data", "."])
@@ -286,11 +324,11 @@ def test_the_hubs_labels_that_are_no_integers(tmp_path):
         imagenet(tmp_path)
 
 
-def test_the_hubs_labels_in_another_order(tmp_path):
-    names = [f"class {index}" for index in range(1000)]
+@pytest.mark.parametrize("names", [None, [f"class {index}" for index in range(1000)]])
+def test_the_hubs_labels_in_another_order(tmp_path, names):
     for split in ("train", "validation"):
-        path = {0: "n01440764_1.JPEG", 1: "n01440764_2.JPEG"}  # tench, which is label 0
-        write_parquet(tmp_path / "imagenet" / "data", split, 4, names=names, path=path)
+        changed = {"path": {0: "n01440764_1.JPEG", 1: "n01440764_2.JPEG"}, "label": {3: 999}}  # tench, which is label 0
+        write_parquet(tmp_path / "imagenet" / "data", split, 4, names=names, **changed)
     with pytest.raises(ValueError, match=r"n01440764_2\.JPEG has label 1, which is n01443537"):
         imagenet(tmp_path)
 

@@ -179,6 +179,21 @@ def test_the_change_stays_within_eps_and_the_image_in_0_to_1(attack, eps):
     assert eps == 0 or not torch.equal(attacked, images)
 
 
+@each_of(CLIPPED)
+def test_no_model_is_shown_anything_outside_of_0_to_1(attack):
+    shown = []
+
+    class Watched(nn.Module):
+        def forward(self, images):
+            shown.append(images.detach())
+            return images.flatten(1)[:, :CLASSES]
+
+    images, labels = batch()
+    attack(Watched(), images.round(), labels, eps=0.3)  # every sample beside an image leaves the range
+    assert min(each.min() for each in shown) >= 0
+    assert max(each.max() for each in shown) <= 1
+
+
 @each_of({name: attack for name, attack in EVERY.items() if name.startswith("released")})
 def test_the_released_convention(attack):
     model, (images, labels) = convolutional().eval(), batch()
@@ -199,6 +214,21 @@ def test_the_released_step_is_fgsm_of_the_normalised_network():
     functional.cross_entropy(model.network(normalised), own).backward()
     step = (released_fgsm(model, images, labels, eps=0.02, std=STD) - images) / torch.tensor(STD).view(3, 1, 1)
     assert torch.allclose(step, 0.02 * normalised.grad.sign(), atol=1e-6)
+
+
+def test_the_released_pgd_takes_20_steps_of_15_hundredths():
+    seen = []
+
+    class Linear(nn.Module):
+        def forward(self, images):
+            seen.append(images.detach())
+            return torch.stack([images.sum((1, 2, 3)), -images.sum((1, 2, 3))], dim=1)
+
+    images, labels = torch.full((1, 3, 4, 4), 0.5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    attacked = released_pgd(Linear(), images, labels, eps=0.1, std=(1.0, 1.0, 1.0))
+    moved = [round(float((points - images).abs().max()), 9) for points in (*seen, attacked)]
+    steps = [round(min(0.015 * step, 0.1), 9) for step in range(21)]
+    assert moved == [0.0, *steps, 0.1]  # its own prediction, the steps with the loss after the last, the answer
 
 
 # -- a model left as it was --------------------------------------------------------------------------------------------
@@ -395,14 +425,28 @@ def test_a_model_made_in_inference_mode_is_an_error_that_names_the_cure():
 
 
 @each_of(EVERY)
-def test_a_model_that_gives_nan_is_an_error(attack):
+def test_a_model_of_one_logit_is_an_error(attack):
+    class Single(nn.Module):
+        def forward(self, images):
+            return images.flatten(1)[:, :1]
+
+    images, labels = batch()
+    with pytest.raises(ValueError, match="Single gives 1 logit an image: an attack needs at least 2 classes"):
+        attack(Single(), images, labels * 0, eps=EPS)
+
+
+@each_of(EVERY)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_gives_nan_or_inf_is_an_error(attack, value):
     class Diverged(nn.Module):
         def forward(self, images):
             logits = images.flatten(1)[:, :CLASSES].clone()
-            logits[0, 2] = float("nan")
+            logits[0, 2] = value
             return logits
 
-    with pytest.raises(ValueError, match=r"Diverged gives logits that are not finite \(nan\) for 1 of \d images"):
+    with pytest.raises(
+        ValueError, match=r"Diverged gives logits that are not finite \(nan or inf\) for 1 of \d images"
+    ):
         attack(Diverged(), *batch(), eps=EPS)
 
 
