@@ -16,8 +16,8 @@ REASONS = {"grouped keys": "¹", "q_norm": "²", "reduced image": "³"}
 NOTES = """\
 ✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
 padding mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5
-(of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds away 4e-5 of
-them, float64 1e-13). Refusals are errors that leave the model as it was:
+(of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
+them away, float64 1e-13). Refusals are errors that leave the model as it was:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
 ³ reduced keys: more queries than keys, and the mechanism needs one for each.
