@@ -73,16 +73,18 @@ def local_lipschitz(
         NotFiniteError: (a ValueError) if a number of the input, the output or the Jacobian is NaN or infinite.
         ValueError: if an option is out of its limits, a shape does not fit, samples are mixed, or the output does not
             depend on ``x``.
-        RuntimeError: if ``fn`` cannot be differentiated twice.
+        RuntimeError: if ``fn``, or a part of it, cannot be differentiated twice.
     """
     _check_options(tol, max_iter, method)
     check_generator(generator)
     check_input(x)
     with twice_differentiable(x.device):
         jacobian = Jacobian(fn, x)
-        jacobian.check_samples_apart()
+        start = start_vectors(x, generator)
+        first = jacobian.times(start)
+        jacobian.check(start, first)
         run = _golub_kahan if method == "golub-kahan" else _power
-        return run(jacobian, start_vectors(x, generator), tol, max_iter)
+        return run(jacobian, start, first, tol, max_iter)
 
 
 @contextmanager
@@ -135,22 +137,30 @@ class Jacobian:
         (out,) = torch.autograd.grad(self.y, self.x, u.view_as(self.y), retain_graph=True)
         return _finite(out.flatten(1))
 
-    def check_samples_apart(self) -> None:
-        """Raise where an output of the even samples depends on an odd one."""
-        if len(self.x) == 1:
-            return
-        u = torch.randn(
-            self.y.shape, generator=torch.Generator().manual_seed(1), dtype=self.y.dtype
-        )  # on the CPU: once, and small
+    def check(self, v: Tensor, out: Tensor) -> None:
+        """Raise where samples are mixed, or products with J, of which ``out`` is that with ``v``, miss a part of it.
+
+        Where a part of ``fn`` has no second derivative, ``times`` lacks it and ``transposed_times`` has it: the two are
+        no transposes of each other. One product tells both, with a random vector for the even samples alone.
+        """
+        # Drawn on the CPU: once, and small.
+        u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype).to(out.device)
+        u /= u.norm(dim=1, keepdim=True)
         u[1::2] = 0
-        if bool((self.transposed_times(u.to(self.y.device))[1::2] != 0).any()):
+        w = self.transposed_times(u)
+        if bool((w[1::2] != 0).any()):
             raise ValueError(
                 "fn mixes the samples of a batch, which must be independent (batch normalisation in training, say): "
                 "put it in eval mode, or give one sample at a time"
             )
+        u, w, v, out = (each[::2].double() for each in (u, w, v, out))
+        apart = ((u * out).sum(1) - (w * v).sum(1)).abs()
+        size = out.norm(dim=1) / out.shape[1] ** 0.5 + w.norm(dim=1) / w.shape[1] ** 0.5  # of such sums
+        if bool((apart > 10 * torch.finfo(self.x.dtype).eps ** 0.5 * size).any()):
+            raise RuntimeError(f"{_NOT_TWICE} A part of fn has none: what it gives is missing in products with J.")
 
 
-def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+def _golub_kahan(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate.
 
     Only V is kept and orthogonalised again, which keeps U orthogonal as well (Simon and Zha, 2000).
@@ -164,7 +174,8 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Li
     for step in range(max_iter):
         if step:
             small[:, step - 1, step] = beta.double().cpu()
-        alpha, u = _normalised(jacobian.times(right[:, step]) - beta.unsqueeze(1) * u, largest)
+        out = jacobian.times(right[:, step]) if step else first
+        alpha, u = _normalised(out - beta.unsqueeze(1) * u, largest)
         largest = largest.maximum(alpha)
         v = jacobian.transposed_times(u) - alpha.unsqueeze(1) * right[:, step]
         beta, right[:, step + 1] = _normalised(_orthogonalised(v, right[:, : step + 1]), largest)
@@ -180,14 +191,14 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> Li
     return LipschitzEstimate(value, step + 1, residual, converged)
 
 
-def _power(jacobian: Jacobian, v: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
+def _power(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """Power iteration on JᵀJ."""
     zero, before = v.new_zeros(len(v)), v.new_full((len(v),), math.inf)
     rounding = 10 * torch.finfo(v.dtype).eps
     iterations = 0
     while iterations < max_iter:
+        value, u = _normalised(jacobian.times(v) if iterations else first, zero)
         iterations += 1
-        value, u = _normalised(jacobian.times(v), zero)
         w = jacobian.transposed_times(u)
         residual = norms(w - value.unsqueeze(1) * v)
         # A residual that grows is a larger singular value that comes up.

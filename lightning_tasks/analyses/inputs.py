@@ -19,6 +19,7 @@ from lightning_tasks.recipes import RecipeError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
 PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
+_MOST_UNKNOWN = 0.5  # share of unknown words up to which a tokenizer fits a text
 EMBEDDED = ("digits",)
 OWN_TOKENIZERS = {"bpe": "BPE trained on it", "word": "its words"}
 
@@ -96,7 +97,8 @@ def token_stream(
         root: folder with data sets, as the data module takes it.
 
     Raises:
-        ValueError: if the text is empty, the tokenizer does not load, or the model has no embedding for an id.
+        ValueError: if the text is empty, the tokenizer does not load or does not know most of the text, or the model
+            has no embedding for an id.
         FileNotFoundError: if the text is missing.
     """
     embedding = token_embedding(model)
@@ -112,8 +114,15 @@ def token_stream(
         lines = [f"{line.rstrip()}\n" for batch in module.lines("train") for line in batch if line.strip()]
         if not lines:
             raise ValueError(f"the training part of the text of {data} is empty, or has no whole line: {module.where}")
-        encode = _pretrained_tokenizer(model_name if tokenizer is None else tokenizer)
+        where = model_name if tokenizer is None else tokenizer
+        encode, unknown = _pretrained_tokenizer(where)
         ids = np.fromiter(chain.from_iterable(encode(lines)), dtype=np.int64)
+        missed = float((ids == unknown).mean()) if len(ids) else 1.0
+        if missed > _MOST_UNKNOWN:  # a folder without a vocabulary gives an empty tokenizer, and no error
+            raise ValueError(
+                f"the tokenizer in {where} lacks {missed:.0%} of {data}: has it a vocabulary, of its language? "
+                "Give --tokenizer bpe (or word), trained on the text, or the folder or name of another"
+            )
     if len(ids) and int(ids.max()) >= size:
         raise ValueError(
             f"the tokenizer gives id {int(ids.max())} and the model has embeddings for {size} ids: give --tokenizer "
@@ -122,7 +131,8 @@ def token_stream(
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _pretrained_tokenizer(name: str) -> Callable[[Sequence[str]], list[list[int]]]:
+def _pretrained_tokenizer(name: str) -> tuple[Callable[[Sequence[str]], list[list[int]]], int | None]:
+    """What encodes lines, and the id of unknown words, if there is one."""
     try:
         from transformers import AutoTokenizer
 
@@ -132,7 +142,7 @@ def _pretrained_tokenizer(name: str) -> Callable[[Sequence[str]], list[list[int]
             f"no tokenizer could be loaded from {name}: give --tokenizer bpe (or word), trained on the text, or the "
             f"folder or name of one. It was said: {shortened(error)}"
         ) from error
-    return lambda lines: loaded(list(lines), add_special_tokens=False, verbose=False)["input_ids"]
+    return lambda lines: loaded(list(lines), add_special_tokens=False, verbose=False)["input_ids"], loaded.unk_token_id
 
 
 def apart(stream: Tensor, count: int, length: int, data: str) -> Tensor:

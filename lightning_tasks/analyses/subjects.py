@@ -106,8 +106,12 @@ def _load(name: str, random: bool) -> nn.Module:
         raise ValueError(f"{name} is no timm model, and Hugging Face's need: pip install 'attnswap[hf]'") from error
 
     def build() -> nn.Module:
+        model: Any
         if not random:
-            model: Any = AutoModel.from_pretrained(name)
+            model, loaded = AutoModel.from_pretrained(name, output_loading_info=True)
+            missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)  # which is after all layers
+            if missing:
+                raise ValueError(f"{len(missing)} parameters have no weights there, and would be random: {missing[0]}")
         else:
             known = name in CONFIG_MAPPING
             model = AutoModel.from_config(AutoConfig.for_model(name) if known else AutoConfig.from_pretrained(name))

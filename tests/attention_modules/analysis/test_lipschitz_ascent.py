@@ -5,6 +5,7 @@ import torch
 
 from attention_modules import SelfAttention
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+from attention_modules.analysis.lipschitz import Jacobian
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -30,6 +31,23 @@ def test_a_known_maximum_is_reached():
     x = torch.tensor([[[1.0, 2.0, 2.0]]], dtype=torch.float64)
     found = ascend_lipschitz(lambda x: x**3 / 3, x, steps=60)
     assert local_lipschitz(lambda x: x**3 / 3, found).value.item() == pytest.approx(9, rel=1e-3)
+
+
+def test_of_all_inputs_that_were_seen_the_worst_is_kept(monkeypatch):
+    seen, times = [], Jacobian.times
+
+    def recorded(jacobian, v):
+        out = times(jacobian, v)
+        seen.append((out.norm().item(), jacobian.x.detach().clone()))
+        return out
+
+    monkeypatch.setattr(Jacobian, "times", recorded)
+    torch.manual_seed(6)
+    found = ascend_lipschitz(lambda x: torch.sin(3 * x), torch.randn(1, 1, 6, dtype=torch.float64), steps=6, length=3.0)
+    sizes = [size for size, _ in seen]
+    worst = sizes.index(max(sizes))
+    assert worst < 6  # steps this long overshoot: the last input is not the worst
+    assert torch.equal(found, seen[worst][1])
 
 
 def test_no_input_of_a_linear_function_is_worse():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
 from torch.func import jacrev
 
 pytest.importorskip("transformers")
@@ -269,6 +270,22 @@ def test_samples_that_belong_to_no_sequence_are_refused(tmp_path, tiny, monkeypa
     with pytest.raises(SystemExit, match="2"):
         analyze(tmp_path, *tiny)
     assert "its input has 2 samples for 3 sequences" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_vocabulary_or_with_other_weights_is_refused(bert, texts, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*token*"))
+    given = ["--model", folder, "--root", texts, "--data", "gutenberg", "--sequences", 2, "--lengths", "2,4"]
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *given)
+    assert re.search(r"the tokenizer in .*folder lacks 100% of gutenberg: has it a", capsys.readouterr().err)
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("layer.1.", "layer.7."): value for name, value in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit, match="2"):
+        analyze(tmp_path, *given, "--tokenizer", "bpe")
+    error = capsys.readouterr().err
+    assert re.search(r"16 parameters have no weights there, and would be random: encoder.layer.1", error)
 
 
 @pytest.mark.parametrize(
