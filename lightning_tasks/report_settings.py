@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from lightning_tasks.callbacks.swap import SWAPPED
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError
 
-# What says where and how often a run was made, and nothing of what was done in it.
-_OF_THE_RUN = ("seed_everything", "trainer.default_root_dir", "trainer.logger")
+# What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
+# classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.
+_OF_THE_RUN = ("seed_everything", "trainer.default_root_dir", "trainer.logger", "ckpt_path", "model.num_classes")
+_ENTRY = re.compile(r"[^\[]*\[[^\]]*\]")
 
 
 class _Reader(yaml.SafeLoader):
@@ -96,19 +99,39 @@ def same_but_for_the_run(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(settings: Mapping[str, dict[str, Any] | None]) -> dict[str, list[str | None]]:
-    """Of configurations by name, each setting that is not the same in all whose settings are known.
+    """Of configurations by name, each setting that is not the same in all whose settings are known; the model's first.
 
     Returns:
-        By setting, its text in each configuration, None where it has none.
+        By setting, its text in each configuration, None where it has none. A callback that not all have is one row.
     """
     flat = [None if each is None else same_but_for_the_run(each) for each in settings.values()]
+    entries = [{_entry(name) for name in each} for each in flat if each is not None]
+    shared = set.intersection(*entries) if entries else set()
+    flat = [None if each is None else _with_lone_entries_short(each, shared) for each in flat]
     known = [each for each in flat if each is not None]
-    names = dict.fromkeys(name for each in known for name in each)
+    names = sorted(
+        dict.fromkeys(name for each in known for name in each), key=lambda name: not name.startswith("model")
+    )
     return {
         name: [None if each is None else each.get(name) for each in flat]
         for name in names
         if len({each.get(name) for each in known}) > 1
     }
+
+
+def _entry(name: str) -> str | None:
+    """The entry of a list of classes that a flat setting is of, as "trainer.callbacks[RunSummary]"."""
+    found = _ENTRY.match(name)
+    return None if found is None else found[0]
+
+
+def _with_lone_entries_short(flat: dict[str, str], shared: set[str | None]) -> dict[str, str]:
+    """The settings with one "yes" for all those of an entry that not every configuration has."""
+    short: dict[str, str] = {}
+    for name, value in flat.items():
+        entry = _entry(name)
+        short |= {name: value} if entry is None or entry in shared else {entry: "yes"}
+    return short
 
 
 def swapped(settings: dict[str, Any] | None) -> list[str]:

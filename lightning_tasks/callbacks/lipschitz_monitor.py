@@ -79,6 +79,14 @@ class LipschitzMonitor(LayerObserver):
         self._calls: dict[int, LayerCall] = {}
         self._charts = LayerCharts()
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many validations there were, so that a resumed run goes on with its schedule."""
+        return {"validations": self._validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it from a checkpoint."""
+        self._validations = state_dict["validations"]
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)  # refused here, before anything is written
         self._charts.restart()

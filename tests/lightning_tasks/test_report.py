@@ -178,7 +178,12 @@ def test_heat_map_is_a_mean_over_seeds_with_gaps():
 def test_one_callback_more_does_not_shift_the_others():
     other = {"class_path": "x.Other", "init_args": {"a": 1}}
     settings = {"one": {"callbacks": [SWAP]}, "two": {"callbacks": [other, SWAP]}}
-    assert set(differences(settings)) == {"callbacks[Other].class_path", "callbacks[Other].a"}
+    assert differences(settings) == {"callbacks[Other]": [None, "yes"]}
+    settings["two"]["model"] = {"init_args": {"lr": 1, "num_classes": 10}}  # of a resumed run, which names its classes
+    settings["one"] = {"callbacks": [SWAP, {**other, "init_args": {"a": 2}}], "model": {"init_args": {"lr": 2}}}
+    settings["two"]["ckpt_path"] = "last.ckpt"
+    found = differences(settings)
+    assert list(found.items()) == [("model.lr", ["2", "1"]), ("callbacks[Other].a", ["2", "1"])]
     assert flatten({"callbacks": [other, other]})["callbacks[Other 2].a"] == "1"
 
 

@@ -179,6 +179,12 @@ def test_only_every_so_many_validations(tmp_path):
     assert seen == [False, True, False, True]  # the sanity check, then three validations
     assert "val/lipschitz/layer_01" in run.callback_metrics
     assert "val/lipschitz/layer_00" not in run.callback_metrics
+    run.save_checkpoint(tmp_path / "three.ckpt")
+    seen.clear()
+    monitor = Counting(every_n_validations=2, layers=[1], num_samples=1)
+    resumed = trainer(tmp_path, monitor, Record(), max_epochs=5, num_sanity_val_steps=0, limit_val_batches=1)
+    resumed.fit(Ours(), loader(), loader(), ckpt_path=tmp_path / "three.ckpt", weights_only=True)
+    assert seen == [False, True]  # the fourth and the fifth
 
 
 def test_bfloat16_weights_and_activations(tmp_path):
