@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+_TITLE_LETTERS = 13  # an inch
 _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
 
 
@@ -91,9 +93,12 @@ def _panels(rows: int, columns: int, ratio: float, title: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.2 * columns + 0.4, (2.1 * ratio + 0.35) * rows + 0.5), layout="constrained")
+    width = 2.2 * columns + 0.4
+    lines = textwrap.wrap(title, int(width * _TITLE_LETTERS))
+    height = (2.1 * ratio + 0.35) * rows + 0.35 + 0.15 * len(lines)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=9, parse_math=False)
+    figure.suptitle("\n".join(lines), fontsize=9, parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:
         axes.set_xticks([])

@@ -161,7 +161,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)")
     options = parser.parse_args(list(arguments))
-    if options.output.is_dir() or not options.output.parent.is_dir():
+    if options.output.is_dir():
+        raise RecipeError(f"--output {options.output} is a folder: give a file, as {options.output / 'report.html'}")
+    if not options.output.parent.is_dir():
         raise RecipeError(f"--output {options.output}: give a file in a folder that is there")
     text = page(read_all(options.runs))
     partial = options.output.with_name(f"{options.output.name}.partial")

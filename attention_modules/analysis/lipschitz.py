@@ -75,6 +75,8 @@ def local_lipschitz(
             depend on ``x``.
         RuntimeError: if ``fn``, or a part of it, cannot be differentiated twice.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of x, got {fn!r}")
     _check_options(tol, max_iter, method)
     check_generator(generator)
     check_input(x)
@@ -113,7 +115,7 @@ class Jacobian:
 
     def __init__(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.x = x.detach().clone().requires_grad_()
-        self.y = fn(self.x)
+        self.y = fn(self.x.clone())  # a copy may be changed in place
         _check_output(self.y, self.x)
         # Jᵀu is linear in u, so that its derivative for u, at any u, is J: a product with J in reverse mode alone.
         self.u = torch.zeros_like(self.y, requires_grad=True)

@@ -13,6 +13,7 @@ from lightning_tasks.analyses.lipschitz_fit import Fit
 
 Points = tuple[list[int], list[float]]
 COLORS = ("#0072b2", "#d55e00")
+_LEGEND = 0.4  # its height, in that of the points
 GUIDES = {"$n^{1/4}$": (0.25, ":"), "$n^{1/2}$": (0.5, "--")}
 
 
@@ -36,11 +37,14 @@ def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) 
     for axes, (layer, kinds) in zip(all_axes, panels.items(), strict=False):
         for color, (kind, (points, fit)) in zip(COLORS, kinds.items(), strict=False):
             _draw_kind(axes, color, kind, points, fit)
-        _draw_guides(axes, *next(iter(kinds.values())))
+        for place, (points, fit) in enumerate(kinds.values()):
+            _draw_guides(axes, points, fit, named=place == 0)
         _log_scales(axes)
         axes.set_title(layer, loc="left", fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize="x-small", frameon=False)
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** _LEGEND)
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left")
     figure.supxlabel("tokens n")
     figure.supylabel("local Lipschitz constant")
     figure.savefig(picture, dpi=110)
@@ -68,12 +72,19 @@ def _draw_kind(axes: Any, color: str, kind: str, points: Points, fit: Fit) -> No
     axes.plot(ends, math.exp(fit.intercept) * ends**fit.slope, color=color, linewidth=1.8, label=f"{kind}: {fit}")
 
 
-def _draw_guides(axes: Any, points: Points, fit: Fit) -> None:
-    """The slopes that the paper found, through the middle of the first fit."""
+def _draw_guides(axes: Any, points: Points, fit: Fit, named: bool) -> None:
+    """The slopes that the paper found, through the middle of a fit."""
     if math.isnan(fit.slope):
         return
     ends = np.array([min(points[0]), max(points[0])], dtype=float)
     middle = math.sqrt(ends[0] * ends[1])
     height = math.exp(fit.intercept) * middle**fit.slope
     for name, (slope, style) in GUIDES.items():
-        axes.plot(ends, height * (ends / middle) ** slope, color="0.5", linewidth=0.9, linestyle=style, label=name)
+        axes.plot(
+            ends,
+            height * (ends / middle) ** slope,
+            color="0.5",
+            linewidth=0.9,
+            linestyle=style,
+            label=name if named else None,
+        )

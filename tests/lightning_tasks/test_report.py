@@ -156,6 +156,9 @@ def test_the_output_must_be_a_file_in_a_folder(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(folder), "--output", str(tmp_path / "absent" / "report.html")])
     assert "give a file in a folder that is there" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(folder), "--output", str(tmp_path)])
+    assert "is a folder: give a file, as" in capsys.readouterr().err
 
 
 def test_epoch_means_of_step_values_are_left_out():

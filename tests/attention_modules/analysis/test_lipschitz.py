@@ -176,6 +176,13 @@ def test_the_power_method_agrees_and_takes_longer():
     torch.testing.assert_close(power.value, found.value, rtol=1e-3, atol=0)
 
 
+def test_a_function_may_change_its_input_in_place():
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(
+        local_lipschitz(lambda x: x.mul_(2).sin(), x).value, local_lipschitz(lambda x: (2 * x).sin(), x).value
+    )
+
+
 def test_samples_are_independent():
     layer, x, _ = random_case(2)
     x = x.double()
@@ -253,6 +260,7 @@ def with_nan(x):
 
 X = torch.ones(4, 3, 2)
 BAD = {
+    "no function": (lambda: local_lipschitz("sin", X), TypeError, "fn must be a function of x, got 'sin'"),
     "tol": (lambda: local_lipschitz(torch.sin, X, tol=0), ValueError, "tol must be above 0 and below 1, got 0"),
     "infinite tol": (lambda: local_lipschitz(torch.sin, X, tol=torch.inf), ValueError, "below 1, got inf"),
     "NaN tol": (lambda: local_lipschitz(torch.sin, X, tol=torch.nan), ValueError, "below 1, got nan"),

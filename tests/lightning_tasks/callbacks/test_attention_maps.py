@@ -185,6 +185,11 @@ def test_panels_say_what_their_colours_stand_for():
     assert [axes.get_title() for axes in panels[:3]] == [f"head {head}\n0.1 to 0.9" for head in range(3)]
     assert [axes.get_xlabel() for axes in panels] == [""] * 3 + ["key"] * 3
     assert [axes.get_ylabel() for axes in panels] == ["query", "", ""] * 2
+    words = "model.blocks.1.attn: softmax(q kᵀ) of the q and k given to SymmetricAttention"
+    narrow = draw_token_maps(maps[:, :1], [0, 1], ["mean"], words)
+    assert " ".join(narrow.get_suptitle().split()) == words  # on several lines, none wider than the figure
+    narrow.canvas.draw()
+    assert narrow._suptitle.get_window_extent().width <= narrow.bbox.width
     over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
     figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
     assert [axes.get_title() for axes in figure.axes] == ["image", "rollout\n0.06 to 0.063"]
