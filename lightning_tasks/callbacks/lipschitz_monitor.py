@@ -79,6 +79,11 @@ class LipschitzMonitor(LayerObserver):
         self._calls: dict[int, LayerCall] = {}
         self._charts = LayerCharts()
 
+    @property
+    def state_key(self) -> str:
+        """Names its layers, so that a second monitor, of other layers, meets our refusal and not Lightning's."""
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=list(self.exclude))
+
     def state_dict(self) -> dict[str, Any]:
         """How many validations there were, so that a resumed run goes on with its schedule."""
         return {"validations": self._validations}
