@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules import AttentionSwapError, swap_attention
 from lightning_tasks.models.mmseg_config import (
     config_file,
     load_mmseg,
@@ -63,7 +64,7 @@ class MMSegBuilder(SegmentationBuilder):
         self.crop_size = size if size is not None else _square(self.config)
 
     def build(self, num_classes: int) -> nn.Module:
-        """The network, its weights initialised.
+        """The network, its weights initialised, its softmax attention as ours, which makes no maps.
 
         Raises:
             ValueError: if mmsegmentation cannot build it, its weights cannot be had, or its head has one channel for
@@ -92,6 +93,8 @@ class MMSegBuilder(SegmentationBuilder):
                 f"mmseg_config={self.name} has {network.out_channels} channels for {num_classes} classes: give "
                 f"cfg_options={{'model.decode_head.out_channels': {num_classes}}}"
             )
+        with suppress(AttentionSwapError):  # no attention that a host knows
+            swap_attention(network, "softmax")  # mmsegmentation's own makes N x N maps, and throws them away
         return network
 
     def losses(self, network: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
 
-from attention_modules import AttentionMechanism, RPCAttention, swap_attention
+from attention_modules import AttentionMechanism, RPCAttention, restore_attention
 from datamodules import DigitScenesDataModule
 from lightning_tasks import SegmentationTask
 from lightning_tasks.layer_call import LayerCall
@@ -16,6 +16,7 @@ from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
 from lightning_tasks.models.mmseg_config import shipped_configs
 from lightning_tasks.segmentation_metrics import class_accuracy, class_iou, scores
+from tests.attention_modules.hosts.test_mmseg import LargestMap
 from tests.lightning_tasks.language_data import trainer
 
 SEGMENTER = "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512"
@@ -115,9 +116,23 @@ def test_softmax_for_softmax_changes_nothing(name):
     module = built(name)
     _, images, _ = batch(80, 72)
     with torch.no_grad():
-        plain = module(images)
-        assert len(swap_attention(module.model, "softmax")) == LAYERS[name]
-        torch.testing.assert_close(module(images), plain, rtol=1e-5, atol=1e-5)
+        ours = module(images)
+        assert len(restore_attention(module.model)) == LAYERS[name]
+        torch.testing.assert_close(ours, module(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "rpc", "attention_layers": [0]}])
+def test_no_layer_of_a_task_makes_a_map(options):
+    module = built(cfg_options=SHALLOW, **options)
+    _, images, _ = batch()
+    for size in (17, 21):  # 16 patches with the class token, and with the five classes in the decoder
+        with LargestMap(size, size) as maps, torch.no_grad():
+            module(images)
+        assert maps.seen == 0
+    restore_attention(module.model)
+    with LargestMap(17, 17) as maps, torch.no_grad():
+        module(images)
+    assert maps.seen > 0
 
 
 def test_another_label_is_ignored_as_the_model_s_own():
