@@ -93,6 +93,7 @@ class FileScenes(Scenes):
 
     Raises:
         FileNotFoundError: a folder is missing, or a picture has no mask, or a mask no picture.
+        ValueError: two pictures, or two masks, differ in their suffix only.
     """
 
     def __init__(self, images: Path, masks: Path) -> None:
@@ -101,11 +102,14 @@ class FileScenes(Scenes):
                 raise FileNotFoundError(
                     f"{folder} is missing: the folder of {'pictures' if folder == images else 'masks'}"
                 )
-        pictures = {path.stem: path for path in sorted(images.iterdir()) if path.suffix.lower() in IMG_EXTENSIONS}
-        labels = {path.stem: path for path in sorted(masks.iterdir()) if path.suffix.lower() == ".png"}
-        for name in pictures.keys() - labels.keys():
-            raise FileNotFoundError(f"{pictures[name]} has no mask: {masks / name}.png is missing")
-        for name in labels.keys() - pictures.keys():
+        pictures = _by_stem(images, IMG_EXTENSIONS)
+        labels = _by_stem(masks, (".png",))
+        for name in sorted(pictures.keys() - labels.keys()):
+            count = len(pictures.keys() - labels.keys())
+            raise FileNotFoundError(
+                f"{pictures[name]} has no mask: {masks / name}.png is missing ({count} of {len(pictures)} are)"
+            )
+        for name in sorted(labels.keys() - pictures.keys()):
             raise FileNotFoundError(f"{labels[name]} has no picture: {images / name}.* is missing")
         self.pictures = np.array([str(path) for path in pictures.values()])
         self.masks = np.array([str(labels[name]) for name in pictures])
@@ -121,6 +125,24 @@ class FileScenes(Scenes):
 
     def mask_name(self, index: int) -> str:
         return str(self.masks[index])
+
+
+def _by_stem(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
+    """The files of these suffixes by their names without it.
+
+    Raises:
+        ValueError: two differ in nothing else.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() not in suffixes:
+            continue
+        if path.stem in found:
+            raise ValueError(
+                f"{found[path.stem]} and {path.name} have one name: which of them is meant? Remove the other"
+            )
+        found[path.stem] = path
+    return found
 
 
 class SceneDataset(ImageDataset):

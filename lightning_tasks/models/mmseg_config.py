@@ -46,11 +46,22 @@ def config_file(name: str) -> Path:
         return shipped[name]
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise FileNotFoundError(f"mmseg_config={name}: no such file")
+            hint = (
+                f"; without .py it is one that mmsegmentation ships: {stem}"
+                if (stem := Path(name).stem) in shipped
+                else ""
+            )
+            raise FileNotFoundError(f"mmseg_config={name}: no such file{hint}")
         return Path(name)
-    near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5) or _nearest_beginnings(name, shipped)
     hint = f"the nearest are {', '.join(near)}" if near else "its folder .mim/configs has them"
     raise ValueError(f"mmsegmentation has no configuration {name!r}; {hint}. A file of your own is a path with .py")
+
+
+def _nearest_beginnings(name: str, shipped: Mapping[str, Path]) -> list[str]:
+    """Up to three names that begin most like a short one, which whole names are too long to be compared with."""
+    likeness = {each: difflib.SequenceMatcher(None, name, each[: len(name) + 4]).ratio() for each in shipped}
+    return [each for each in sorted(likeness, key=lambda each: -likeness[each])[:3] if likeness[each] > 0.6]
 
 
 def model_config(file: Path, options: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,11 +94,11 @@ class Segmenter(nn.Module):
         except AssertionError as error:  # timm's check of the size
             raise ValueError(f"the backbone is built for {self.img_size} x {self.img_size} pixels: {error}") from error
         found = _fc_norm(self.backbone)(found)[:, self.backbone.num_prefix_tokens :]
-        patch = math.isqrt(height * width // found.shape[1])
+        patch = int(self.backbone.feature_info[-1]["reduction"])  # by the number of tokens, a part might be left over
         if height % patch or width % patch or (height // patch) * (width // patch) != found.shape[1]:
             raise ValueError(
-                f"{height} x {width} pixels give {found.shape[1]} tokens, which are no grid of whole patches: give a "
-                f"multiple of the patch size, such as img_size={max(patch, height // patch * patch)}"
+                f"{height} x {width} pixels give {found.shape[1]} tokens, which are no grid of whole patches of "
+                f"{patch} pixels: give a multiple, such as img_size={max(patch, height // patch * patch)}"
             )
         return found.unflatten(1, (height // patch, width // patch))
 

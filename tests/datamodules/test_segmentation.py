@@ -1,5 +1,7 @@
 """Pictures with masks: pairs, labels, transforms that move both alike, the three data sets, and what is refused."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -215,10 +217,19 @@ def test_real_camvid(data_folder):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def test_two_pictures_of_one_name(tmp_path):
+    folder = write_camvid(tmp_path)
+    shutil.copy(folder / "train" / "train_1.jpg", folder / "train" / "train_1.JPEG")
+    with pytest.raises(ValueError, match=r"train_1\.JPEG and train_1\.jpg have one name: which of them is meant"):
+        camvid(tmp_path)
+
+
 def test_a_mask_without_a_picture_and_a_picture_without_a_mask(tmp_path):
     folder = write_camvid(tmp_path)
     (folder / "valannot" / "val_1.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val_1\.jpg has no mask: .*valannot/val_1\.png is missing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"val_1\.jpg has no mask: .*valannot/val_1\.png is missing \(1 of \d are\)"
+    ):
         camvid(tmp_path)
     (folder / "val" / "val_1.jpg").unlink()
     (folder / "test" / "test_2.jpg").unlink()

@@ -269,6 +269,7 @@ def test_the_configuration_is_changed_where_it_was_asked():
     ("options", "text"),
     [
         ({"name": "segmenter_vit-t_mask_8xb1-160k_ade20k"}, f"the nearest are {SEGMENTER}"),
+        ({"name": "segmenter_vit-q"}, "the nearest are segmenter_vit-"),
         ({"name": "zzzzzz"}, "its folder .mim/configs has them"),
         ({"crop_size": 0}, "crop_size is 0"),
         ({"stride": 65}, "the stride 65 must be at least 1, and at most the window"),

@@ -145,3 +145,8 @@ def test_images_that_do_not_fit():
         segmenter()(images()[0])
     with pytest.raises(ValueError, match="built for 32 x 32 pixels"):
         segmenter()(images(40, 32))
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+    for size, nearest in ((40, 32), (136, 128)):  # as many tokens as whole patches of 20 and 17 pixels would give
+        uneven = Segmenter("deit_tiny_patch16_224", 5, size, backbone_options=small, decoder="linear")
+        with pytest.raises(ValueError, match=f"no grid of whole patches of 16 pixels: .* img_size={nearest}"):
+            uneven(torch.rand(1, 3, size, size))
