@@ -11,8 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
 from datamodules import DigitScenesDataModule
+from datamodules.mask_picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SegmentationOverlay
+from lightning_tasks.mask_figure import draw_masks
+from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer
 
@@ -165,8 +168,8 @@ def test_the_backbone_starts_from_a_classifier_of_another_size(tmp_path, attenti
     assert torch.equal(ours["blocks.1.attn.qkv.weight"], theirs["blocks.1.attn.qkv.weight"])
     assert ours["pos_embed"].shape == (1, 17, 16)
     assert torch.equal(ours["pos_embed"][:, 0], theirs["pos_embed"][:, 0])  # of the class token
-    corners = ours["pos_embed"][0, 1:].view(4, 4, 16).mean((0, 1)), theirs["pos_embed"][0, 1:].mean(0)
-    torch.testing.assert_close(*corners, rtol=0.2, atol=0.02)
+    quarters = ours["pos_embed"][0, 1:].view(2, 2, 2, 2, 16).mean((1, 3)).view(4, 16)
+    assert torch.cdist(quarters, theirs["pos_embed"][0, 1:]).argmin(1).tolist() == [0, 1, 2, 3]  # each where it was
     other = task(backbone_checkpoint=str(path), model={"backbone_options": {**OPTIONS, "depth": 1}})
     with pytest.raises(ValueError, match=r"classifier\.ckpt: its weights do not fit the backbone"):
         trainer(tmp_path).fit(other, scenes())
@@ -183,6 +186,20 @@ def test_norms_biases_and_embeddings_have_no_weight_decay():
     for name, value in decay.items():
         plain = name.endswith(("bias", "pos_embed", "cls_token", "class_tokens")) or "norm" in name
         assert value == (0.0 if plain else 0.3), name
+
+
+def test_truth_and_prediction_are_painted_in_their_own_panels():
+    image, truth, predicted = torch.rand(3, 4, 4), torch.zeros(4, 4).long(), torch.full((4, 4), 2)
+    figure = draw_masks([(image, truth, predicted)], ["sky", "tree", "road"])
+    panels = {axes.get_title(): torch.tensor(axes.images[0].get_array()) for axes in figure.axes}
+    assert list(panels) == ["image", "truth", "prediction"]
+    for name, mask in (("truth", truth), ("prediction", predicted)):
+        torch.testing.assert_close(panels[name].permute(2, 0, 1).float(), paint(image, mask, 3).float())
+    torch.testing.assert_close(panels["image"].permute(2, 0, 1).float(), image)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["sky", "road"]
+    colours = [torch.tensor(patch.get_facecolor()[:3]) for patch in legend.get_patches()]
+    torch.testing.assert_close(torch.stack(colours).float(), class_colours(3)[[0, 2]].float())
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------------
@@ -243,6 +260,11 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     metric = SegmentationScores(11, 255)
     metric.update(module.predict_masks(images[:3]), masks[:3])
     assert rows["clean", "", "", "mIoU"].value == pytest.approx(scores(metric.compute())["miou"])
+    noisy = SegmentationScores(11, 255)
+    noisy.update(module.predict_masks(corrupt(images[:3], "gaussian_noise", 5, seed=callback.seed)), masks[:3])
+    found = scores(noisy.compute())["miou"]
+    assert found != pytest.approx(scores(metric.compute())["miou"])  # even of random weights
+    assert rows["corruption", "gaussian_noise", "5", "mIoU"].value == pytest.approx(found)
     values = [row.value for key, row in rows.items() if key[0] == "corruption"]
     assert rows["mean corruption", "", "", "mIoU"].value == pytest.approx(sum(values) / 4)
     for row in callback.table:
