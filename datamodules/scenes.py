@@ -118,7 +118,11 @@ class FileScenes(Scenes):
         return len(self.pictures)
 
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
-        return _open(self.pictures[index]), _open(self.masks[index])
+        picture = _open(self.pictures[index])
+        try:
+            return picture, _open(self.masks[index])
+        except Exception as error:  # of any decoder; the warning names the picture
+            raise OSError(f"its mask {self.masks[index]} cannot be read: {error}") from error
 
     def name(self, index: int) -> str:
         return str(self.pictures[index])

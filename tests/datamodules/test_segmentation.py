@@ -191,6 +191,16 @@ def test_a_truncated_picture_is_left_out(tmp_path):
         assert [len(masks) for _, masks in data.train_dataloader()] == [2]
 
 
+def test_a_damaged_mask_is_named_beside_its_picture(tmp_path):
+    mask = write_camvid(tmp_path) / "trainannot" / "train_1.png"
+    mask.write_bytes(mask.read_bytes()[:60])
+    data = camvid(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"left out: .*train_1\.jpg \(the first: OSError: its mask .*trainannot/train_1"
+    ):
+        list(data.train_dataloader())
+
+
 def test_show_batch_draws_masks_over_pictures(tmp_path):
     path = digits().show_batch(tmp_path / "batch.png", num_images=3)
     assert path.stat().st_size > 2000
