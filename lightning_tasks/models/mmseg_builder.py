@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
+from datamodules.base import check_at_least
 from lightning_tasks.models.mmseg_config import (
     config_file,
     load_mmseg,
@@ -53,8 +54,8 @@ class MMSegBuilder(SegmentationBuilder):
             raise ValueError(f"model has the unknown key {unknown[0]!r}; it takes {', '.join(_ARGUMENTS)}")
         self.name = description["mmseg_config"]
         size = description.get("crop_size")
-        if size is not None and size < 1:
-            raise ValueError(f"crop_size is {size}: give at least 1")
+        if size is not None:
+            check_at_least("crop_size", size, 1)
         self.config = model_config(config_file(self.name), description.get("cfg_options") or {})
         if not description.get("pretrained", False):
             without_pretrained(self.config)

@@ -41,6 +41,8 @@ def config_file(name: str) -> Path:
         FileNotFoundError: if it ends in .py, and there is no such file.
         ValueError: if no shipped configuration has this name; the text gives the nearest.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"mmseg_config is {name!r}: give the name of a configuration, or the path of one")
     shipped = shipped_configs()
     if name in shipped:
         return shipped[name]
@@ -73,17 +75,22 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
             6}``; a number in a path is an index of a list.
 
     Raises:
-        ValueError: if the file has no model, or an option cannot be set.
+        ValueError: if the file cannot be read or has no model with a backbone, or an option cannot be set.
     """
     from mmengine.config import Config
 
-    config = Config.fromfile(file)
+    try:
+        config = Config.fromfile(file)
+    except Exception as error:  # whatever a file that is run raises
+        raise ValueError(f"mmseg_config={file} cannot be read: {type(error).__name__}: {error}") from error
     try:
         config.merge_from_dict(dict(options))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cfg_options {dict(options)} do not fit {file.name}: {error}") from error
     if "model" not in config:
         raise ValueError(f"mmseg_config={file}: it has no `model`")
+    if "backbone" not in config.model:
+        raise ValueError(f"mmseg_config={file}: its model ({config.model.get('type')}) has no `backbone`; give another")
     return config.model
 
 

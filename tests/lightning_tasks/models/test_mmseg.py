@@ -272,6 +272,9 @@ def test_the_configuration_is_changed_where_it_was_asked():
         ({"name": "segmenter_vit-q"}, "the nearest are segmenter_vit-"),
         ({"name": "zzzzzz"}, "its folder .mim/configs has them"),
         ({"crop_size": 0}, "crop_size is 0"),
+        ({"crop_size": "64"}, "crop_size is '64': give an integer of at least 1"),
+        ({"name": None}, "mmseg_config is None: give the name"),
+        ({"name": "san-vit-b16_coco-stuff164k-640x640"}, "has no `backbone`"),
         ({"stride": 65}, "the stride 65 must be at least 1, and at most the window"),
         ({"name": SETR, "stride": 0}, "the stride 0 must be at least 1"),
         ({"name": SEGFORMER, "stride": 8}, "stride=8: mmseg_config=segformer.* predicts whole images"),
@@ -283,6 +286,12 @@ def test_the_configuration_is_changed_where_it_was_asked():
 def test_bad_descriptions(options, text):
     with pytest.raises(ValueError, match=text):
         task(**options)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("model = dict(")
+    with pytest.raises(ValueError, match=r"mmseg_config=.*own\.py cannot be read: SyntaxError"):
+        task(str(tmp_path / "own.py"))
 
 
 def test_a_file_of_one_s_own(tmp_path):
