@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import yaml
+import jsonargparse
 
 _DEPTH = 4  # --SECTION.ARGUMENT.KEY.KEY: a dictionary within the dictionary that an argument is
 _SECTIONS = ("--model", "--data")
+_VALUES = jsonargparse.ArgumentParser()  # reads a value as all others are: 1e-3 is a number, which YAML alone denies
+_VALUES.add_argument("--value", type=Any)
 
 
 def join_nested_keys(arguments: Sequence[str], parse: Callable[[list[str]], Any]) -> list[str]:
@@ -36,7 +38,7 @@ def join_nested_keys(arguments: Sequence[str], parse: Callable[[list[str]], Any]
             continue  # a class, whose arguments jsonargparse joins
         option = f"--{kind}.{name}.{key}"
         found = inner.get(option, (outer or {}).get(key))
-        inner[option] = _with(found, keys, yaml.safe_load(value))
+        inner[option] = _with(found, keys, _VALUES.parse_args([f"--value={value}"]).value)
         joined[place : place + count] = [f"{option}={json.dumps(inner[option])}", *[None] * (count - 1)]
     return [each for each in joined if each is not None]
 

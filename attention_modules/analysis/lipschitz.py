@@ -155,7 +155,7 @@ class Jacobian:
                 "fn mixes the samples of a batch, which must be independent (batch normalisation in training, say): "
                 "put it in eval mode, or give one sample at a time"
             )
-        u, w, v, out = (each[::2].double() for each in (u, w, v, out))
+        u, w, v, out = (each[::2].cpu().double() for each in (u, w, v, out))  # not every device has float64
         apart = ((u * out).sum(1) - (w * v).sum(1)).abs()
         size = out.norm(dim=1) / out.shape[1] ** 0.5 + w.norm(dim=1) / w.shape[1] ** 0.5  # of such sums
         if bool((apart > 10 * torch.finfo(self.x.dtype).eps ** 0.5 * size).any()):

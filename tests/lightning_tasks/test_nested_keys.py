@@ -42,6 +42,17 @@ def test_a_dictionary_that_was_not_there_is_made():
     assert found == ["fit", first, "--data", "x", second, "--print_config"]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("3", 3), ("gelu", "gelu"), ("[1", "[1"), ("2020-01-01", "2020-01-01")],
+)
+def test_values_are_read_as_those_of_other_keys(text, value, capsys):
+    typed = printed(capsys, f"--model.model.backbone_options.x={text}")["model"]["backbone_options"]["x"]
+    plain = printed(capsys, f"--model.model.x={text}")["model"]["x"]
+    assert typed == plain == value
+    assert type(typed) is type(value)
+
+
 def test_the_value_may_be_missing(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*RECIPE, "--model.model.backbone_options.depth"])
