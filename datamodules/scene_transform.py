@@ -141,6 +141,7 @@ class TrainTransform:
         if min(largest) < self.crop_size:
             raise ValueError(
                 f"crop_size={self.crop_size} is larger than {name}, which has {height} x {width} pixels and at most "
-                f"{largest[0]} x {largest[1]} after scaling: give a smaller crop_size, or short_side={self.crop_size}"
+                f"{largest[0]} x {largest[1]} after scaling: give a smaller crop_size, or "
+                f"train_transform={{'short_side': {self.crop_size}}}"
             )
         return self._transform(image, mask)

@@ -67,8 +67,8 @@ class LabelCode:
         """
         if mask.mode not in _MASK_MODES:
             raise ValueError(
-                f"{name} is a picture of mode {mask.mode}: classes coded in colours (RGB) are not read; save one "
-                "number a pixel (mode L or P)"
+                f"{name} has mode {mask.mode}{' (colours)' if mask.mode.startswith('RGB') else ''}: a mask has one "
+                "number a pixel, its class (mode L or P); save it so"
             )
         if mask.size != size:
             raise ValueError(f"{name} has {_text(mask.size)} pixels, its picture {_text(size)}: they must be equal")

@@ -33,13 +33,15 @@ class SegmentationTask(BaseTask):
     network's size, else whole images of any size come, which are predicted by windows. Logs ``train/loss``; over the
     whole split ``{val,test}/loss`` (cross-entropy in nats, a mean over the pixels that count), ``miou``,
     ``mean_accuracy`` and ``overall_accuracy``. After a test the run's folder has ``test_classes.csv`` (IoU and accuracy
-    a class). With several processes each image counts once. Predictions are masks ``[B, H, W]``.
+    a class). With several processes each image counts once. Predictions are masks ``[B, H, W]``, and a batch to predict
+    may be images alone.
 
     Args:
-        model: the name of a timm backbone for :class:`~lightning_tasks.models.segmenter.Segmenter`, or its arguments,
-            ``{"backbone": NAME, "img_size": 512, "decoder": "linear", ...}``; or a model of mmsegmentation's,
-            ``{"mmseg_config": NAME_OR_PATH, ...}``, as :class:`~lightning_tasks.models.mmseg_builder.MMSegBuilder`
-            reads it (extra ``[mmseg]``), with its own losses and its own prediction of whole images.
+        model: the name of a timm backbone for a Segmenter, or the Segmenter's arguments, ``{"backbone": NAME,
+            "img_size": 512, "decoder": "linear", "backbone_options": {...}}`` (see
+            `lightning_tasks.models.segmenter.Segmenter`); or a model of mmsegmentation's (extra `[mmseg]`), with its
+            own losses and its own prediction of whole images: ``{"mmseg_config": NAME_OR_PATH}`` and, where wanted,
+            ``crop_size`` in pixels, ``pretrained``, and ``cfg_options``, changes of the configuration by dotted path.
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
         ignore_index: the label of pixels that do not count.
         attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
@@ -48,8 +50,8 @@ class SegmentationTask(BaseTask):
         attention_layers: which layers get it, counted in module order (a Segmenter's backbone first, then its
             decoder); all where None.
         other_attention: the mechanism of the other layers, with its defaults.
-        backbone_checkpoint: checkpoint of an :class:`~lightning_tasks.ImageClassificationTask` whose weights the
-            backbone starts from, in a fit; position embeddings are resized.
+        backbone_checkpoint: checkpoint of an `ImageClassificationTask` whose weights the backbone starts from, in a
+            fit; position embeddings are resized.
         stride: pixels from one window to the next in whole images; half a window where None.
         windows_at_once: windows that go through the network together.
         scales: factors that images are scaled by; class probabilities are averaged over them.
@@ -167,7 +169,8 @@ class SegmentationTask(BaseTask):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch while it is still on the CPU."""
-        check_masks(batch, self.hparams["num_classes"], self.hparams["ignore_index"])
+        if not (self.trainer.predicting and len(_parts(batch)) == 1):
+            check_masks(batch, self.hparams["num_classes"], self.hparams["ignore_index"])
         return batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -189,9 +192,13 @@ class SegmentationTask(BaseTask):
         """Add a batch to the metrics under ``test/``; returns its predicted masks."""
         return self._evaluate("test", batch, batch_idx, self.trainer.test_dataloaders)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Predicted masks ``[B, H, W]``, int64."""
-        return self.predict_masks(batch[0])
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Predicted masks ``[B, H, W]``, int64, of images alone or with masks."""
+        return self.predict_masks(_parts(batch)[0])
+
+    def prediction_rows(self, prediction: Tensor, batch: Batch | Tensor) -> list[dict[str, Any]]:
+        """A row an image: its mask."""
+        return [{"mask": mask} for mask in prediction]
 
     def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> Tensor:
         images, masks = batch
@@ -248,11 +255,17 @@ class SegmentationTask(BaseTask):
         return model_groups(self.model, self.hparams["optimizer"])
 
 
+def _parts(batch: Any) -> Sequence[Tensor]:
+    return (batch,) if isinstance(batch, Tensor) else batch
+
+
 def check_masks(batch: Any, num_classes: int, ignore_index: int) -> None:
     """Raise a ValueError where a batch is not (images ``[B, 3, H, W]``, masks ``[B, H, W]`` of known labels).
 
     Values are looked at on the CPU only: on a device this would wait for it.
     """
+    if len(_parts(batch)) != 2:
+        raise ValueError(f"a batch must be (images [B, 3, H, W], masks [B, H, W]), got {len(_parts(batch))} parts")
     images, masks = batch
     if images.ndim != 4 or masks.shape != (len(images), *images.shape[2:]):
         raise ValueError(

@@ -1,15 +1,19 @@
-"""What `attnswap predict` leaves: a table with a row a sample."""
+"""What `attnswap predict` leaves: a table with a row a sample, and a picture of each predicted mask."""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_warn
+from PIL import Image
+from torch import Tensor
 
 TABLE = "predictions.csv"
 
@@ -19,9 +23,11 @@ class PredictionTable(BasePredictionWriter):
 
     A task says what a row holds: ``prediction_rows(prediction, batch)`` gives a dictionary a sample of the batch, in
     order, of what ``predict_step`` returned for it. Before that stand ``index``, the sample's place in its data set,
-    and ``sample``, its name (the file, say) where the data set's ``images.name(index)`` tells it. Where nothing is
-    logged the table goes into the trainer's ``default_root_dir``, under a name that is still free. With several
-    processes each sample is there once, and each needs to see the same folder. The table is there whole or not at all.
+    and ``sample``, its name (the file, say) where the data set's ``images.name(index)`` tells it. A mask of classes
+    ``[H, W]`` in a row becomes a PNG file of these numbers, ``predictions/INDEX_NAME.png``, in 8 bits where they fit
+    and in 16 elsewhere, and the table has its path. Where nothing is logged the table goes into the trainer's
+    ``default_root_dir``, under a name that is still free. With several processes each sample is there once, and each
+    needs to see the same folder. The table is there whole or not at all.
     """
 
     def __init__(self) -> None:
@@ -63,7 +69,12 @@ class PredictionTable(BasePredictionWriter):
         self._count += len(rows)
         name = getattr(getattr(dataset, "images", None), "name", None)
         named = [{"index": index, **({"sample": name(index)} if name else {})} for index in indices]
-        _append(_part(self._path, trainer.global_rank), [{**one, **row} for one, row in zip(named, rows, strict=True)])
+        whole = [{**one, **row} for one, row in zip(named, rows, strict=True)]
+        for row in whole:
+            for key, value in row.items():
+                if isinstance(value, Tensor):
+                    row[key] = _save_mask(self._path, value, row)
+        _append(_part(self._path, trainer.global_rank), whole)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Join the parts of all processes, in the order of the data set."""
@@ -79,6 +90,16 @@ class PredictionTable(BasePredictionWriter):
             _append(whole, [rows[index] for index in sorted(rows)])
             whole.replace(self._path)
             print(f"predictions: {len(rows):,} in {self._path}")
+
+
+def _save_mask(table: Path, mask: Tensor, row: dict[str, Any]) -> str:
+    """Write the picture of a mask; its path relative to the table's folder."""
+    stem = re.sub(r"[^\w.-]+", "_", Path(row.get("sample", "")).stem)
+    path = table.with_suffix("") / ("_".join(filter(None, (f"{row['index']:06d}", stem))) + ".png")
+    path.parent.mkdir(exist_ok=True)
+    classes = mask.cpu().numpy()
+    Image.fromarray(classes.astype(np.uint8 if classes.max(initial=0) < 256 else np.uint16)).save(path)
+    return path.relative_to(table.parent).as_posix()
 
 
 def _part(path: Path, rank: int) -> Path:

@@ -57,7 +57,7 @@ class RobustnessEvaluation(Callback):
         word_swap: share of the words to swap; None for none.
         word_swap_token: id of the generic token (`<unk>`), itself no word.
         word_swap_keep: ids of further tokens that are no words (`<eos>`).
-        batch_size: images or windows at a time.
+        batch_size: images or windows at a time; those with masks come in the batches of the data module.
         num_workers: processes that corrupt and read images.
         seed: of all that is drawn.
         rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders version_N of the

@@ -18,7 +18,8 @@ class SegmentationOverlay(Callback):
 
     For steps that return predicted masks ``[B, H, W]``, as those of :class:`~lightning_tasks.SegmentationTask` do. In a
     fit every n-th epoch's validation is drawn, into ``val_overlay.png``, which holds the newest, and into W&B and
-    TensorBoard, which keep all; ``validate``, ``test`` and ``predict`` draw once.
+    TensorBoard, which keep all; ``validate``, ``test`` and ``predict`` draw once. Images that come without masks, to be
+    predicted, are drawn without truth.
 
     Args:
         every_n_epochs: epochs from one picture to the next.
@@ -34,7 +35,7 @@ class SegmentationOverlay(Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: give an integer of at least 1")
         self.every_n_epochs, self.num_images = every_n_epochs, num_images
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor | None, Tensor]] = []
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -66,10 +67,13 @@ class SegmentationOverlay(Callback):
             raise ValueError(
                 f"SegmentationOverlay needs steps that return predicted masks [B, H, W], got {type(outputs).__name__}"
             )
-        rows = [tensor.detach().cpu() for tensor in (*batch, outputs)]
-        for image, truth, predicted in zip(*rows, strict=False):
-            if len(self._seen) < self.num_images:
-                self._seen.append((image.float(), truth, predicted))
+        missing = self.num_images - len(self._seen)
+        if not missing:
+            return
+        images, *masks = (batch,) if isinstance(batch, Tensor) else batch
+        shown = [part[:missing].detach().cpu() for part in (images, *masks, outputs)]
+        for image, *truth, predicted in zip(*shown, strict=True):
+            self._seen.append((image.float(), truth[0] if truth else None, predicted))
 
     @rank_zero_only
     def _draw(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:

@@ -170,7 +170,8 @@ def build_backbone(name: str, img_size: int, pretrained: bool, options: Mapping[
     Raises:
         ValueError: if timm has no such model, it does not take the arguments, or it has no tokens.
     """
-    model: Any = build_timm_model(check_model_name(name), 0, pretrained, {"img_size": img_size, **options})
+    given = {"img_size": img_size, **options}
+    model: Any = build_timm_model(check_model_name(name), 0, pretrained, given, key="backbone_options")
     if not isinstance(getattr(model, "num_prefix_tokens", None), int):
         raise ValueError(
             f"{name} ({type(model).__name__}) is no backbone for Segmenter: its features are no sequence of tokens (it "

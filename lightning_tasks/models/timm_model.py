@@ -39,13 +39,15 @@ def check_model_name(name: str) -> str:
     raise ValueError(f"timm has no model {architecture!r}; {hint}")
 
 
-def build_timm_model(name: str, num_classes: int, pretrained: bool, options: Mapping[str, Any]) -> nn.Module:
-    """The model that `timm.create_model` makes.
+def build_timm_model(
+    name: str, num_classes: int, pretrained: bool, options: Mapping[str, Any], *, key: str = "model_options"
+) -> nn.Module:
+    """The model that `timm.create_model` makes; errors call its options ``key``.
 
     Raises:
         ValueError: if it does not take ``options``, or its weights cannot be had or do not fit.
     """
-    given = f"model_options {dict(options)}" if options else "these settings"
+    given = f"{key} {dict(options)}" if options else "these settings"
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **options)
     except (TypeError, AssertionError) as error:
@@ -56,14 +58,14 @@ def build_timm_model(name: str, num_classes: int, pretrained: bool, options: Map
         source = _source(name, options)
         if source and isinstance(error, RuntimeError):  # read, but of another shape
             raise ValueError(
-                f"the pretrained weights of {name} do not fit the model with {given}: leave out of model_options what "
+                f"the pretrained weights of {name} do not fit the model with {given}: leave out of {key} what "
                 f"changes its layers, or give pretrained: false. {shorten(reason(error), 300)}"
             ) from error
         problem = f"cannot be had from {source} ({reason(error)})" if source else "do not exist"
         raise ValueError(
             f"the pretrained weights of {name} {problem}. Give a local file of them by "
-            "model_options={'pretrained_cfg_overlay': {'file': PATH}}, or pretrained: false, with --init_from PATH for "
-            f"a checkpoint{', or see that this machine reaches the network' if source else ''}"
+            f"{key}={{'pretrained_cfg_overlay': {{'file': PATH}}}}, or pretrained: false, with --init_from PATH for a "
+            f"checkpoint{', or see that this machine reaches the network' if source else ''}"
         ) from error
 
 

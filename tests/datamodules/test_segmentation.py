@@ -262,7 +262,10 @@ def test_nothing_there(tmp_path):
             lambda folder: wrong_mask(folder, np.full((36, 48), 12)),
             r"val_0\.png has the label 12: the 11 classes are",
         ),
-        (lambda folder: wrong_mask(folder, np.zeros((36, 48, 3))), r"val_0\.png is a picture of mode RGB: .* colours"),
+        (
+            lambda folder: wrong_mask(folder, np.zeros((36, 48, 3))),
+            r"val_0\.png has mode RGB \(colours\): .* one number",
+        ),
     ],
 )
 def test_masks_that_do_not_fit_name_their_file(tmp_path, change, text):

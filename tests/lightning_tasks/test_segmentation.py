@@ -3,9 +3,11 @@
 import csv
 import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from PIL import Image
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,7 +15,7 @@ from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttenti
 from datamodules import DigitScenesDataModule
 from datamodules.mask_picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
-from lightning_tasks.callbacks import RobustnessEvaluation, SegmentationOverlay
+from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.mask_figure import draw_masks
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.segmentation_metrics import SegmentationScores, scores
@@ -231,6 +233,49 @@ def test_a_run_leaves_overlays_and_a_table_a_class(tmp_path):
     events = EventAccumulator(loggers[1].log_dir)
     events.Reload()
     assert set(events.Tags()["images"]) == {f"{stage}/overlay" for stage in stages}
+
+
+def test_predict_leaves_masks_and_a_table_of_them(tmp_path):
+    callbacks = [PredictionTable(), SegmentationOverlay()]
+    run, module = trainer(tmp_path, logger=CSVLogger(tmp_path, name="run"), callbacks=callbacks), task()
+    predicted = torch.cat(run.predict(module, scenes()))
+    folder = tmp_path / "run" / "version_0"
+    with (folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["mask"] for row in rows] == [f"predictions/00000{index}_scene_{index}.png" for index in range(4)]
+    for row, mask in zip(rows, predicted, strict=True):
+        with Image.open(folder / row["mask"]) as file:
+            assert file.mode == "L"
+            assert np.array_equal(np.asarray(file), mask.numpy())
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_images_alone_are_predicted_as_they_are_with_masks(tmp_path, monkeypatch, as_tensor):
+    titles = []
+    monkeypatch.setattr(
+        "lightning_tasks.callbacks.segmentation_overlay.save_picture",
+        lambda _, figure, name: titles.extend(axes.get_title() for axes in figure.axes),
+    )
+    images, masks = pair(height=40, width=48)
+    module = built()
+    alone = DataLoader(images if as_tensor else TensorDataset(images), batch_size=2)
+    callbacks = [PredictionTable(), SegmentationOverlay(num_images=3)]
+    found = torch.cat(trainer(tmp_path, callbacks=callbacks).predict(module, alone))
+    assert titles == ["image", "prediction"] * 3
+    assert torch.equal(found, torch.cat(trainer(tmp_path).predict(module, loader(images, masks))))
+    with pytest.raises(ValueError, match=r"must be \(images .*, masks .*\), got 1 part"):
+        trainer(tmp_path).validate(module, alone, verbose=False)
+
+
+def test_masks_of_many_classes_have_16_bits(tmp_path):
+    class Many(SegmentationTask):
+        def prediction_rows(self, prediction, batch):
+            return [{"mask": mask + 300} for mask in prediction]
+
+    module = Many(MODEL, 5)
+    (found,) = trainer(tmp_path, callbacks=[PredictionTable()]).predict(module, DataLoader(pair()[0], batch_size=4))
+    with Image.open(tmp_path / "predictions" / "000002.png") as file:
+        assert np.array_equal(np.asarray(file), found[2].numpy() + 300)
 
 
 def test_overlays_need_masks(tmp_path):

@@ -129,7 +129,7 @@ def test_parameters_of_the_papers_model():
     [
         ({"backbone": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny_patch16_224"),
         ({"backbone": "swin_tiny_patch4_window7_224", "options": {}}, "is no backbone for Segmenter"),
-        ({"backbone": "resnet18", "options": {}}, "could not be built with model_options {'img_size': 32}"),
+        ({"backbone": "resnet18", "options": {}}, "could not be built with backbone_options {'img_size': 32}"),
         ({"decoder": "mask"}, "decoder is 'mask': give one of 'mask_transformer', 'linear'"),
         ({"decoder_depth": 0}, "decoder_depth is 0: give at least 1, or decoder='linear'"),
         ({"decoder_dim": 9}, "decoder_dim=9 is not a multiple of decoder_heads=2"),
