@@ -135,7 +135,6 @@ print(found)
 """
 
 
-@pytest.mark.slow
 def test_a_large_image_stays_below_two_gib():
     """The tiny model, 150 classes, 2,048 x 1,024 pixels; half as much stride needs no more memory, and more time."""
     found = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
