@@ -139,15 +139,14 @@ class SelfAttention(nn.Module):
                 f"x must be [batch, tokens, {self.qkv.in_features}] with at least one token, got {tuple(x.shape)}; "
                 "one sequence alone is x[None]"
             )
-        batch, tokens, _ = x.shape
         is_causal = is_causal or self.is_causal
-        parts = self.qkv(x).view(batch, tokens, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        parts = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         *queries, k, v = parts.unbind(0)  # [B, H, N, d]
         k = self.k_norm(k)
         q = self.q_norm(queries[0]) if queries else k
         dropout_p = self.attn_drop.p if self.training else 0.0
         y = self.mechanism(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None)
-        y = self.norm(y.transpose(1, 2).reshape(batch, tokens, -1))
+        y = self.norm(y.transpose(1, 2).flatten(2))
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(y))

@@ -133,9 +133,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
     with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        names = lines.fieldnames or ["step"]  # an empty file is a log of nothing
+        if "step" not in names:
+            raise ValueError(f"it has no column step, but {', '.join(names)}: no log of Lightning's CSVLogger")
         return [
             {"step": int(line["step"]), "metric": metric, "value": float(text)}
-            for line in csv.DictReader(file)
+            for line in lines
             for metric, text in line.items()
             if metric not in ("step", "epoch") and text
         ]

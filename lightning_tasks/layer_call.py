@@ -18,6 +18,8 @@ from attention_modules.hosts.torch import same_view
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
 # Arguments that hold the tokens that are attended to.
 _ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
+# Arguments that hold rotary embeddings [..., N, d]: their last dimension has no tokens, whatever its size.
+_ROTARY = ("position_embeddings", "rope", "cos", "sin")
 
 
 @contextmanager
@@ -138,7 +140,7 @@ def _own(value: Tensor) -> Tensor:
 
 
 def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[int, int], heads: int | None) -> Tensor:
-    """A mask or the like, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, for fewer of both."""
+    """A mask, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, or the like, for fewer of both."""
     batch, batch_kept = samples
     length, kept = tokens
     square = value.dim() == 2 and value.shape == (length, length) and "padding" not in name
@@ -147,7 +149,7 @@ def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[
             value = value[:batch_kept]
         elif heads and value.dim() == 3 and value.shape[0] == batch * heads:
             value = value[: batch_kept * heads]
-    for dim in (-2, -1):
+    for dim in (-2,) if name in _ROTARY else (-2, -1):
         inner = value.dim() >= -dim and (square or value.dim() + dim > 0)
         if inner and value.shape[dim] == length:
             value = value.narrow(dim, 0, kept)

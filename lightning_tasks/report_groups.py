@@ -90,6 +90,7 @@ def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
             )
     free = (number for number in count() if number not in by_seed)
     runs += [replace(run, config=name, seed=next(free)) for run in unknown]
+    notes += [f"{run.config}: {run.folder / LOG} holds no number" for run in runs if not run.rows]
     if unknown and len(group) > 1:
         notes.append(f"{name}: {len(unknown)} of its runs do not say their seed; each counts as a seed of its own")
     return runs, notes

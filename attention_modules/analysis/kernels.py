@@ -33,7 +33,7 @@ def lse_and_mean_key(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-sum-exp of each row ``[B, H, N]`` and A K ``[B, H, N, d]`` from one attention call, without gradients.
 
-    None where no kernel of this PyTorch takes these arguments, as a mask together with causality.
+    None where no kernel of this PyTorch takes these arguments, as a mask together with causality, or an empty batch.
     Rows that see nothing hold unspecified values.
 
     Args:
@@ -44,7 +44,7 @@ def lse_and_mean_key(
         scale: factor on the logits.
     """
     kernel = _KERNELS.get(q.device.type)
-    if kernel is None or (visible is not None and is_causal):
+    if kernel is None or not len(q) or (visible is not None and is_causal):
         return None
     try:
         return kernel(q.detach(), k.detach(), visible, is_causal, scale)

@@ -59,8 +59,8 @@ def local_lipschitz(
 
     Args:
         fn: ``[B, n, d] -> [B, n, d']``, twice differentiable near ``x``, without randomness (dropout off), each sample
-            by itself. Mixed samples are looked for with one product; mixing within the even or the odd samples alone
-            is not seen.
+            by itself. Mixed samples are looked for with one product: what even samples take from odd ones is seen,
+            other mixing is not.
         x: ``[B, n, d]``, float32 or float64.
         tol: relative residual at which a sample has converged, between 0 and 1.
         max_iter: the most iterations, each a product with J and one with Jᵀ; below 8, a sample has converged only

@@ -99,9 +99,10 @@ def _dual(rows: Tensor, right: Tensor, what: str) -> Tensor:
 
 def _check(keys: Tensor, selected: Tensor) -> None:
     _check_tensors(keys=keys, selected=selected)
-    if keys.ndim != 3 or keys.shape[1] < 1 or selected.shape != keys.shape[:1]:
+    if keys.ndim != 3 or not all(keys.shape[1:]) or selected.shape != keys.shape[:1]:
         raise ValueError(
-            f"keys must be [n, T, d] with T >= 1 and selected [n], got {tuple(keys.shape)} and {tuple(selected.shape)}"
+            f"keys must be [n, T, d] with T and d >= 1 and selected [n], got {tuple(keys.shape)} and "
+            f"{tuple(selected.shape)}"
         )
     if selected.dtype.is_floating_point or selected.dtype == torch.bool:
         raise TypeError(f"selected must hold integer indices of tokens, got {selected.dtype}")

@@ -33,7 +33,7 @@ class _Attention:
         """Masked logits of some rows at a time, ``[B, H, rows, M]``."""
         batch, heads, rows, _ = self.q.shape
         columns = self.k.shape[2]
-        step = max(1, CHUNK_ELEMENTS // (batch * heads * columns))
+        step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * columns))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             logits = (self.q[:, :, start:stop] * self.scale) @ self.k.mT
@@ -82,6 +82,8 @@ def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[
         raise ValueError(f"unknown attention statistics {unknown}; choose some of {', '.join(STATISTICS)}")
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q must be [B, H, N, d] and k [B, H, M, d], got {tuple(q.shape)} and {tuple(k.shape)}")
+    if not all((*q.shape[1:], k.shape[2])):  # kernels divide by these, and end the process
+        raise ValueError(f"H, N, M and d must be at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}")
     if attn_mask is None:
         return
     target = (*q.shape[:3], k.shape[2])
@@ -176,7 +178,7 @@ def attention_statistics(
         By name, fp32 ``[B, H]``; NaN where a head of a sample has no row to average.
 
     Raises:
-        ValueError: if a name is unknown or shapes do not fit.
+        ValueError: if a name is unknown, shapes do not fit, or heads, rows, keys or width are 0; the batch may be.
     """
     sums = attention_row_sums(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=statistics)
     return {name: total / count for name, (total, count) in sums.items()}

@@ -45,7 +45,7 @@ class ReducedKeysHost(MultiheadAttentionHost):
             return None
         return (
             f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced "
-            "image: leave it out by `layers` or `where`, or choose another mechanism"
+            "image: leave it out by `layers` (`attention_layers` of a task) or `where`, or choose another mechanism"
         )
 
 

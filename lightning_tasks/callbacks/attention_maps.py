@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules import AttentionMechanism
@@ -120,6 +121,8 @@ class AttentionMapLogger(MechanismObserver):
     ) -> None:
         if self._hooks is None:
             return
+        if not self._maps:
+            rank_zero_warn("AttentionMapLogger: no layer got a sample in the first batch, of which no maps are drawn")
         try:
             rolled = self._rolled() if self.rollout and self._whole else None
             if not trainer.sanity_checking:
@@ -160,9 +163,9 @@ class AttentionMapLogger(MechanismObserver):
     def _observe(
         self, index: int, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> None:
-        if index in self._maps:  # a layer that is called again, for further windows of an image
-            return
         query, key = args[:2]
+        if index in self._maps or not len(query):  # called again, for further windows of an image; or every one damaged
+            return
         query = query if mechanism.uses_query else key
         tokens, samples = query.shape[2], slice(0, self.num_samples)
         if self._images is not None and len(query) != self._batch_size:

@@ -127,7 +127,10 @@ class LipschitzMonitor(LayerObserver):
             # What one process logs all must: they wait for each other's values.
             everywhere = trainer.strategy.reduce_boolean_decision(found is not None, all=True)
             if found is None or not everywhere:
-                text = "its input, output or Jacobian holds NaN or infinite numbers (here or in another process)"
+                text = (
+                    "it got no sample, or its input, output or Jacobian holds NaN or infinite numbers (here or in "
+                    "another process)"
+                )
                 self._warn(layer.name, "finite", f"{text}, and nothing is logged of it")
             elif not trainer.sanity_checking:
                 self._log(pl_module, layer_label(layer), found)
@@ -159,7 +162,9 @@ class LipschitzMonitor(LayerObserver):
             self._calls[index] = call
 
     def _estimate(self, layer: AttentionLayer, call: LayerCall, max_iter: int) -> LipschitzEstimate | None:
-        """None where something is not finite."""
+        """None where something is not finite, or there is no sample."""
+        if not len(call.x):
+            return None
         try:
             with eager():
                 return local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter)

@@ -55,6 +55,7 @@ class PursuitMonitor(LayerObserver):
         self._seen: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}  # of a layer
         self._bad: dict[str, Tensor] = {}  # how many numbers that enter a layer are not finite
+        self._weight = 1  # 0 where the batch is empty
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
@@ -117,7 +118,7 @@ class PursuitMonitor(LayerObserver):
         if not isinstance(mechanism, RPCAttention):
             raise TypeError(f"expected an RPCAttention, got {type(mechanism).__name__}")
         k, v, mask = args[1], args[2], kwargs.get("attn_mask")
-        self._tokens[label] = k.shape[2]
+        self._tokens[label], self._weight = k.shape[2], min(1, len(k))
         some = slice(0, self.num_samples)
         if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
             mask = mask[some]
@@ -142,11 +143,12 @@ class PursuitMonitor(LayerObserver):
     def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
         seen, tokens, bad = self._seen, self._tokens, self._bad
         self._close()
-        if seen:
+        if seen and self._weight:
             numbers = to_numbers({**seen, **bad})
             self._look(pl_module, numbers, tokens, prefix)
         for name, value in seen.items():
-            pl_module.log(prefix + name, value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+            shown = value.float() if self._weight else torch.zeros_like(value)  # no sample: nothing, of weight 0
+            pl_module.log(prefix + name, shown, on_step=False, on_epoch=True, sync_dist=True, batch_size=self._weight)
 
     def _look(
         self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str

@@ -148,6 +148,16 @@ def test_an_input_of_another_shape_is_refused(shape):
         SelfAttention(8, 2)(torch.zeros(shape))
 
 
+@pytest.mark.parametrize("mechanism", ["softmax", "symmetric", "rpc", "scaled", "uniform"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_empty_batch_is_attended(mechanism, masked):
+    layer = SelfAttention(8, 2, mechanism, num_tokens=5)
+    out = layer(torch.zeros(0, 5, 8), torch.ones(5, 5).tril() > 0 if masked else None)
+    assert out.shape == (0, 5, 8)
+    out.sum().backward()
+    assert not layer.qkv.weight.grad.any()
+
+
 def test_options_that_no_mechanism_takes_are_refused():
     with pytest.raises(TypeError, match=r"RPCAttention has no option 'iteration'.*Did you mean 'iterations'"):
         SelfAttention(8, 2, "rpc", {"iteration": 4})

@@ -41,6 +41,13 @@ def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
     assert all(ids.count(one or other) == 1 for one, other in referred)
 
 
+def test_a_run_that_logged_nothing_is_said(tmp_path):
+    silent = run_folder(tmp_path / "b" / "version_0", 1)
+    (silent / "metrics.csv").write_text("")
+    text, _ = report(tmp_path, run_folder(tmp_path / "a" / "version_0", 0, 0.1), silent)
+    assert f"{silent}/metrics.csv holds no number" in " ".join(text.split())
+
+
 def test_a_run_of_a_script_says_what_was_swapped_and_what_heads_did(tmp_path):
     """No configuration is saved there: the callback's own hyper-parameters, and the monitor's table."""
     logger = CSVLogger(tmp_path, name="script")
@@ -121,7 +128,7 @@ def test_a_comparison_that_is_not_finished(tmp_path):
         (None, None, "no such folder"),
         ("other.txt", "", "no folder of a run or comparison"),
         ("metrics.csv", "step,loss\n0,nought\n", "metrics.csv cannot be read: ValueError.*nought"),
-        ("metrics.csv", "loss\n1\n", "metrics.csv cannot be read: KeyError: 'step'"),
+        ("metrics.csv", "loss\n1\n", "metrics.csv cannot be read: .*no column step, but loss"),
         ("metrics.csv", "step,loss\n0,1,2\n", "metrics.csv cannot be read"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("config.yaml", "- 1", "config.yaml holds list"),

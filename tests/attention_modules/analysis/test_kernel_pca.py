@@ -46,6 +46,9 @@ def test_projection_loss_token_by_token(causal):
     mask = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(1, 1, 6, 6, dtype=torch.bool)
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
         torch.testing.assert_close(projection_loss(q, k, h, attn_mask=given).signed, loss.signed)
+    # A scale of 2 / √d is that of queries and keys √2 as long.
+    longer = projection_loss(2**0.5 * q, 2**0.5 * k, h, is_causal=causal)
+    torch.testing.assert_close(projection_loss(q, k, h, is_causal=causal, scale=1.0).phi, longer.phi)
 
 
 def test_rows_that_see_nothing_do_not_count_and_large_queries_do_not_overflow():

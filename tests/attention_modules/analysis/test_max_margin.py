@@ -250,6 +250,8 @@ def test_locally_optimal_looks_at_active_constraints_only():
         p = torch.tensor([length, 0]).double()
         assert locally_optimal(keys, torch.tensor([[1.0, 0.5, 9.0]]), selected, p=p).tolist() == [True]
         assert locally_optimal(keys, torch.tensor([[1.0, 1.5, 0.0]]), selected, p=p).tolist() == [False]
+    nearly = torch.tensor([[[1.0, 0], [0, 0], [-1e-3, 0]]]).double()  # token 2 is a thousandth behind the margin
+    assert locally_optimal(nearly, torch.tensor([[1.0, 0.5, 9.0]]), selected).tolist() == [True]
     with pytest.raises(ValueError, match="p is no solution: it leaves a margin of -5"):
         locally_optimal(keys, torch.zeros(1, 3), selected, p=torch.tensor([-1.0, 0]) * 5 / 6)
 
@@ -258,6 +260,7 @@ def test_locally_optimal_looks_at_active_constraints_only():
     ("arguments", "error", "words"),
     [
         ((torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)), ValueError, r"keys must be \[n, T, d\]"),
+        ((torch.zeros(2, 3, 0), torch.zeros(2, dtype=torch.long)), ValueError, r"T and d >= 1"),
         ((torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long)), ValueError, r"selected \[n\]"),
         ((torch.zeros(2, 3, 4), torch.zeros(2)), TypeError, "integer indices"),
         ((torch.zeros(2, 3, 4), torch.tensor([0, 3])), ValueError, r"0\.\.2, got \[0, 3\]"),

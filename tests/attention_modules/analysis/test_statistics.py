@@ -169,6 +169,24 @@ def test_bad_arguments(arguments, message):
         attention_statistics(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), **arguments)
 
 
+@pytest.mark.parametrize("function", [attention_statistics, attention_sink])
+@pytest.mark.parametrize("shape", [(2, 0, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)])
+def test_nothing_to_attend_to_is_refused(function, shape):
+    """Of no rows the kernel divides by zero, which ends the process."""
+    with pytest.raises(ValueError, match="must be at least 1, got q"):
+        function(torch.zeros(shape), torch.zeros(shape))
+    with pytest.raises(ValueError, match="must be at least 1, got q"):
+        function(torch.zeros(2, 2, 5, 4), torch.zeros(2, 2, 0, 4))
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_an_empty_batch_has_no_statistics(differentiable):
+    q = torch.zeros(0, 2, 5, 4, requires_grad=differentiable)
+    found = attention_statistics(q, q.detach())
+    assert {values.shape for values in found.values()} == {(0, 2)}
+    assert attention_sink(q, q.detach()).shape == (0, 2)
+
+
 def test_heads_must_agree():
     with pytest.raises(ValueError, match=r"\(1, 4, 6, 4\) and \(1, 2, 6, 4\)"):
         attention_statistics(torch.randn(1, 4, 6, 4), torch.randn(1, 2, 6, 4))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
@@ -80,6 +81,14 @@ def test_training_is_untouched_and_nothing_stays_hooked():
     found = [module for module in watched.modules() if isinstance(module, AttentionMechanism)]
     assert found
     assert not any(module._forward_pre_hooks for module in found)
+
+
+def test_an_empty_first_batch_has_no_maps_and_is_said(drawn):
+    whole = next(iter(batches(1)))
+    loader = DataLoader([[part[:0] for part in whole], whole], batch_size=None)
+    with pytest.warns(UserWarning, match="AttentionMapLogger: no layer got a sample in the first batch"):
+        fit(TinyLM(), [AttentionMapLogger(rollout=True)], val_loader=loader)
+    assert not drawn
 
 
 def test_only_the_first_batch_is_hooked():

@@ -239,6 +239,21 @@ def test_batches_without_a_row_to_average_do_not_count():
     assert both["val/attention/entropy/mean"] < first["val/attention/entropy/mean"]
 
 
+def test_an_empty_batch_does_not_count():
+    whole = next(iter(batches()))
+    both, alone = (
+        fit(
+            TinyLM(lr=0.0),
+            [AttentionMonitor(stages=["validation"])],
+            val_loader=DataLoader(validated, batch_size=None),
+        ).callback_metrics
+        for validated in ([[part[:0] for part in whole], whole], [whole])
+    )
+    names = [name for name in alone if "attention" in name]
+    assert names
+    assert {name: both[name].item() for name in names} == {name: alone[name].item() for name in names}
+
+
 class LeftPadded(TinyLM):
     """A batch's second part says how many tokens at the left of each sample are padding."""
 

@@ -158,6 +158,27 @@ def test_cut_is_as_if_the_causal_sequence_ended_there(tmp_path, build):
     assert found[2] != pytest.approx(found[0], rel=1e-3)
 
 
+def test_rotary_embeddings_are_cut_along_tokens_alone(tmp_path):
+    """With as many tokens as features a head their last dimension is no dimension of tokens."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=12, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, found = transformers.LlamaModel(config).eval(), []
+    for given, max_tokens in ((3, None), (6, 3)):
+        run = trainer(tmp_path, LipschitzMonitor(tol=1e-4, max_iter=50, max_tokens=max_tokens))
+        run.validate(Text(model, given), batches(1, 4), verbose=False)
+        found.append(run.callback_metrics["val/lipschitz/layer_00"].item())
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+def test_an_empty_batch_is_said_and_not_logged(tmp_path):
+    run = trainer(tmp_path, LipschitzMonitor())
+    with pytest.warns(UserWarning, match="LipschitzMonitor on 'first': it got no sample.* nothing is logged"):
+        run.validate(Ours().eval(), DataLoader([[inputs()[:0]], [inputs()]], batch_size=None), verbose=False)
+    assert not any("lipschitz" in name for name in run.callback_metrics)
+
+
 def test_only_every_so_many_validations(tmp_path):
     seen = []
 
@@ -212,7 +233,9 @@ class Uncalled(Ours):
 
 def test_nan_activations_are_said_and_not_logged(tmp_path):
     module = Broken()
-    with pytest.warns(UserWarning, match="LipschitzMonitor on 'first': its input, .* holds NaN .* nothing is logged"):
+    with pytest.warns(
+        UserWarning, match="LipschitzMonitor on 'first': .* its input, .* holds NaN .* nothing is logged"
+    ):
         metrics = validate(module, tmp_path)
     assert not any("lipschitz" in name for name in metrics)
     assert not any(part._forward_pre_hooks for part in module.modules())

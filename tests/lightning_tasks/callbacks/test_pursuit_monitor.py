@@ -70,6 +70,12 @@ def test_it_sees_through_compiled_code(tmp_path):
     assert "val/pursuit/entropy/layer_01/pass_4" in evaluate(module, tmp_path)
 
 
+def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PursuitMonitor()], default_root_dir=tmp_path)
+    trainer.validate(Tokens(), DataLoader([[tokens()[1][:0]], [tokens()[1]]], batch_size=None), verbose=False)
+    assert not [warning for warning in recwarn if "PursuitMonitor" in str(warning.message)]
+
+
 def test_no_layer_to_watch_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no layer with RPC attention among plain, attention"):
         evaluate(Tokens("symmetric"), tmp_path)
