@@ -265,6 +265,20 @@ def test_what_it_cannot_measure_ends_the_fit_before_its_first_epoch(tmp_path):
     assert module.steps == 0
 
 
+def test_an_error_of_a_whole_sequence_is_not_put_down_to_its_length(tmp_path):
+    class Refuses(Ours):
+        def __init__(self):
+            super().__init__()
+            self.first.register_forward_pre_hook(self.check)
+
+        def check(self, layer, args):
+            if args[0].requires_grad:
+                raise ValueError("no gradients here")
+
+    with pytest.raises(ValueError, match="^LipschitzMonitor on 'first': no gradients here$"):
+        validate(Refuses(), tmp_path)
+
+
 def test_a_layer_that_is_not_called_is_said(tmp_path):
     with pytest.warns(UserWarning, match="'second': it was not called"):
         metrics = validate(Uncalled(), tmp_path)
