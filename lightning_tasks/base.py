@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_tasks.hparams import plain_data
 from lightning_tasks.optimization import (
@@ -24,6 +25,9 @@ from lightning_tasks.resuming import refuse_other_layout
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
 Buildable = str | dict[str, Any] | Callable[..., Any]
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class BaseTask(LightningModule):
@@ -69,6 +73,14 @@ class BaseTask(LightningModule):
         self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
         self.model: Any = None
         self._random_state: list[Tensor] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseTask:
+        """As any module's, but metrics keep 32 bits: in half as many ("bf16-true") their sums would stand still."""
+        super()._apply(fn, recurse)
+        for module in self.modules():
+            if isinstance(module, Metric) and module.dtype in _HALF:
+                module._apply(_in_32_bits)
+        return self
 
     def build_model(self) -> nn.Module:
         """The model, from ``self.hparams`` (and ``self.trainer.datamodule`` where one is attached)."""
@@ -148,3 +160,7 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
     for count in (epochs["total"], epochs["current"]):
         if count["processed"] > count["completed"]:
             count["processed"] -= 1
+
+
+def _in_32_bits(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -13,8 +13,10 @@ def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
     """Which rows ``[rows]`` of a batch a :class:`DistributedSampler` added to make all processes' shares equal.
 
     It hands out position ``rank + i * num_replicas`` as the i-th sample, and repeats samples beyond the data set's
-    end. None where nothing can be repeated (another sampler, or ``drop_last``).
+    end. None where nothing can be repeated (another sampler, or ``drop_last``). A list of one loader counts as it.
     """
+    if isinstance(dataloader, (list, tuple)) and len(dataloader) == 1:
+        (dataloader,) = dataloader
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None

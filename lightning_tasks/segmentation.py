@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -86,12 +87,10 @@ class SegmentationTask(BaseTask):
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
     ) -> None:
-        if num_classes is not None and num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
-        if num_classes is not None and 0 <= ignore_index < num_classes:
-            raise ValueError(f"ignore_index={ignore_index} is one of the {num_classes} classes: give another number")
+        if num_classes is not None:
+            _check_classes(num_classes, ignore_index)
         scales = [1.0] if scales is None else [float(scale) for scale in scales]
-        if not scales or min(scales) <= 0:
+        if not scales or not all(0 < scale < math.inf for scale in scales):
             raise ValueError(f"scales are {scales}: give at least one, all above 0")
         description = {"backbone": model} if isinstance(model, str) else plain_data(model, "model")
         inference = {"stride": stride, "windows_at_once": windows_at_once, "scales": scales, "flip": flip}
@@ -122,6 +121,7 @@ class SegmentationTask(BaseTask):
         """
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         num_classes = class_count(type(self).__name__, self.hparams["num_classes"], datamodule)
+        _check_classes(num_classes, self.hparams["ignore_index"])
         self.hparams["num_classes"] = num_classes
         self._check_ignore_index(datamodule)
         crops, size = getattr(datamodule, "crop_size", None), self._builder.crop_size
@@ -253,6 +253,13 @@ class SegmentationTask(BaseTask):
         if self.hparams["param_groups"] is not None:
             return super().optimizer_groups()
         return model_groups(self.model, self.hparams["optimizer"])
+
+
+def _check_classes(num_classes: int, ignore_index: int) -> None:
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+    if 0 <= ignore_index < num_classes:
+        raise ValueError(f"ignore_index={ignore_index} is one of the {num_classes} classes: give another number")
 
 
 def _parts(batch: Any) -> Sequence[Tensor]:

@@ -32,8 +32,9 @@ class Windows:
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} of the windows is {getattr(self, name)}: give at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of the windows is {value!r}: give an integer of at least 1")
         if self.stride > self.size:
             raise ValueError(f"the stride {self.stride} is above the window {self.size}: pixels would be left out")
 

@@ -44,11 +44,11 @@ def load_backbone(network: nn.Module, path: str) -> None:
         )
     own = backbone.state_dict().get(_POSITIONS)
     if own is not None and _POSITIONS in weights and weights[_POSITIONS].shape != own.shape:
-        without_prefix = getattr(backbone, "no_embed_class", False)
+        rows, columns = backbone.patch_embed.grid_size
         weights[_POSITIONS] = resample_abs_pos_embed(
             weights[_POSITIONS],
-            new_size=list(backbone.patch_embed.grid_size),
-            num_prefix_tokens=0 if without_prefix else backbone.num_prefix_tokens,
+            new_size=[rows, columns],
+            num_prefix_tokens=own.shape[1] - rows * columns,  # some models give class tokens no position
         )
     try:
         backbone.load_state_dict(weights)

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from lightning_tasks.models.mmseg_config import (
     without_pretrained,
 )
 from lightning_tasks.models.segmentation import SegmentationBuilder
+from lightning_tasks.reason import reason
 
 _ARGUMENTS = ("mmseg_config", "crop_size", "pretrained", "cfg_options")
+_IGNORED = 255  # by every head of mmsegmentation's
+# Embeddings of positions and classes, which mmsegmentation's own schedules spare weight decay by name.
+_NO_WEIGHT_DECAY = ("pos_embed", "absolute_pos_embed", "relative_position_bias_table", "cls_token", "cls_emb")
 
 
 class MMSegBuilder(SegmentationBuilder):
@@ -57,7 +62,8 @@ class MMSegBuilder(SegmentationBuilder):
         if size is not None:
             check_at_least("crop_size", size, 1)
         self.config = model_config(config_file(self.name), description.get("cfg_options") or {})
-        if not description.get("pretrained", False):
+        self.pretrained = bool(description.get("pretrained", False))
+        if not self.pretrained:
             without_pretrained(self.config)
         if size is not None:
             set_crop_size(self.config, size)
@@ -68,9 +74,14 @@ class MMSegBuilder(SegmentationBuilder):
         """The network, its weights initialised, its softmax attention as ours, which makes no maps.
 
         Raises:
-            ValueError: if mmsegmentation cannot build it, its weights cannot be had, or its head has one channel for
-                two classes.
+            ValueError: if mmsegmentation cannot build it, its weights cannot be had, its head has one channel for two
+                classes, or there are more classes than labels beside the one that its heads leave out.
         """
+        if num_classes > _IGNORED:
+            raise ValueError(
+                f"num_classes={num_classes}: the heads of mmsegmentation leave out the label {_IGNORED}, so that a "
+                f"model of theirs takes at most {_IGNORED} classes; take a Segmenter"
+            )
         load_mmseg()
         from mmengine.model import revert_sync_batchnorm
         from mmengine.registry import DefaultScope
@@ -84,10 +95,12 @@ class MMSegBuilder(SegmentationBuilder):
                 network.init_weights()
         except (AssertionError, KeyError, TypeError, ImportError) as error:
             raise ValueError(f"mmseg_config={self.name} could not be built: {error or type(error).__name__}") from error
-        except OSError as error:  # of the weights, read only where `pretrained` asks for them
+        except Exception as error:  # of the weights, read only where `pretrained` asks for them: in any way
+            if not self.pretrained:
+                raise
             raise ValueError(
-                f"the weights that mmseg_config={self.name} names cannot be had ({error}): give cfg_options the path "
-                "of a local file of them, or pretrained: false, with --init_from PATH for a checkpoint"
+                f"the weights that mmseg_config={self.name} names cannot be had ({reason(error)}): give cfg_options "
+                "the path of a local file of them, or pretrained: false, with --init_from PATH for a checkpoint"
             ) from error
         if network.out_channels != num_classes:
             raise ValueError(
@@ -96,12 +109,16 @@ class MMSegBuilder(SegmentationBuilder):
             )
         with suppress(AttentionSwapError):  # no attention that a host knows
             swap_attention(network, "softmax")  # mmsegmentation's own makes N x N maps, and throws them away
+        spared = [name for name, _ in network.named_parameters() if name.rpartition(".")[2] in _NO_WEIGHT_DECAY]
+        network.no_weight_decay = partial(frozenset, spared)  # as timm's models say it
         return network
 
     def losses(self, network: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The loss terms of the model's own `loss`; what else that measures (`acc_seg`) is no loss."""
         from mmengine.structures import PixelData
 
+        if not len(images):  # every image of the batch was damaged: its data preprocessor looks at the first
+            return {"loss": torch.stack([each.sum() for each in network.parameters() if each.requires_grad]).sum() * 0}
         samples = _samples(images)
         masks = masks.masked_fill(masks == ignore_index, _ignored(network))
         for sample, mask in zip(samples, masks, strict=True):

@@ -75,7 +75,8 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
             6}``; a number in a path is an index of a list.
 
     Raises:
-        ValueError: if the file cannot be read or has no model with a backbone, or an option cannot be set.
+        ValueError: if the file cannot be read or has no model with a backbone, or an option cannot be set, or would
+            change nothing, as it is no part of the model.
     """
     from mmengine.config import Config
 
@@ -83,6 +84,11 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
         config = Config.fromfile(file)
     except Exception as error:  # whatever a file that is run raises
         raise ValueError(f"mmseg_config={file} cannot be read: {type(error).__name__}: {error}") from error
+    if outside := [name for name in options if not name.startswith("model.") and name != "model"]:
+        raise ValueError(
+            f"cfg_options has {outside[0]!r}, and of a configuration the model alone is used: begin with model., as in "
+            "model.backbone.num_layers"
+        )
     try:
         config.merge_from_dict(dict(options))
     except (KeyError, TypeError, IndexError) as error:

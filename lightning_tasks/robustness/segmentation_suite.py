@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_tasks.robustness.corruptions import CorruptedImages
+from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.linf import held_still
-from lightning_tasks.robustness.suite import Advance, Measurement
+from lightning_tasks.robustness.suite import Advance, Measurement, library_versions
 from lightning_tasks.robustness.table import Row
 from lightning_tasks.segmentation_metrics import SegmentationScores, scores
 
@@ -74,4 +74,5 @@ def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) 
         found = subject.scores(CorruptedImages(subject.images, name, severity, subject.seed), advance)
         return [Row("corruption", name, str(severity), METRICS["miou"], found["miou"], len(subject.images))]
 
-    return Measurement({"test": "corruption", "name": name, "severity": severity}, 3.0, measure)
+    what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
+    return Measurement(what, 3.0, measure)

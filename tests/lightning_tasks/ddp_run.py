@@ -20,7 +20,7 @@ SEGMENTER = {
 
 
 def segmentation() -> tuple[SegmentationTask, DigitScenesDataModule]:
-    """A task of random weights, and seven scenes one by one: the last batch of two processes is a repeated scene."""
+    """A task of random weights, and seven scenes one by one: of two processes one gets a scene that does not count."""
     task = SegmentationTask(SEGMENTER, attention="rpc")
     return task, DigitScenesDataModule(num_train=2, num_val=2, num_test=7, batch_size=1, img_size=40, crop_size=32)
 

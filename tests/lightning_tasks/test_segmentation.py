@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
 from datamodules import DigitScenesDataModule
@@ -17,6 +17,7 @@ from datamodules.mask_picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.mask_figure import draw_masks
+from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer
@@ -84,6 +85,16 @@ def test_scores_are_of_the_whole_split_and_leave_out_what_does_not_count(tmp_pat
     masks[masks == 255] = predicted[masks == 255]  # what did not count would have been right
     better = trainer(tmp_path).test(module, loader(images, masks), verbose=False)[0]
     assert better["test/miou"] > logged["test/miou"] + 0.05
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_scores_of_a_half_precision_are_summed_in_32_bits(tmp_path, precision):
+    """In bfloat16 a sum of equal numbers stands still at 256 of them; float16 ends at 65,504, 64 images' pixels."""
+    images, masks = pair(2, ignored=0.0)
+    whole = trainer(tmp_path).test(built(), loader(images, masks), verbose=False)[0]
+    many = loader(images.repeat(300, 1, 1, 1), masks.repeat(300, 1, 1))
+    half = trainer(tmp_path, precision=precision).test(built(), many, verbose=False)[0]
+    assert half == pytest.approx(whole, rel=0.05)
 
 
 def test_masks_are_those_of_the_logits_of_overlapping_windows():
@@ -177,6 +188,32 @@ def test_the_backbone_starts_from_a_classifier_of_another_size(tmp_path, attenti
         trainer(tmp_path).fit(other, scenes())
     with pytest.raises(FileNotFoundError, match="backbone_checkpoint=nothing"):
         trainer(tmp_path).fit(task(backbone_checkpoint="nothing"), scenes())
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "deit3_small_patch16_224"])
+def test_class_tokens_without_a_position_are_left_alone(tmp_path, name):
+    options = {**OPTIONS, "depth": 1, "img_size": 16}
+    classifier = ImageClassificationTask(name, 7, model_options=options)
+    classifier.configure_model()
+    path = tmp_path / "classifier.ckpt"
+    torch.save({"state_dict": classifier.state_dict()}, path)
+    network = built(model={"backbone": name, "backbone_options": {**OPTIONS, "depth": 1}}).model
+    load_backbone(network, str(path))
+    ours, theirs = network.backbone.pos_embed, classifier.model.pos_embed
+    assert (theirs.shape, ours.shape) == ((1, 4, 16), (1, 16, 16))
+    quarters = ours.view(2, 2, 2, 2, 16).mean((1, 3)).view(4, 16)
+    assert torch.cdist(quarters, theirs[0]).argmin(1).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_sample_that_a_distributed_sampler_repeats_counts_once(tmp_path, as_list):
+    images, masks = pair(7, ignored=0.0)
+    data = TensorDataset(images, masks)
+    part = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, shuffle=False))
+    run = trainer(tmp_path, logger=CSVLogger(tmp_path, name="run"), use_distributed_sampler=False)
+    run.test(built(), [part] if as_list else part, verbose=False)
+    with (tmp_path / "run" / "version_0" / "test_classes.csv").open() as file:
+        assert sum(int(row["pixels"]) for row in csv.DictReader(file)) == 3 * 32 * 32
 
 
 def test_norms_biases_and_embeddings_have_no_weight_decay():
@@ -344,6 +381,9 @@ def test_robustness_of_images_of_different_sizes(tmp_path):
         ({"stride": 33, "model": MODEL}, "the stride 33 is above the window 32"),
         ({"windows_at_once": 0}, "batch_size of the windows is 0"),
         ({"scales": [1.0, -1.0]}, "scales are"),
+        ({"scales": [math.nan]}, "scales are"),
+        ({"stride": 1.5}, "stride of the windows is 1.5: give an integer"),
+        ({"windows_at_once": "2"}, "batch_size of the windows is '2': give an integer"),
     ],
 )
 def test_bad_arguments(options, text):
@@ -356,6 +396,7 @@ def test_bad_arguments(options, text):
     [
         ({"num_classes": 9}, "num_classes=9 is below the 11 classes of the data module"),
         ({"ignore_index": 99}, "ignore_index=99, but the data module marks .* by 255"),
+        ({"ignore_index": 3}, "ignore_index=3 is one of the 11 classes"),
         ({"model": {"img_size": 48}}, "crops of 32 pixels, the network is built for 48: .*crop_size=48"),
     ],
 )

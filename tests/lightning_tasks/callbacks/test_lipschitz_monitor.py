@@ -275,7 +275,7 @@ def test_an_error_of_a_whole_sequence_is_not_put_down_to_its_length(tmp_path):
             if args[0].requires_grad:
                 raise ValueError("no gradients here")
 
-    with pytest.raises(ValueError, match="^LipschitzMonitor on 'first': no gradients here$"):
+    with pytest.raises(ValueError, match=r"^LipschitzMonitor on 'first': no gradients here$"):
         validate(Refuses(), tmp_path)
 
 

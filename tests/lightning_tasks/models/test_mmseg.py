@@ -14,7 +14,7 @@ from lightning_tasks import SegmentationTask
 from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
-from lightning_tasks.models.mmseg_config import shipped_configs
+from lightning_tasks.models.mmseg_config import set_num_classes, shipped_configs
 from lightning_tasks.segmentation_metrics import class_accuracy, class_iou, scores
 from tests.attention_modules.hosts.test_mmseg import LargestMap
 from tests.lightning_tasks.language_data import trainer
@@ -250,6 +250,33 @@ def test_a_run_and_its_checkpoint(tmp_path):
         trainer(tmp_path).fit(other, DigitScenesDataModule(**sizes))
 
 
+def test_every_head_and_the_positions_are_built_for_the_task():
+    config = task(SETR, crop_size=64)._builder.config
+    assert tuple(config.backbone.img_size) == (64, 64)
+    set_num_classes(config, 7)
+    heads = [config.decode_head, *config.auxiliary_head]
+    assert [head.num_classes for head in heads] == [7] * len(heads)
+    assert len(heads) > 1
+
+
+def test_embeddings_of_positions_and_classes_have_no_weight_decay():
+    module = built()
+    module.hparams["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"weight_decay": 0.3}}
+    names = {id(parameter): name for name, parameter in module.model.named_parameters()}
+    groups = {
+        group["weight_decay"]: [names[id(each)] for each in group["params"]] for group in module.optimizer_groups()
+    }
+    assert {"backbone.cls_token", "backbone.pos_embed", "decode_head.cls_emb"} <= set(groups[0.0])
+    assert all(name.endswith("weight") for name in groups[0.3])
+
+
+def test_a_batch_of_damaged_images_alone_trains_nothing():
+    module = built()
+    module.log = lambda *args, **kwargs: None
+    module.training_step((torch.zeros(0, 3, 64, 64), torch.zeros(0, 64, 64, dtype=torch.int64)), 0).backward()
+    assert not any(parameter.grad.any() for parameter in module.parameters() if parameter.requires_grad)
+
+
 def test_the_configuration_is_changed_where_it_was_asked():
     plain, changed = task(crop_size=None)._builder, task(stride=24)._builder
     assert (plain.crop_size, changed.crop_size) == (512, 64)
@@ -280,6 +307,7 @@ def test_the_configuration_is_changed_where_it_was_asked():
         ({"name": SEGFORMER, "stride": 8}, "stride=8: mmseg_config=segformer.* predicts whole images"),
         ({"flip": True}, "flip=True: mmsegmentation's own prediction knows none"),
         ({"windows_at_once": 2}, "windows_at_once=2"),
+        ({"cfg_options": {"backbone.num_layers": 6}}, "cfg_options has 'backbone.num_layers', .* begin with model"),
         ({"cfg_options": {"model.auxiliary_head.3.in_channels": 2}, "name": SETR}, "do not fit setr_vit-l_naive"),
     ],
 )
@@ -319,7 +347,19 @@ def test_weights_that_cannot_be_had_are_named(tmp_path):
         trainer(tmp_path).fit(other, data)
 
 
+@pytest.mark.parametrize("content", [b"", b"<html>no such page</html>"])
+def test_weights_that_cannot_be_read_are_named(tmp_path, content):
+    path = tmp_path / "weights.pth"
+    path.write_bytes(content)
+    options = {**SHALLOW, "model.pretrained": str(path)}
+    module = SegmentationTask({"mmseg_config": SEGMENTER, "cfg_options": options, "pretrained": True}, num_classes=5)
+    with pytest.raises(ValueError, match=rf"the weights that mmseg_config={SEGMENTER} names cannot be had"):
+        module.configure_model()
+
+
 def test_what_mmsegmentation_cannot_build_is_named():
+    with pytest.raises(ValueError, match="num_classes=300: the heads of mmsegmentation leave out the label 255"):
+        built(num_classes=300, ignore_index=-1)
     with pytest.raises(ValueError, match=rf"mmseg_config={SEGMENTER} could not be built: .*depth"):
         built(cfg_options={"model.backbone.depth": 1})
     with pytest.raises(ValueError, match=r"has 1 channels for 2 classes"):
@@ -357,6 +397,13 @@ def test_a_missing_operator_names_itself_and_who_wants_it():
         Model()(torch.rand(1, 4, 2, 2))
     with pytest.raises(NotImplementedError, match="no module of a model wants it"):
         MissingOps("mmcv._ext").nms()
+
+
+def test_the_stand_in_leaves_operators_that_could_be_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mmcv._ext", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    provide_ops()
+    assert "mmcv._ext" not in sys.modules
 
 
 def test_the_stand_in_leaves_what_is_there(monkeypatch):
