@@ -67,8 +67,13 @@ def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[
 def draw_comparison(
     rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], picture: Path
 ) -> Path | None:
-    """Draw two panels for each metric that was logged; return the file written, None where none was."""
-    shown = [metric for metric in metrics if any(row["metric"] == metric for row in rows)]
+    """Draw two panels for each metric that was logged; return the file written, None where none was.
+
+    Metrics of one step, such as those of a test, are no curves: the tables have them, and they are drawn only where
+    there is nothing else.
+    """
+    steps = {metric: {row["step"] for row in rows if row["metric"] == metric} for metric in metrics}
+    shown = [metric for metric in metrics if len(steps[metric]) > 1] or [metric for metric in metrics if steps[metric]]
     if not shown:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -25,6 +25,18 @@ def test_a_panel_for_each_metric_that_was_logged(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("rows", "panels"), [(ROWS, ["val/loss"]), ([], ["test/loss"])])
+def test_what_was_logged_once_is_no_curve(tmp_path, monkeypatch, rows, panels):
+    once = [{**row, "metric": "test/loss"} for row in ROWS if row["step"] == 5]
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *given, **named: drawn.append(figure) or save(figure, *given, **named)
+    )
+    draw_comparison([*rows, *once], ["a", "b"], ["val/loss", "test/loss"], tmp_path / "curves.png")
+    assert [axes.get_title("left") for axes in drawn[0].axes] == [*panels, f"{panels[0]}, difference to a"]
+
+
 def test_no_picture_without_a_known_metric(tmp_path):
     assert draw_comparison(ROWS, ["a"], ["absent"], tmp_path / "curves.png") is None
     assert not list(tmp_path.iterdir())
