@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_tasks.models.mmcv_ops import provide_ops
 
+_TEST_CFG = ("mode", "crop_size", "stride")
+
 
 def load_mmseg() -> Any:
     """The package `mmseg`, with the stand-in for compiled operators where it needs one.
@@ -89,12 +91,17 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
             f"cfg_options has {outside[0]!r}, and of a configuration the model alone is used: begin with model., as in "
             "model.backbone.num_layers"
         )
+    known = {*_TEST_CFG, *((config.get("model") or {}).get("test_cfg") or {})}
     try:
         config.merge_from_dict(dict(options))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cfg_options {dict(options)} do not fit {file.name}: {error}") from error
     if "model" not in config:
         raise ValueError(f"mmseg_config={file}: it has no `model`")
+    if unknown := [
+        name for name in config.model.get("test_cfg") or {} if name not in known
+    ]:  # of which it says nothing
+        raise ValueError(f"cfg_options has model.test_cfg.{unknown[0]}; that section has {', '.join(sorted(known))}")
     if "backbone" not in config.model:
         raise ValueError(f"mmseg_config={file}: its model ({config.model.get('type')}) has no `backbone`; give another")
     return config.model

@@ -307,6 +307,7 @@ def test_the_configuration_is_changed_where_it_was_asked():
         ({"name": SEGFORMER, "stride": 8}, "stride=8: mmseg_config=segformer.* predicts whole images"),
         ({"flip": True}, "flip=True: mmsegmentation's own prediction knows none"),
         ({"windows_at_once": 2}, "windows_at_once=2"),
+        ({"cfg_options": {"model.test_cfg.strides": [3, 3]}}, r"model\.test_cfg\.strides; .* crop_size, mode, stride"),
         ({"cfg_options": {"backbone.num_layers": 6}}, "cfg_options has 'backbone.num_layers', .* begin with model"),
         ({"cfg_options": {"model.auxiliary_head.3.in_channels": 2}, "name": SETR}, "do not fit setr_vit-l_naive"),
     ],
