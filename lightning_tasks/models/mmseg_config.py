@@ -98,9 +98,7 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
         raise ValueError(f"cfg_options {dict(options)} do not fit {file.name}: {error}") from error
     if "model" not in config:
         raise ValueError(f"mmseg_config={file}: it has no `model`")
-    if unknown := [
-        name for name in config.model.get("test_cfg") or {} if name not in known
-    ]:  # of which it says nothing
+    if unknown := [name for name in config.model.get("test_cfg") or {} if name not in known]:  # nothing would read it
         raise ValueError(f"cfg_options has model.test_cfg.{unknown[0]}; that section has {', '.join(sorted(known))}")
     if "backbone" not in config.model:
         raise ValueError(f"mmseg_config={file}: its model ({config.model.get('type')}) has no `backbone`; give another")
