@@ -92,10 +92,14 @@ class MMSegBuilder(SegmentationBuilder):
         try:
             with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
                 network: Any = revert_sync_batchnorm(MODELS.build(config))
-                network.init_weights()
         except (AssertionError, KeyError, TypeError, ImportError) as error:
             raise ValueError(f"mmseg_config={self.name} could not be built: {error or type(error).__name__}") from error
-        except Exception as error:  # of the weights, read only where `pretrained` asks for them: in any way
+        try:
+            with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
+                network.init_weights()
+        except (
+            Exception
+        ) as error:  # of the weights, read here where `pretrained` asks for them: reading fails in any way
             if not self.pretrained:
                 raise
             raise ValueError(

@@ -210,7 +210,8 @@ def test_a_sample_that_a_distributed_sampler_repeats_counts_once(tmp_path, as_li
     images, masks = pair(7, ignored=0.0)
     data = TensorDataset(images, masks)
     part = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, shuffle=False))
-    run = trainer(tmp_path, logger=CSVLogger(tmp_path, name="run"), use_distributed_sampler=False)
+    overlay = SegmentationOverlay(num_images=8)
+    run = trainer(tmp_path, logger=CSVLogger(tmp_path, name="run"), callbacks=[overlay], use_distributed_sampler=False)
     run.test(built(), [part] if as_list else part, verbose=False)
     with (tmp_path / "run" / "version_0" / "test_classes.csv").open() as file:
         assert sum(int(row["pixels"]) for row in csv.DictReader(file)) == 3 * 32 * 32
