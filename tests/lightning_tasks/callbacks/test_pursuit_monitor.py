@@ -70,10 +70,17 @@ def test_it_sees_through_compiled_code(tmp_path):
     assert "val/pursuit/entropy/layer_01/pass_4" in evaluate(module, tmp_path)
 
 
-def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn):
+def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn, monkeypatch):
+    """What another process saw is then the mean: a zero of weight 0 adds nothing to it, which nan would."""
+    logged = {}
+    monkeypatch.setattr(
+        Tokens, "log", lambda self, name, value, batch_size=None, **_: logged.update({name: (float(value), batch_size)})
+    )
     trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PursuitMonitor()], default_root_dir=tmp_path)
     trainer.validate(Tokens(), DataLoader([[tokens()[1][:0]], [tokens()[1]]], batch_size=None), verbose=False)
     assert not [warning for warning in recwarn if "PursuitMonitor" in str(warning.message)]
+    seen = [value for name, value in logged.items() if "pursuit" in name]
+    assert seen == [(0.0, 0)] * 16
 
 
 def test_no_layer_to_watch_is_an_error(tmp_path):
