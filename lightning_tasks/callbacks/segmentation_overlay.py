@@ -72,9 +72,8 @@ class SegmentationOverlay(Callback):
             return
         images, *masks = (batch,) if isinstance(batch, Tensor) else batch
         shown = [part[:missing].detach().cpu() for part in (images, *masks, outputs)]
-        for image, *truth, predicted in zip(
-            *shown, strict=False
-        ):  # what a sampler repeated at the end has no prediction
+        # Not strict: what a sampler repeated at the end of the split has no prediction.
+        for image, *truth, predicted in zip(*shown, strict=False):
             self._seen.append((image.float(), truth[0] if truth else None, predicted))
 
     @rank_zero_only
