@@ -20,6 +20,7 @@ from lightning_tasks.optimization import (
     scheduler_spec,
     step_timm,
 )
+from lightning_tasks.random_state import gather_random_states, set_random_state
 from lightning_tasks.resumed_optimizer import refuse_other_settings
 from lightning_tasks.resuming import refuse_other_layout
 
@@ -72,7 +73,7 @@ class BaseTask(LightningModule):
         }
         self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
         self.model: Any = None
-        self._random_state: list[Tensor] | None = None
+        self._random_states: list[list[Tensor]] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseTask:
         """As any module's, but metrics keep 32 bits: in half as many ("bf16-true") their sums would stand still."""
@@ -92,11 +93,11 @@ class BaseTask(LightningModule):
             self.model = self.build_model()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random state, so that a resumed run draws the dropout that the uninterrupted one would have."""
-        checkpoint["random_state"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        """Keep the random states, so that a resumed run draws the dropout that the uninterrupted one would have."""
+        checkpoint["random_states"] = gather_random_states(self.device)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the random state, for the fit that resumes from here, and open again an epoch that was cut short.
+        """Read the random states, for the fit that resumes from here, and open again an epoch that was cut short.
 
         Raises:
             ValueError: if a fit resumes with attention whose Parameters the optimizer's state does not fit, or with
@@ -105,18 +106,15 @@ class BaseTask(LightningModule):
         if self._trainer is not None:
             refuse_other_layout(self._trainer, self, checkpoint)
             refuse_other_settings(self._trainer, self, checkpoint)
-        self._random_state = checkpoint.get("random_state")
+        self._random_states = checkpoint.get("random_states")
         reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self) -> None:
-        """Go on with the random state of the checkpoint that is resumed, on as many devices as there are."""
-        if self._random_state is None or self.trainer.ckpt_path is None:  # loaded as a start for another fit
+        """Go on with this process's random state in the checkpoint that is resumed."""
+        if self._random_states is None or self.trainer.ckpt_path is None:  # loaded as a start for another fit
             return
-        cpu, *devices = (state.cpu() for state in self._random_state)
-        torch.set_rng_state(cpu)
-        for index, state in enumerate(devices[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, index)
-        self._random_state = None
+        set_random_state(self._random_states, self.global_rank, self.device)
+        self._random_states = None
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""

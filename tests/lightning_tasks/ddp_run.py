@@ -2,9 +2,11 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from datamodules import DigitScenesDataModule
@@ -25,22 +27,45 @@ def segmentation() -> tuple[SegmentationTask, DigitScenesDataModule]:
     return task, DigitScenesDataModule(num_train=2, num_val=2, num_test=7, batch_size=1, img_size=40, crop_size=32)
 
 
+class OwnDraws(pl.Callback):
+    """Each process draws other dropout than the rest."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.manual_seed(100 + trainer.global_rank)
+
+
+def resumed(folder: Path, **options: Any) -> dict[str, Any]:
+    """Weights of a fit with dropout, and of one that goes on from its first epoch, seeded otherwise."""
+    model = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.3}}
+    ends = {}
+    for name in ("whole", "resumed"):
+        pl.seed_everything(len(ends), verbose=False)
+        task = LanguageModelingTask(model)
+        callbacks = [ModelCheckpoint(folder / "epochs", "{epoch}", save_top_k=-1), OwnDraws()]
+        trainer = pl.Trainer(max_epochs=2, logger=False, callbacks=callbacks[: 2 - len(ends)], **options)
+        trainer.fit(task, RandomText(2), ckpt_path=folder / "epochs" / "epoch=0.ckpt" if ends else None)
+        ends[name] = task.model.state_dict()
+    return ends
+
+
 def main(folder: Path, devices: int, batch_size: int) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     # Not Adam: the gradient of a key bias is zero but for rounding, which Adam would scale to whole steps.
     task = LanguageModelingTask(SMALL, optimizer={"class_path": "SGD", "init_args": {"lr": 0.1, "momentum": 0.9}})
-    strategy = "ddp" if devices > 1 else "auto"
+    options = {
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": "ddp" if devices > 1 else "auto",
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
         callbacks=[AttentionMonitor(every_n_steps=2), SpectrumMonitor(every_n_steps=4), AttentionMapLogger()],
         max_epochs=2,
         logger=CSVLogger(folder, name="logs"),
         log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **options,
     )
     data = RandomText(batch_size=batch_size)
     trainer.fit(task, data)
@@ -48,8 +73,10 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     weights = task.model.state_dict()
     pl.seed_everything(2, verbose=False)
     masks_tested = trainer.test(*segmentation(), verbose=False)[0]
+    ends = resumed(folder, **options)
     if trainer.is_global_zero:
-        torch.save({"weights": weights, "tested": tested, "masks_tested": masks_tested}, folder / "result.pt")
+        found = {"weights": weights, "tested": tested, "masks_tested": masks_tested, **ends}
+        torch.save(found, folder / "result.pt")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,15 @@ def test_each_picture_is_scored_once(runs):
         assert sum(int(row["pixels"]) for row in csv.DictReader(file)) == 7 * 40 * 40
 
 
+@pytest.mark.parametrize("processes", ["one", "two"])
+def test_a_resumed_run_draws_in_each_process_what_the_whole_one_did(runs, processes):
+    whole, resumed = runs[processes]["whole"], runs[processes]["resumed"]
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+
+
 def test_data_is_prepared_once_and_logged_once(runs):
-    # once for the fit and once for the test, by the first process alone
-    assert runs["two"]["output"].count("data prepared") == 2
+    # once for each of three fits and a test, by the first process alone
+    assert runs["two"]["output"].count("data prepared") == 4
     logs = list((runs["folder"] / "logs").glob("version_*/metrics.csv"))
     assert len(logs) == 1
     with logs[0].open() as file:
