@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from datamodules.paths import data_root
@@ -25,13 +26,16 @@ class ADE20KDataModule(SegmentationDataModule):
         folder: the name of the set below `root`.
         batch_size, num_workers, crop_size, eval_batch_size: see
             :class:`~datamodules.segmentation.SegmentationDataModule`.
-        train_transform: likewise; scale 1 is a shorter side of 512 pixels where `short_side` is not given.
+        train_transform: further arguments of :class:`~datamodules.scene_transform.TrainTransform`: scale, short_side
+            (512 where left out), max_class_share, flip, photometric.
 
     Raises:
         ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
         NotADirectoryError: `root` is a file.
         FileNotFoundError: on setup, where a folder, or one of a pair, is missing.
     """
+
+    transform_defaults = MappingProxyType({"short_side": 512})
 
     def __init__(
         self,
@@ -43,7 +47,6 @@ class ADE20KDataModule(SegmentationDataModule):
         eval_batch_size: int | None = 1,
         train_transform: dict[str, Any] | None = None,
     ) -> None:
-        train_transform = {"short_side": 512, **(train_transform or {})}
         super().__init__(batch_size, num_workers, crop_size, eval_batch_size, train_transform)
         self.folder = data_root(root) / folder
         self._class_names: Sequence[str] | None = None

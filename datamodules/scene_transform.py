@@ -1,5 +1,6 @@
 """What training does to a picture and its mask together: scale, crop, flip, photometric distortion."""
 
+import math
 from typing import Any
 
 import torch
@@ -115,12 +116,13 @@ class TrainTransform:
         self.crop_size = check_at_least("crop_size", crop_size, 1)
         if short_side is not None:
             check_at_least("short_side", short_side, 1)
-        if len(scale) != 2 or not 0 < scale[0] <= scale[1]:
+        is_pair = isinstance(scale, (list, tuple)) and len(scale) == 2 and all(map(_is_number, scale))
+        if not is_pair or not 0 < scale[0] <= scale[1]:
             raise ValueError(f"scale is {scale!r}: give its lower and upper limit, above 0")
-        if not 0 < max_class_share <= 1:
+        if not _is_number(max_class_share) or not 0 < max_class_share <= 1:
             raise ValueError(f"max_class_share is {max_class_share!r}: give a number above 0 and at most 1")
         for name, value in (("flip", flip), ("photometric", photometric)):
-            if not 0 <= value <= 1:
+            if not _is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}: give a probability in [0, 1]")
         self._scale = RandomScale(*scale, short_side)
         colours = [v2.RandomApply([v2.ColorJitter(**change)], p=photometric) for change in _PHOTOMETRIC]
@@ -145,3 +147,7 @@ class TrainTransform:
                 f"train_transform={{'short_side': {self.crop_size}}}"
             )
         return self._transform(image, mask)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

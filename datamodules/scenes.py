@@ -93,7 +93,7 @@ class FileScenes(Scenes):
 
     Raises:
         FileNotFoundError: a folder is missing, or a picture has no mask, or a mask no picture.
-        ValueError: two pictures, or two masks, differ in their suffix only.
+        ValueError: there is no picture, or two pictures, or two masks, differ in their suffix only.
     """
 
     def __init__(self, images: Path, masks: Path) -> None:
@@ -111,6 +111,8 @@ class FileScenes(Scenes):
             )
         for name in sorted(labels.keys() - pictures.keys()):
             raise FileNotFoundError(f"{labels[name]} has no picture: {images / name}.* is missing")
+        if not pictures:
+            raise ValueError(f"{images} has no pictures ({', '.join(IMG_EXTENSIONS)}): at least 1 is needed")
         self.pictures = np.array([str(path) for path in pictures.values()])
         self.masks = np.array([str(labels[name]) for name in pictures])
 

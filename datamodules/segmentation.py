@@ -1,8 +1,9 @@
 """What data modules of pictures with a class a pixel share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,8 @@ class SegmentationDataModule(ImageDataModule):
     class_names: Sequence[str]
     """Names of the classes in the order of their labels, known after `setup` at the latest."""
     ignore_index = IGNORED
+    transform_defaults: Mapping[str, Any] = MappingProxyType({})
+    """What `train_transform` holds where it does not say so."""
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class SegmentationDataModule(ImageDataModule):
         if eval_batch_size is not None:
             check_at_least("eval_batch_size", eval_batch_size, 1)
         self.crop_size, self.eval_batch_size = crop_size, eval_batch_size
+        if not isinstance(train_transform, Mapping | None):
+            raise ValueError(f"train_transform is {train_transform!r}: give its keys and values, {{'flip': 0.5}}")
         try:
-            self._train_transform = TrainTransform(crop_size, **(train_transform or {}))
+            self._train_transform = TrainTransform(crop_size, **{**self.transform_defaults, **(train_transform or {})})
         except TypeError as error:
             raise ValueError(f"train_transform is {train_transform}: {error}") from error
 

@@ -256,10 +256,20 @@ def _check_ckpt_path(path: str | None) -> None:
 
 
 def _stored_model(path: str | None) -> dict[str, Any]:
-    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there."""
+    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there.
+
+    Raises:
+        RecipeError: the file is not of a Lightning run.
+    """
     if not path or not Path(path).is_file():
         return {}
-    hparams = dict(read_checkpoint(path).get("hyper_parameters", {}))
+    content = read_checkpoint(path)
+    if "pytorch-lightning_version" not in content:
+        raise RecipeError(
+            f"--ckpt_path {path}: weights, but no checkpoint of a Lightning run (it has no 'pytorch-lightning_version')"
+            "; take them by --init_from in its place"
+        )
+    hparams = dict(content.get("hyper_parameters", {}))
     hparams.pop("_instantiator", None)
     class_path = hparams.pop("_class_path", None)
     return {**({"class_path": class_path} if class_path else {}), **({"init_args": hparams} if hparams else {})}

@@ -242,6 +242,11 @@ class SegmentationTask(BaseTask):
         return confusion
 
     @property
+    def head_names(self) -> list[str]:
+        """Names of the modules and Parameters whose shape follows from the number of classes."""
+        return [f"model.{name}" for name in self.model.head_names()]
+
+    @property
     def class_names(self) -> Sequence[str]:
         """Names of the classes: the data module's, or their numbers."""
         size = self.hparams["num_classes"]

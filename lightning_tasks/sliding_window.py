@@ -115,7 +115,8 @@ def multi_scale_probabilities(
         scaled = images
         if scale != 1:
             sides = [max(1, round(scale * side)) for side in size]
-            scaled = functional.interpolate(images, size=sides, mode="bilinear", antialias=True)
+            # In 32 bits: on a CPU there is no antialiasing in fewer.
+            scaled = functional.interpolate(images.float(), size=sides, mode="bilinear", antialias=True).to(images)
         for mirrored in (False, True) if flip else (False,):
             logits = sliding_logits(network, scaled.flip(-1) if mirrored else scaled, windows)
             logits = logits.flip(-1) if mirrored else logits

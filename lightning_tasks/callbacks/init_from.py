@@ -16,11 +16,12 @@ from lightning_tasks.resuming import adopt_plain_weights, read_checkpoint
 class InitFromCheckpoint(Callback):
     """Load the weights of the checkpoint at `path` once the model is built and swapped; optimizer and step stay new.
 
-    The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint or a bare state_dict,
-    of the module or of its `model`. Where the head (the modules in `head_names` of the module) has another number of
-    classes in the file, or is not there, it stays as it was made, with a warning; all else must fit. Weights of plain
-    attention also fill layers that are built with another mechanism (which layers is said): without a query its rows
-    are left out, and what the mechanism alone has stays as it is. Put it after the callbacks that change the model.
+    The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint, a bare state_dict, or
+    one beside other plain data (as OpenMMLab's files are), of the module or of its `model`. Where the head (the modules
+    and Parameters in `head_names` of the module) has another number of classes in the file, or is not there, it stays
+    as it was made, with a warning; all else must fit. Weights of plain attention also fill layers that are built with
+    another mechanism (which layers is said): without a query its rows are left out, and what the mechanism alone has
+    stays as it is. Put it after the callbacks that change the model.
 
     Raises:
         FileNotFoundError: no file at `path`.
@@ -60,9 +61,9 @@ class InitFromCheckpoint(Callback):
 
 def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tuple[dict[str, Any], str]:
     """The weights with the module's own head where theirs is another one, and what was left out, "" for nothing."""
-    prefixes = tuple(f"{name}." for name in getattr(pl_module, "head_names", ()))
-    own = {name: value for name, value in pl_module.state_dict().items() if name.startswith(prefixes)}
-    other = {name: value for name, value in weights.items() if name.startswith(prefixes)}
+    heads = tuple(f"{name}." for name in getattr(pl_module, "head_names", ()))
+    own = {name: value for name, value in pl_module.state_dict().items() if f"{name}.".startswith(heads)}
+    other = {name: value for name, value in weights.items() if f"{name}.".startswith(heads)}
     here, there = _shapes(own), _shapes(other)
     if here == there:
         return weights, ""

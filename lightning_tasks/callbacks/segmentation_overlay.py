@@ -14,7 +14,7 @@ from lightning_tasks.pictures import save_picture
 
 
 class SegmentationOverlay(Callback):
-    """Draw image, truth and prediction of the first images, with a legend of their classes.
+    """Draw image, truth and prediction of the first images of the first process, with a legend.
 
     For steps that return predicted masks ``[B, H, W]``, as those of :class:`~lightning_tasks.SegmentationTask` do. In a
     fit every n-th epoch's validation is drawn, into ``val_overlay.png``, which holds the newest, and into W&B and
@@ -41,7 +41,7 @@ class SegmentationOverlay(Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        if due and not trainer.sanity_checking and dataloader_idx == 0:
+        if due and dataloader_idx == 0:
             self._keep(outputs, batch)
 
     def on_test_batch_end(

@@ -30,6 +30,9 @@ _IGNORED = 255  # by every head of mmsegmentation's
 # Embeddings of positions and classes, which mmsegmentation's own schedules spare weight decay by name.
 _NO_WEIGHT_DECAY = ("pos_embed", "absolute_pos_embed", "relative_position_bias_table", "cls_token", "cls_emb")
 
+# What of mmsegmentation's heads has a row or a channel a class.
+_CLASS_PARTS = frozenset({"conv_seg", "cls_emb", "mask_norm"})
+
 
 class MMSegBuilder(SegmentationBuilder):
     """`{"mmseg_config": NAME_OR_PATH, ...}`: a model as mmsegmentation builds it, with its data preprocessor.
@@ -97,10 +100,8 @@ class MMSegBuilder(SegmentationBuilder):
         try:
             with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
                 network.init_weights()
-        except (
-            Exception
-        ) as error:  # of the weights, read here where `pretrained` asks for them: reading fails in any way
-            if not self.pretrained:
+        except Exception as error:
+            if not self.pretrained:  # else weights are read here, which can fail in any way
                 raise
             raise ValueError(
                 f"the weights that mmseg_config={self.name} names cannot be had ({reason(error)}): give cfg_options "
@@ -115,6 +116,8 @@ class MMSegBuilder(SegmentationBuilder):
             swap_attention(network, "softmax")  # mmsegmentation's own makes N x N maps, and throws them away
         spared = [name for name, _ in network.named_parameters() if name.rpartition(".")[2] in _NO_WEIGHT_DECAY]
         network.no_weight_decay = partial(frozenset, spared)  # as timm's models say it
+        of_classes = [name for name, _ in network.named_parameters() if not _CLASS_PARTS.isdisjoint(name.split("."))]
+        network.head_names = partial(list, of_classes)
         return network
 
     def losses(self, network: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:

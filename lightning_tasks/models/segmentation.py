@@ -39,7 +39,7 @@ class SegmentationBuilder(ABC):
 
     @abstractmethod
     def build(self, num_classes: int) -> nn.Module:
-        """The network."""
+        """The network; its ``head_names()`` are the modules and Parameters that have a part for each class."""
 
     @abstractmethod
     def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:

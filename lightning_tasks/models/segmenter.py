@@ -81,6 +81,10 @@ class Segmenter(nn.Module):
         for name, values in zip(("mean", "std"), normalisation(self.backbone, 3, mean, std), strict=True):
             self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
 
+    def head_names(self) -> list[str]:
+        """Names of the modules and Parameters whose shape follows from the number of classes."""
+        return ["decoder"] if isinstance(self.decoder, nn.Linear) else ["decoder.class_tokens", "decoder.mask_norm"]
+
     def no_weight_decay(self) -> set[str]:
         """Names of the embeddings that no weight decay should act on."""
         names: Any = getattr(self.backbone, "no_weight_decay", set)
@@ -175,11 +179,17 @@ def build_backbone(name: str, img_size: int, pretrained: bool, options: Mapping[
         ValueError: if timm has no such model, it does not take the arguments, or it has no tokens.
     """
     given = {"img_size": img_size, **options}
-    model: Any = build_timm_model(check_model_name(name), 0, pretrained, given, key="backbone_options")
+    cure = "take a plain vision transformer such as deit_tiny_patch16_224"
+    try:
+        model: Any = build_timm_model(check_model_name(name), 0, pretrained, given, key="backbone_options")
+    except ValueError as error:
+        if "unexpected keyword argument 'img_size'" not in str(error):
+            raise
+        raise ValueError(f"{name} is no backbone for Segmenter: it is built for no img_size; {cure}") from error
     if not isinstance(getattr(model, "num_prefix_tokens", None), int):
         raise ValueError(
             f"{name} ({type(model).__name__}) is no backbone for Segmenter: its features are no sequence of tokens (it "
-            "has no num_prefix_tokens); take a plain vision transformer such as deit_tiny_patch16_224"
+            f"has no num_prefix_tokens); {cure}"
         )
     model.reset_classifier(0, "")  # no pooling, whose weights would train nothing
     return model

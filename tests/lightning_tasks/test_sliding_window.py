@@ -63,6 +63,23 @@ def test_long_bands_are_cut(monkeypatch):
     torch.testing.assert_close(torch.cat(bands, -2), naive(images, 8, 5))
 
 
+def test_windows_are_summed_in_32_bits():
+    def half(images):
+        return network(images).bfloat16()
+
+    images = pictures(12, 12)
+    found = sliding_logits(half, images, Windows(8, 2))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, naive(images, 8, 2), rtol=0.004, atol=0.001)
+
+
+def test_scales_in_half_precision():
+    images = pictures(16, 12)
+    found = multi_scale_probabilities(network, images.bfloat16(), Windows(8, 4), [0.5, 1.0, 1.5], flip=True)
+    expected = multi_scale_probabilities(network, images, Windows(8, 4), [0.5, 1.0, 1.5], flip=True)
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.01)
+
+
 def test_gradients_go_through_windows():
     one, other = (pictures(19, 14).requires_grad_() for _ in range(2))
     weight = torch.rand(2, 2, 19, 14)
@@ -122,7 +139,7 @@ MEMORY = """
 import resource, sys, torch
 from lightning_tasks.segmentation import SegmentationTask
 torch.set_num_threads(1)
-task = SegmentationTask("deit_tiny_patch16_224", num_classes=150, stride=512)
+task = SegmentationTask("deit_tiny_patch16_224", num_classes=150)
 task.configure_model()
 with torch.inference_mode():
     masks = task.eval().predict_masks(torch.rand(1, 3, 1024, 2048))

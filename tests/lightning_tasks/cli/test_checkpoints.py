@@ -150,6 +150,16 @@ def test_a_file_that_is_no_checkpoint_is_named(demo, option, content, capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_weights_alone_are_sent_to_init_from(demo, command, capsys):
+    torch.save({"meta": {}, "state_dict": {}}, "weights.pth")
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--config", demo, "--ckpt_path", "weights.pth"])
+    assert stop.value.code == 2
+    assert "weights.pth: weights, but no checkpoint of a Lightning run" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 def test_a_checkpoint_that_is_missing_leaves_no_folder(demo, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--config", demo, "--ckpt_path", "no.ckpt"])

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
 from attention_modules import AttentionMechanism, RPCAttention, restore_attention
 from datamodules import DigitScenesDataModule
 from lightning_tasks import SegmentationTask
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
@@ -250,6 +252,24 @@ def test_a_run_and_its_checkpoint(tmp_path):
         trainer(tmp_path).fit(other, DigitScenesDataModule(**sizes))
 
 
+@pytest.mark.parametrize("name", [SEGMENTER, SEGFORMER, SETR])
+def test_a_checkpoint_of_other_classes_gives_all_but_what_has_a_part_for_each(tmp_path, name):
+    """In the layout of OpenMMLab's files: weights by mmsegmentation's own names, beside `meta`."""
+    before, now = (built(name, num_classes=classes).model.state_dict() for classes in (7, 5))
+    torch.save(
+        {"meta": {"CLASSES": ["a"]}, "state_dict": {key: value + 1 for key, value in before.items()}}, tmp_path / "a"
+    )
+    module = task(name, num_classes=5)
+    InitFromCheckpoint(str(tmp_path / "a")).setup(trainer(tmp_path), module, "fit")
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="is not that of this model"):
+        module.configure_model()
+    other = {key for key, value in now.items() if value.shape != before[key].shape}
+    assert other
+    for key, value in module.model.state_dict().items():
+        assert torch.equal(value, now[key] if key in other else before[key] + 1), key
+
+
 def test_every_head_and_the_positions_are_built_for_the_task():
     config = task(SETR, crop_size=64)._builder.config
     assert tuple(config.backbone.img_size) == (64, 64)
@@ -346,6 +366,17 @@ def test_weights_that_cannot_be_had_are_named(tmp_path):
     other = task(crop_size=32, num_classes=None, cfg_options=SHALLOW, backbone_checkpoint=str(tmp_path / "a.ckpt"))
     with pytest.raises(ValueError, match="goes into a timm backbone, and this one is a VisionTransformer"):
         trainer(tmp_path).fit(other, data)
+
+
+def test_code_in_the_place_of_weights_is_refused(tmp_path):
+    path = tmp_path / "weights.pth"
+    torch.save({"state_dict": {}, "meta": Path()}, path)
+    options = {**SHALLOW, "model.pretrained": str(path)}
+    module = SegmentationTask({"mmseg_config": SEGMENTER, "cfg_options": options, "pretrained": True}, num_classes=5)
+    with pytest.raises(
+        ValueError, match=r"cannot be had \(it is cut short, is of another kind, or holds more than ten"
+    ):
+        module.configure_model()
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>no such page</html>"])

@@ -112,6 +112,12 @@ def test_embeddings_of_classes_and_positions_have_no_weight_decay():
     assert segmenter().no_weight_decay() >= {"decoder.class_tokens", "backbone.pos_embed", "backbone.cls_token"}
 
 
+def test_drop_path_grows_over_the_decoder_s_layers():
+    blocks = segmenter(decoder_depth=3, decoder_drop_path=0.4).decoder.blocks
+    rates = [[getattr(path, "drop_prob", 0.0) for path in (block.drop_path1, block.drop_path2)] for block in blocks]
+    assert torch.tensor(rates).allclose(torch.tensor([[0.0], [0.2], [0.4]]))
+
+
 def test_parameters_of_the_papers_model():
     """DeiT-tiny at 512 pixels, and a mask transformer of two layers, 150 classes."""
     with torch.device("meta"):
@@ -129,7 +135,7 @@ def test_parameters_of_the_papers_model():
     [
         ({"backbone": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny_patch16_224"),
         ({"backbone": "swin_tiny_patch4_window7_224", "options": {}}, "is no backbone for Segmenter"),
-        ({"backbone": "resnet18", "options": {}}, "could not be built with backbone_options {'img_size': 32}"),
+        ({"backbone": "resnet18", "options": {}}, "resnet18 is no backbone for Segmenter: it is built for no img_size"),
         ({"decoder": "mask"}, "decoder is 'mask': give one of 'mask_transformer', 'linear'"),
         ({"decoder_depth": 0}, "decoder_depth is 0: give at least 1, or decoder='linear'"),
         ({"decoder_dim": 9}, "decoder_dim=9 is not a multiple of decoder_heads=2"),
