@@ -1,6 +1,7 @@
 """Handwritten digits on textured canvases, with exact masks: on every machine, without a download."""
 
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -102,14 +103,15 @@ class DigitScenesDataModule(SegmentationDataModule):
         crop_size: H = W of training pictures; `img_size` where None.
         num_train, num_val, num_test: number of scenes.
         scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
-        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; by default neither
-            scaling nor mirror images, for a mirrored digit is none.
+        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; what it leaves out is neither
+            scaling nor mirror images, for a mirrored digit is none, and any crop.
 
     Raises:
         ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
     """
 
     class_names = ("background", *"0123456789")
+    transform_defaults = MappingProxyType({"scale": (1.0, 1.0), "max_class_share": 1.0, "flip": 0.0})
 
     def __init__(
         self,
@@ -125,8 +127,6 @@ class DigitScenesDataModule(SegmentationDataModule):
         train_transform: dict[str, Any] | None = None,
     ) -> None:
         self.img_size = check_at_least("img_size", img_size, _SMALLEST)
-        if train_transform is None:
-            train_transform = {"scale": [1.0, 1.0], "max_class_share": 1.0, "flip": 0.0}
         crop_size = img_size if crop_size is None else crop_size
         super().__init__(batch_size, num_workers, crop_size, eval_batch_size, train_transform)
         counts = {"num_train": num_train, "num_val": num_val, "num_test": num_test}

@@ -25,7 +25,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # a file of another kind can fail in any way
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is another kind of file, is cut short, or holds more than "
-            "tensors and plain data; give a whole .ckpt file"
+            "tensors and plain data; give a whole .ckpt file, or, where you trust one with other objects in it, a file "
+            "of its state_dict alone"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, and a checkpoint is a dict; give a .ckpt file")

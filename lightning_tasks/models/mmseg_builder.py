@@ -30,8 +30,8 @@ _IGNORED = 255  # by every head of mmsegmentation's
 # Embeddings of positions and classes, which mmsegmentation's own schedules spare weight decay by name.
 _NO_WEIGHT_DECAY = ("pos_embed", "absolute_pos_embed", "relative_position_bias_table", "cls_token", "cls_emb")
 
-# What of mmsegmentation's heads has a row or a channel a class.
-_CLASS_PARTS = frozenset({"conv_seg", "cls_emb", "mask_norm"})
+# What of mmsegmentation's heads has a row or a channel a class, by the ends of its name (PointRend's `fcs` apart).
+_CLASS_PARTS = ("_seg", "cls_emb", "mask_norm", "se_layer")
 
 
 class MMSegBuilder(SegmentationBuilder):
@@ -116,7 +116,8 @@ class MMSegBuilder(SegmentationBuilder):
             swap_attention(network, "softmax")  # mmsegmentation's own makes N x N maps, and throws them away
         spared = [name for name, _ in network.named_parameters() if name.rpartition(".")[2] in _NO_WEIGHT_DECAY]
         network.no_weight_decay = partial(frozenset, spared)  # as timm's models say it
-        of_classes = [name for name, _ in network.named_parameters() if not _CLASS_PARTS.isdisjoint(name.split("."))]
+        parts = [name for name, _ in network.named_parameters() if "head" in name]
+        of_classes = [name for name in parts if any(part.endswith(_CLASS_PARTS) for part in name.split("."))]
         network.head_names = partial(list, of_classes)
         return network
 

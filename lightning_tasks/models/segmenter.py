@@ -104,9 +104,12 @@ class Segmenter(nn.Module):
         found = _fc_norm(self.backbone)(found)[:, self.backbone.num_prefix_tokens :]
         patch = int(self.backbone.feature_info[-1]["reduction"])  # by the number of tokens, a part might be left over
         if height % patch or width % patch or (height // patch) * (width // patch) != found.shape[1]:
+            cure = f"give a multiple, such as img_size={max(patch, height // patch * patch)}"
+            if not (height % patch or width % patch):
+                cure = "this backbone's tokens are not those of its patches; take another"
             raise ValueError(
                 f"{height} x {width} pixels give {found.shape[1]} tokens, which are no grid of whole patches of "
-                f"{patch} pixels: give a multiple, such as img_size={max(patch, height // patch * patch)}"
+                f"{patch} pixels: {cure}"
             )
         return found.unflatten(1, (height // patch, width // patch))
 

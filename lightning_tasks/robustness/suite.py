@@ -22,7 +22,10 @@ from tqdm import tqdm
 
 from attention_modules import __version__
 
-_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow")
+_LIBRARIES = (
+    *("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow"),
+    *("mmsegmentation", "mmengine", "mmcv", "mmcv-lite"),
+)
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 

@@ -165,6 +165,14 @@ def test_scenes_follow_from_their_seed_alone():
     assert not torch.equal(a[0], c[0])
 
 
+def test_what_the_transform_leaves_out_is_the_data_set_s_own(tmp_path):
+    colours_off = digits(train_transform={"photometric": 0.0})
+    assert colours_off._train_transform._transform.transforms[0].max_class_share == 1.0  # first comes the crop
+    assert len(colours_off._train_transform._transform.transforms) == 1
+    ade = ADE20KDataModule(root=tmp_path, train_transform={"flip": 0.0})
+    assert ade._train_transform._scale.short_side == 512
+
+
 def test_scenes_hold_digits_of_their_split_where_the_mask_says():
     data = digits(num_test=30)
     images, masks = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))

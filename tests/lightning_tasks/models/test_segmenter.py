@@ -156,3 +156,7 @@ def test_images_that_do_not_fit():
         uneven = Segmenter("deit_tiny_patch16_224", 5, size, backbone_options=small, decoder="linear")
         with pytest.raises(ValueError, match=f"no grid of whole patches of 16 pixels: .* img_size={nearest}"):
             uneven(torch.rand(1, 3, size, size))
+    # Too shallow for its class token, which comes in at the tenth layer: one patch less than there are.
+    odd = Segmenter("convit_tiny", 5, 64, backbone_options={"depth": 3}, decoder="linear")
+    with pytest.raises(ValueError, match="this backbone's tokens are not those of its patches"):
+        odd(torch.rand(1, 3, 64, 64))
