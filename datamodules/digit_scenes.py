@@ -103,8 +103,8 @@ class DigitScenesDataModule(SegmentationDataModule):
         crop_size: H = W of training pictures; `img_size` where None.
         num_train, num_val, num_test: number of scenes.
         scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
-        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`; what it leaves out is neither
-            scaling nor mirror images, for a mirrored digit is none, and any crop.
+        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`. Where it does not say so there
+            is no scaling, no limit of a class's share of a crop, and no mirror image, for a mirrored digit is none.
 
     Raises:
         ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.

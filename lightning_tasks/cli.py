@@ -156,8 +156,9 @@ class AttnswapCLI(LightningCLI):
             "--init_from",
             type=str | None,
             default=None,
-            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run). A "
-            "classifier's head of other classes is left out, with a warning.",
+            help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run). What "
+            "a classifier's or segmenter's head has for each class is left out where the classes are others, with a "
+            "warning.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

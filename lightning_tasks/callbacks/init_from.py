@@ -64,6 +64,9 @@ def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tu
     heads = tuple(f"{name}." for name in getattr(pl_module, "head_names", ()))
     own = {name: value for name, value in pl_module.state_dict().items() if f"{name}.".startswith(heads)}
     other = {name: value for name, value in weights.items() if f"{name}.".startswith(heads)}
+    for name in own.keys() & other.keys():  # what has no part for each class, beside what has
+        if getattr(own[name], "shape", ()) == getattr(other[name], "shape", ()):
+            del own[name], other[name]
     here, there = _shapes(own), _shapes(other)
     if here == there:
         return weights, ""

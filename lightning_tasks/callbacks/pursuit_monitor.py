@@ -26,10 +26,10 @@ class PursuitMonitor(LayerObserver):
     """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
 
     Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
-    means over samples and heads; the layer's number is its place among all self-attention layers of the model,
-    whichever are chosen or have RPC. Definitions, and what saturation looks like:
-    :func:`attention_modules.rpc_diagnostics`. A firing costs about two more runs of the layer on ``num_samples``
-    samples, its maps some rows at a time.
+    means over samples and heads (where a layer is called several times, for windows of images, each is a sample); the
+    layer's number is its place among all self-attention layers of the model, whichever are chosen or have RPC.
+    Definitions, and what saturation looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs about two
+    more runs of the layer on ``num_samples`` samples, its maps some rows at a time.
 
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
     iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
@@ -52,10 +52,13 @@ class PursuitMonitor(LayerObserver):
     ) -> None:
         super().__init__(where, layers, exclude)
         self.num_samples = check_integer("num_samples", num_samples, 1)
-        self._seen: dict[str, Tensor] = {}
-        self._tokens: dict[str, int] = {}  # of a layer
+        # By label of a layer, over its calls:
+        self._samples: dict[str, int] = {}
+        self._sums: dict[
+            str, dict[str, Tensor]
+        ] = {}  # of each statistic, [2, passes]: the sum, and of how many it is one
         self._bad: dict[str, Tensor] = {}  # how many numbers that enter a layer are not finite
-        self._weight = 1  # 0 where the batch is empty
+        self._tokens: dict[str, int] = {}
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
@@ -118,8 +121,12 @@ class PursuitMonitor(LayerObserver):
         if not isinstance(mechanism, RPCAttention):
             raise TypeError(f"expected an RPCAttention, got {type(mechanism).__name__}")
         k, v, mask = args[1], args[2], kwargs.get("attn_mask")
-        self._tokens[label], self._weight = k.shape[2], min(1, len(k))
-        some = slice(0, self.num_samples)
+        before = self._samples.setdefault(label, 0)
+        some = slice(0, self.num_samples - before)
+        if before and not len(k[some]):
+            return
+        self._tokens[label] = k.shape[2]
+        self._samples[label] += len(k[some])
         if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
             mask = mask[some]
         passes = rpc_diagnostics(
@@ -132,23 +139,33 @@ class PursuitMonitor(LayerObserver):
             is_causal=kwargs.get("is_causal", False),
             scale=kwargs.get("scale"),
         )
-        bad = torch.stack([(~given[some].isfinite()).sum() for given in (k, v)]).sum()
-        self._bad[label] = bad.float()
+        bad = torch.stack([(~given[some].isfinite()).sum() for given in (k, v)]).sum().float()
+        self._bad[label] = self._bad.get(label, 0) + bad
+        sums = self._sums.setdefault(label, {})
         for name, values in passes.items():
-            # Samples and heads without a row that sees something are left out; what is not finite is not.
-            means = values.nanmean((1, 2)).masked_fill(bad > 0, torch.nan)
-            for number, value in enumerate(means, start=1):
-                self._seen[f"pursuit/{name}/{label}/pass_{number}"] = value
+            # Samples and heads without a row that sees something are left out.
+            seen = torch.stack([values.nansum((1, 2)), (~values.isnan()).sum((1, 2)).to(values.dtype)])
+            sums[name] = sums.get(name, 0) + seen
 
     def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
-        seen, tokens, bad = self._seen, self._tokens, self._bad
+        seen, tokens, bad, has_samples = self._means(), self._tokens, self._bad, any(self._samples.values())
         self._close()
-        if seen and self._weight:
+        if seen and has_samples:
             numbers = to_numbers({**seen, **bad})
             self._look(pl_module, numbers, tokens, prefix)
         for name, value in seen.items():
-            shown = value.float() if self._weight else torch.zeros_like(value)  # no sample: nothing, of weight 0
-            pl_module.log(prefix + name, shown, on_step=False, on_epoch=True, sync_dist=True, batch_size=self._weight)
+            shown = value.float() if has_samples else torch.zeros_like(value)  # no sample: nothing, of weight 0
+            weight = int(has_samples)
+            pl_module.log(prefix + name, shown, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
+
+    def _means(self) -> dict[str, Tensor]:
+        """By logged name, the mean over the calls; NaN where a number that entered the layer is not finite."""
+        means: dict[str, Tensor] = {}
+        for label, sums in self._sums.items():
+            for name, (total, count) in sums.items():
+                values = (total / count).masked_fill(self._bad[label] > 0, torch.nan)
+                means |= {f"pursuit/{name}/{label}/pass_{number}": each for number, each in enumerate(values, start=1)}
+        return means
 
     def _look(
         self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
@@ -172,4 +189,4 @@ class PursuitMonitor(LayerObserver):
 
     def _close(self) -> None:
         super()._close()
-        self._seen, self._tokens, self._bad = {}, {}, {}
+        self._samples, self._sums, self._bad, self._tokens = {}, {}, {}, {}

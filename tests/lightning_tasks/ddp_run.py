@@ -34,6 +34,13 @@ class OwnDraws(pl.Callback):
         torch.manual_seed(100 + trainer.global_rank)
 
 
+class LastLoss(pl.Callback):
+    """What a process's own training step returned."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.value = outputs["loss"]
+
+
 def resumed(folder: Path, **options: Any) -> dict[str, Any]:
     """Weights of a fit with dropout, and of one that goes on from its first epoch, seeded otherwise."""
     model = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.3}}
@@ -73,10 +80,12 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     weights = task.model.state_dict()
     pl.seed_everything(2, verbose=False)
     masks_tested = trainer.test(*segmentation(), verbose=False)[0]
-    trainer = pl.Trainer(max_steps=1, logger=False, enable_checkpointing=False, limit_val_batches=0, **options)
+    own_loss = LastLoss()
+    limits = {"max_steps": 1, "limit_val_batches": 0, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(callbacks=[own_loss], **limits, **options)
     trainer.fit(*segmentation())
-    mean_loss = trainer.callback_metrics["train/loss"]
-    losses = trainer.strategy.all_gather(mean_loss).view(-1).tolist()
+    logged = trainer.callback_metrics["train/loss"]
+    losses = [trainer.strategy.all_gather(value).view(-1).tolist() for value in (own_loss.value, logged)]
     ends = resumed(folder, **options)
     if trainer.is_global_zero:
         found = {"weights": weights, "tested": tested, "masks_tested": masks_tested, "losses": losses, **ends}

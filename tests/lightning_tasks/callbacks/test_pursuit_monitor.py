@@ -70,6 +70,38 @@ def test_it_sees_through_compiled_code(tmp_path):
     assert "val/pursuit/entropy/layer_01/pass_4" in evaluate(module, tmp_path)
 
 
+class Windows(Tokens):
+    """Calls its layer on one sample after another, as windows of an image go through a network."""
+
+    def validation_step(self, batch, batch_idx):
+        for x in batch[0].split(1):
+            self.attention(x)
+
+
+@pytest.mark.parametrize("num_samples", [3, 32])
+def test_calls_of_a_layer_add_up(tmp_path, num_samples):
+    torch.manual_seed(0)
+    whole = evaluate(Tokens(), tmp_path, num_samples=num_samples)
+    torch.manual_seed(0)
+    parts = evaluate(Windows(), tmp_path, num_samples=num_samples)
+    assert len(parts) == 16
+    for name, value in parts.items():
+        torch.testing.assert_close(value, whole[name], msg=name)
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_a_call_with_nan_makes_the_mean_nan_and_is_said(tmp_path, which):
+    class Damaged(Windows):
+        def validation_step(self, batch, batch_idx):
+            x = batch[0].clone()
+            x[which] = math.nan
+            super().validation_step([x], batch_idx)
+
+    with pytest.warns(UserWarning, match="PursuitMonitor.*NaN or infinite"):
+        parts = evaluate(Damaged(), tmp_path)
+    assert all(value.isnan() for value in parts.values())
+
+
 def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn, monkeypatch):
     """What another process saw is then the mean: a zero of weight 0 adds nothing to it, which nan would."""
     logged = {}

@@ -24,6 +24,7 @@ from tests.lightning_tasks.language_data import trainer
 SEGMENTER = "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512"
 SEGFORMER = "segformer_mit-b0_8xb2-160k_ade20k-512x512"
 SETR = "setr_vit-l_naive_8xb2-160k_ade20k-512x512"
+ENCNET = "encnet_r50-d8_4xb4-80k_ade20k-512x512"
 UPERNET = "vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512"
 # SETR's backbone is ViT-L, UPerNet's ViT-B: 4 layers of 32 features in place of 24 of 1,024, and of 12 of 768.
 BACKBONE = {
@@ -270,6 +271,15 @@ def test_a_checkpoint_of_other_classes_gives_all_but_what_has_a_part_for_each(tm
         assert torch.equal(value, now[key] if key in other else before[key] + 1), key
 
 
+def test_parts_for_each_class_go_by_many_names():
+    """`conv_seg`, and EncNet's `se_layer`; all of them, and no other."""
+    five, nine = (built(ENCNET, num_classes=classes, crop_size=None, cfg_options={}).model for classes in (5, 9))
+    shapes = {name: parameter.shape for name, parameter in nine.named_parameters()}
+    other = {name for name, parameter in five.named_parameters() if parameter.shape != shapes[name]}
+    assert any("se_layer" in name for name in other)
+    assert set(five.head_names()) == other
+
+
 def test_every_head_and_the_positions_are_built_for_the_task():
     config = task(SETR, crop_size=64)._builder.config
     assert tuple(config.backbone.img_size) == (64, 64)
@@ -374,7 +384,8 @@ def test_code_in_the_place_of_weights_is_refused(tmp_path):
     options = {**SHALLOW, "model.pretrained": str(path)}
     module = SegmentationTask({"mmseg_config": SEGMENTER, "cfg_options": options, "pretrained": True}, num_classes=5)
     with pytest.raises(
-        ValueError, match=r"cannot be had \(it is cut short, is of another kind, or holds more than ten"
+        ValueError,
+        match=r"cannot be had \(UnpicklingError: it is cut short, is of another kind, or holds more than ten",
     ):
         module.configure_model()
 
