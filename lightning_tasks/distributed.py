@@ -1,4 +1,4 @@
-"""What several processes must not count twice."""
+"""What several processes must not count twice, and count at all."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
     first = batch_idx * dataloader.batch_size
     positions = sampler.rank + torch.arange(first, first + rows) * sampler.num_replicas
     return positions >= len(sampler.dataset)  # type: ignore[arg-type]
+
+
+def epoch_weight(trainer: Any, rows: int) -> int:
+    """What to give as ``batch_size`` to ``log(..., on_epoch=True, sync_dist=True)`` for a value of ``rows`` rows.
+
+    Lightning divides by the mean of the weights over the processes, cut off to an integer: of (1, 0) that is 0. Times
+    the number of processes nothing is cut off.
+    """
+    return rows * int(trainer.world_size)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from attention_modules.prompt import FORMS, PromptAttention
 from datamodules.base import check_at_least
 from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.distributed import epoch_weight
 
 Batch = tuple[Tensor, Tensor]
 # Of y f, [n]; each falls as y f grows.
@@ -197,4 +198,4 @@ class TokenSelectionTask(BaseTask):
     def _evaluate(self, split: str, batch: Batch) -> None:
         probability = self.model.probabilities(batch[0]).amax(-1).mean()
         logged = {f"{split}/loss": self._loss(batch), f"{split}/probability": probability}
-        self.log_dict(logged, sync_dist=True, batch_size=len(batch[0]))
+        self.log_dict(logged, sync_dist=True, batch_size=epoch_weight(self.trainer, len(batch[0])))

@@ -28,6 +28,7 @@ from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.charts import keeps_history
 from lightning_tasks.current_step import current_step
+from lightning_tasks.distributed import epoch_weight
 
 Stage = Literal["train", "validation", "test"]
 Observable = Statistic | Literal["sink", "token_similarity"]
@@ -221,7 +222,7 @@ class AttentionMonitor(MechanismObserver):
                 on_step=False,
                 on_epoch=True,
                 sync_dist=True,
-                batch_size=int(weight),
+                batch_size=epoch_weight(pl_module.trainer, int(weight)),
             )
 
     def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, prefix: str) -> None:

@@ -43,7 +43,12 @@ class InitFromCheckpoint(Callback):
         if self._loaded:
             return
         content = read_checkpoint(self.path)
-        weights, left_out = _with_own_head(_of_the_module(content.get("state_dict", content), pl_module), pl_module)
+        saved = content.get("state_dict", content)
+        if not isinstance(saved, dict):
+            raise ValueError(
+                f"--init_from {self.path}: its state_dict is a {type(saved).__name__}; give weights by name"
+            )
+        weights, left_out = _with_own_head(_of_the_module(saved, pl_module), pl_module)
         weights, adopted = adopt_plain_weights(pl_module, weights)
         try:
             pl_module.load_state_dict(weights)
@@ -64,9 +69,6 @@ def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tu
     heads = tuple(f"{name}." for name in getattr(pl_module, "head_names", ()))
     own = {name: value for name, value in pl_module.state_dict().items() if f"{name}.".startswith(heads)}
     other = {name: value for name, value in weights.items() if f"{name}.".startswith(heads)}
-    for name in own.keys() & other.keys():  # what has no part for each class, beside what has
-        if getattr(own[name], "shape", ()) == getattr(other[name], "shape", ()):
-            del own[name], other[name]
     here, there = _shapes(own), _shapes(other)
     if here == there:
         return weights, ""

@@ -20,6 +20,9 @@ from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label, to_numbers
 from lightning_tasks.current_step import current_step
+from lightning_tasks.distributed import epoch_weight
+
+STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
 
 
 class PursuitMonitor(LayerObserver):
@@ -58,7 +61,7 @@ class PursuitMonitor(LayerObserver):
             str, dict[str, Tensor]
         ] = {}  # of each statistic, [2, passes]: the sum, and of how many it is one
         self._bad: dict[str, Tensor] = {}  # how many numbers that enter a layer are not finite
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}  # the fewest
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
@@ -113,6 +116,7 @@ class PursuitMonitor(LayerObserver):
         return pursuing
 
     def _open(self, pl_module: pl.LightningModule) -> None:
+        self._close()  # of a batch that was skipped before its end
         self._hook(
             (mechanism, partial(self._observe, layer_label(layer))) for layer, mechanism in self._pursuing(pl_module)
         )
@@ -125,7 +129,7 @@ class PursuitMonitor(LayerObserver):
         some = slice(0, self.num_samples - before)
         if before and not len(k[some]):
             return
-        self._tokens[label] = k.shape[2]
+        self._tokens[label] = min(k.shape[2], self._tokens.get(label, k.shape[2]))
         self._samples[label] += len(k[some])
         if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
             mask = mask[some]
@@ -139,7 +143,8 @@ class PursuitMonitor(LayerObserver):
             is_causal=kwargs.get("is_causal", False),
             scale=kwargs.get("scale"),
         )
-        bad = torch.stack([(~given[some].isfinite()).sum() for given in (k, v)]).sum().float()
+        # The residual is a number for any finite keys, but where the iteration leaves the range of numbers.
+        bad = torch.stack([(~given.isfinite()).sum() for given in (k[some], v[some], passes["residual"])]).sum().float()
         self._bad[label] = self._bad.get(label, 0) + bad
         sums = self._sums.setdefault(label, {})
         for name, values in passes.items():
@@ -148,23 +153,32 @@ class PursuitMonitor(LayerObserver):
             sums[name] = sums.get(name, 0) + seen
 
     def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
-        seen, tokens, bad, has_samples = self._means(), self._tokens, self._bad, any(self._samples.values())
+        if self._hooks is None:
+            return
+        means, tokens, bad = self._means(), self._tokens, self._bad
         self._close()
-        if seen and has_samples:
-            numbers = to_numbers({**seen, **bad})
-            self._look(pl_module, numbers, tokens, prefix)
-        for name, value in seen.items():
-            shown = value.float() if has_samples else torch.zeros_like(value)  # no sample: nothing, of weight 0
-            weight = int(has_samples)
-            pl_module.log(prefix + name, shown, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
+        if means:
+            values = {name: value for of_layer in means.values() for name, value in of_layer.items()}
+            self._look(pl_module, to_numbers({**values, **bad}), tokens, prefix)
+        for layer, mechanism in self._pursuing(pl_module):
+            of_layer, label = means.get(layer_label(layer), {}), layer_label(layer)
+            # What one process logs all must: they wait for each other's values.
+            if not pl_module.trainer.strategy.reduce_boolean_decision(bool(of_layer), all=False):
+                continue
+            for name in _names(label, mechanism.iterations):
+                value = of_layer.get(name, torch.zeros((), device=pl_module.device))  # no sample: nothing, of weight 0
+                weight = epoch_weight(pl_module.trainer, 1 if of_layer else 0)
+                pl_module.log(prefix + name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
 
-    def _means(self) -> dict[str, Tensor]:
-        """By logged name, the mean over the calls; NaN where a number that entered the layer is not finite."""
-        means: dict[str, Tensor] = {}
+    def _means(self) -> dict[str, dict[str, Tensor]]:
+        """By layer and logged name, the mean over the calls; NaN where a number that entered is not finite."""
+        means: dict[str, dict[str, Tensor]] = {}
         for label, sums in self._sums.items():
-            for name, (total, count) in sums.items():
-                values = (total / count).masked_fill(self._bad[label] > 0, torch.nan)
-                means |= {f"pursuit/{name}/{label}/pass_{number}": each for number, each in enumerate(values, start=1)}
+            if not self._samples[label]:
+                continue
+            found = torch.stack([sums[name][0] / sums[name][1] for name in STATISTICS])
+            found = found.masked_fill(self._bad[label] > 0, torch.nan).float()
+            means[label] = dict(zip(_names(label, found.shape[1]), found.flatten(), strict=True))
         return means
 
     def _look(
@@ -174,7 +188,7 @@ class PursuitMonitor(LayerObserver):
         shown: dict[tuple[str, str], float] = {}
         for layer, mechanism in self._pursuing(pl_module):
             label, name = layer_label(layer), layer.name
-            if label not in tokens:
+            if f"pursuit/sparsity/{label}/pass_1" not in numbers:
                 continue
             last = f"{label}/pass_{mechanism.iterations}"
             if tokens[label] >= FEWEST_KEYS:
@@ -190,3 +204,8 @@ class PursuitMonitor(LayerObserver):
     def _close(self) -> None:
         super()._close()
         self._samples, self._sums, self._bad, self._tokens = {}, {}, {}, {}
+
+
+def _names(label: str, passes: int) -> list[str]:
+    """What is logged of a layer, statistic by statistic and pass by pass."""
+    return [f"pursuit/{name}/{label}/pass_{number}" for name in STATISTICS for number in range(1, passes + 1)]

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from datamodules import DigitScenesDataModule
 from lightning_tasks import LanguageModelingTask, SegmentationTask
-from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor
+from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, PursuitMonitor, SpectrumMonitor
 from tests.lightning_tasks.language_data import SMALL, RandomText
 
 SEGMENTER = {
@@ -21,10 +21,12 @@ SEGMENTER = {
 }
 
 
-def segmentation() -> tuple[SegmentationTask, DigitScenesDataModule]:
+def segmentation(num_val: int = 2) -> tuple[SegmentationTask, DigitScenesDataModule]:
     """A task of random weights, and seven scenes one by one: of two processes one gets a scene that does not count."""
     task = SegmentationTask(SEGMENTER, attention="rpc")
-    return task, DigitScenesDataModule(num_train=2, num_val=2, num_test=7, batch_size=1, img_size=40, crop_size=32)
+    return task, DigitScenesDataModule(
+        num_train=2, num_val=num_val, num_test=7, batch_size=1, img_size=40, crop_size=32
+    )
 
 
 class OwnDraws(pl.Callback):
@@ -87,8 +89,19 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     logged = trainer.callback_metrics["train/loss"]
     losses = [trainer.strategy.all_gather(value).view(-1).tolist() for value in (own_loss.value, logged)]
     ends = resumed(folder, **options)
+    pl.seed_everything(2, verbose=False)
+    trainer = pl.Trainer(callbacks=[PursuitMonitor()], logger=False, **options)
+    trainer.validate(*segmentation(num_val=1), verbose=False)
+    pursued = {name: float(value) for name, value in trainer.callback_metrics.items() if "pursuit" in name}
     if trainer.is_global_zero:
-        found = {"weights": weights, "tested": tested, "masks_tested": masks_tested, "losses": losses, **ends}
+        found = {
+            "weights": weights,
+            "tested": tested,
+            "masks_tested": masks_tested,
+            "losses": losses,
+            "pursued": pursued,
+            **ends,
+        }
         torch.save(found, folder / "result.pt")
 
 

@@ -56,6 +56,13 @@ def test_the_logged_loss_of_masks_is_the_mean_over_the_processes(runs):
     assert logged == pytest.approx([sum(own) / 2] * 2, rel=1e-6)
 
 
+def test_a_process_without_a_sample_joins_in_what_others_saw_of_rpc(runs):
+    """One scene on two processes."""
+    one, two = runs["one"]["pursued"], runs["two"]["pursued"]
+    assert len(one) == 3 * 4 * 4  # layers, statistics and passes
+    assert two == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.parametrize("processes", ["one", "two"])
 def test_a_resumed_run_draws_in_each_process_what_the_whole_one_did(runs, processes):
     whole, resumed = runs[processes]["whole"], runs[processes]["resumed"]

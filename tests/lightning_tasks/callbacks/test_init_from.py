@@ -3,7 +3,6 @@
 import re
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -59,20 +58,10 @@ def test_a_head_of_other_classes_is_left_out_with_a_warning(tmp_path, inner):
     assert not (own["model.head.weight"] == 0.5).any()
 
 
-def test_a_layer_of_the_head_that_has_no_part_for_each_class_is_taken(tmp_path):
-    class TwoLayers(pl.LightningModule):
-        head_names = ("head",)
-
-        def __init__(self, num_classes):
-            super().__init__()
-            self.head = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, num_classes))
-
-    before, module = TwoLayers(7).state_dict(), TwoLayers(5)
-    torch.save(before, tmp_path / "a.ckpt")
-    InitFromCheckpoint(str(tmp_path / "a.ckpt")).setup(trainer(tmp_path), module, "fit")
-    with pytest.warns(UserWarning, match=re.escape("its head (head.1.bias [7], head.1.weight [7, 3]) is not that of")):
-        module.configure_model()
-    assert torch.equal(module.head[0].weight, before["head.0.weight"])
+def test_a_file_without_weights_is_named(tmp_path):
+    torch.save({"state_dict": None}, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a\.ckpt: its state_dict is a NoneType; give weights by name"):
+        started(tmp_path / "a.ckpt")
 
 
 def test_a_file_without_a_head_is_taken(tmp_path):

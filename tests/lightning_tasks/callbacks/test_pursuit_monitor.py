@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -102,6 +103,12 @@ def test_a_call_with_nan_makes_the_mean_nan_and_is_said(tmp_path, which):
     assert all(value.isnan() for value in parts.values())
 
 
+def join(here, all, there):
+    """What two processes decide where one is to be enough."""
+    assert not all
+    return here or there
+
+
 def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn, monkeypatch):
     """What another process saw is then the mean: a zero of weight 0 adds nothing to it, which nan would."""
     logged = {}
@@ -109,10 +116,56 @@ def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn, m
         Tokens, "log", lambda self, name, value, batch_size=None, **_: logged.update({name: (float(value), batch_size)})
     )
     trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PursuitMonitor()], default_root_dir=tmp_path)
-    trainer.validate(Tokens(), DataLoader([[tokens()[1][:0]], [tokens()[1]]], batch_size=None), verbose=False)
+    for seen_elsewhere, expected in ((False, []), (True, [(0.0, 0)] * 16)):
+        logged.clear()
+        monkeypatch.setattr(trainer.strategy, "reduce_boolean_decision", partial(join, there=seen_elsewhere))
+        trainer.validate(Tokens(), DataLoader([[tokens()[1][:0]], [tokens()[1]]], batch_size=None), verbose=False)
+        assert [value for name, value in logged.items() if "pursuit" in name] == expected
     assert not [warning for warning in recwarn if "PursuitMonitor" in str(warning.message)]
-    seen = [value for name, value in logged.items() if "pursuit" in name]
-    assert seen == [(0.0, 0)] * 16
+
+
+def test_a_layer_without_samples_is_not_logged_beside_one_with(tmp_path):
+    class Two(Tokens):
+        def __init__(self):
+            super().__init__()
+            self.other = SelfAttention(16, 2, "rpc")
+
+        def validation_step(self, batch, batch_idx):
+            self.attention(batch[0])
+            self.other(batch[0][:0])
+
+    values = evaluate(Two(), tmp_path)
+    assert {name.split("/")[3] for name in values} == {"layer_01"}
+    assert not any(value.isnan() for value in values.values())
+
+
+def test_a_batch_without_an_end_leaves_nothing_behind(tmp_path):
+    """Lightning takes StopIteration for the end of the data."""
+
+    class Stops(Tokens):
+        def validation_step(self, batch, batch_idx):
+            self.attention(100 * batch[0])
+            raise StopIteration
+
+    torch.manual_seed(0)
+    expected = evaluate(Tokens(), tmp_path)
+    monitor = PursuitMonitor()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], default_root_dir=tmp_path)
+    trainer.validate(Stops(), tokens()[0], verbose=False)
+    torch.manual_seed(0)
+    trainer.validate(Tokens(), tokens()[0], verbose=False)
+    for name, value in trainer.callback_metrics.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_an_iteration_out_of_range_is_said(tmp_path):
+    class Huge(Tokens):
+        def validation_step(self, batch, batch_idx):
+            self.attention(torch.cat([batch[0][:1], 1e25 * batch[0][1:2]]))
+
+    with pytest.warns(UserWarning, match="PursuitMonitor.*NaN or infinite"):
+        values = evaluate(Huge(), tmp_path)
+    assert all(value.isnan() for value in values.values())
 
 
 def test_no_layer_to_watch_is_an_error(tmp_path):
