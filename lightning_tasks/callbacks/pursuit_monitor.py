@@ -55,13 +55,12 @@ class PursuitMonitor(LayerObserver):
     ) -> None:
         super().__init__(where, layers, exclude)
         self.num_samples = check_integer("num_samples", num_samples, 1)
-        # By label of a layer, over its calls:
+        # By label of a layer, over its calls: samples; sums of each statistic and of how many, [2, passes]; how many
+        # numbers that enter it are not finite; the fewest tokens.
         self._samples: dict[str, int] = {}
-        self._sums: dict[
-            str, dict[str, Tensor]
-        ] = {}  # of each statistic, [2, passes]: the sum, and of how many it is one
-        self._bad: dict[str, Tensor] = {}  # how many numbers that enter a layer are not finite
-        self._tokens: dict[str, int] = {}  # the fewest
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        self._bad: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
         self._charts = LayerCharts()
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
