@@ -17,7 +17,7 @@ class InitFromCheckpoint(Callback):
     """Load the weights of the checkpoint at `path` once the model is built and swapped; optimizer and step stay new.
 
     The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint, a bare state_dict, or
-    one beside other plain data (as OpenMMLab's published files are), of the module or of its `model`. Where the head
+    one beside other plain data (the layout of OpenMMLab's files), of the module or of its `model`. Where the head
     (the modules and Parameters in `head_names` of the module) has another number of classes in the file, or is not
     there, it stays as it was made, with a warning; all else must fit. Weights of plain attention also fill layers that
     are built with another mechanism (which layers is said): without a query its rows are left out, and what the
