@@ -1,0 +1,1 @@
+"""Trials that take minutes to hours: docs/reliability.md says what each of them showed."""
