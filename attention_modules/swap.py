@@ -16,6 +16,7 @@ from attention_modules.hosts.discovery import Found, Selector, Survey, check_mod
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.table import loaded_hosts
+from attention_modules.hosts.trained import owned_parameters, remember_made
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
 
 __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention"]
@@ -43,8 +44,9 @@ def swap_attention(
     """Replace what happens between the projections of a model's attention layers, in place.
 
     Call it before the optimizer is built: where the mechanism uses no query, the projection becomes a new, smaller
-    Parameter. Where it does, every Parameter stays the same object. A layer that is swapped already gets the new
-    mechanism; :func:`restore_attention` returns to the original.
+    Parameter, and the first step of an optimizer that holds the old one is an error. Where it does, every Parameter
+    stays the same object. A layer that is swapped already gets the new mechanism; :func:`restore_attention` returns to
+    the original.
 
     Args:
         model: a model of any known host, or an attention layer itself.
@@ -70,10 +72,13 @@ def swap_attention(
     plan = _build(model, [describe(found, layer) for layer in chosen], mechanism, mechanism_options)
     _validate(model, found, chosen, plan)
     before = [_count(layer.module) for layer, _ in plan]
+    modules = {layer.name: layer.module for layer, _ in plan}
+    owned = owned_parameters(modules)
     with _AllOrNothing(model):
         for layer, built in plan:
             layer.host.insert(layer.module, built)
         _settle(model)
+    new = remember_made(modules, owned)
     rows = [
         SwapRow(
             layer.name,
@@ -86,7 +91,7 @@ def swap_attention(
         )
         for (layer, built), count in zip(plan, before, strict=True)
     ]
-    return SwapReport(rows, skipped)
+    return SwapReport(rows, skipped, new)
 
 
 @torch.inference_mode(False)
@@ -105,10 +110,13 @@ def restore_attention(model: nn.Module) -> list[str]:
     swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]
     for layer in swapped:
         _raise_for(layer.name, layer.host.query_return_refusal(layer.module))
+    modules = {layer.name: layer.module for layer in swapped}
+    owned = owned_parameters(modules)
     with _AllOrNothing(model):
         for layer in swapped:
             layer.host.remove(layer.module)
         _settle(model)
+    remember_made(modules, owned)
     return [layer.name for layer in swapped]
 
 

@@ -33,11 +33,16 @@ class SwapRow:
 
 
 class SwapReport(Sequence[SwapRow]):
-    """The swapped layers in module order; ``skipped`` lists the attention-like modules that were not, and why."""
+    """The swapped layers in module order.
 
-    def __init__(self, rows: Sequence[SwapRow], skipped: Sequence[Skipped]) -> None:
+    ``skipped`` lists the attention-like modules that were not, and why; ``new`` names the Parameters that no optimizer
+    from before the swap can hold.
+    """
+
+    def __init__(self, rows: Sequence[SwapRow], skipped: Sequence[Skipped], new: Sequence[str] = ()) -> None:
         self.rows = tuple(rows)
         self.skipped = tuple(skipped)
+        self.new = tuple(new)
 
     @overload
     def __getitem__(self, index: int) -> SwapRow: ...
@@ -59,6 +64,9 @@ class SwapReport(Sequence[SwapRow]):
         lines = _table([header, *([_cell(value) for value in astuple(row)] for row in self.rows)])
         before, after = (sum(counts) for counts in zip(*((row.before, row.after) for row in self.rows), strict=True))
         lines.append(f"{len(self.rows)} swapped, {before:,} parameters before, {after:,} after")
+        if self.new:
+            are = "Parameter is" if len(self.new) == 1 else "Parameters are"
+            lines.append(f"{len(self.new)} {are} new: build the optimizer after the swap")
         if self.skipped:
             lines += ["", f"not swapped ({len(self.skipped)}):"]
             lines += _table([[_cell(row.name), row.kind, row.reason] for row in self.skipped])
