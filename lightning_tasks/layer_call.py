@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +17,6 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
 _ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
 # Arguments that hold rotary embeddings [..., N, d]: their last dimension has no tokens, whatever its size.
 _ROTARY = ("position_embeddings", "rope", "cos", "sin")
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Compiled code sees no hook that came later, and has no second derivative."""
-    if "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 class _Hole:

@@ -18,7 +18,8 @@ from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
-from lightning_tasks.layer_call import LayerCall, eager
+from lightning_tasks.eager import eager
+from lightning_tasks.layer_call import LayerCall
 
 
 class LipschitzMonitor(LayerObserver):

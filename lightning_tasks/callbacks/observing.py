@@ -16,7 +16,7 @@ from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
 from lightning_tasks.callbacks.limits import check_layers
-from lightning_tasks.layer_call import eager
+from lightning_tasks.eager import eager
 
 ForwardPreHook = Callable[..., None]
 

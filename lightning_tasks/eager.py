@@ -1,0 +1,46 @@
+"""Compiled models run without their compiled code, for as long as anybody here needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _Stance:
+    """``torch.compiler``'s stance, held by many at once, who leave in any order.
+
+    The stance that the first of them found comes back with the last one's leave. Where each restored the one that it
+    found itself, those who do not leave in the order of a stack would restore each other's.
+    """
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._held: Any = None
+
+    def hold(self) -> None:
+        self._holders += 1
+        if self._held is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
+            import torch
+
+            self._held = torch.compiler.set_stance("force_eager")
+
+    def leave(self) -> None:
+        self._holders -= 1
+        if self._holders == 0 and self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(None, None, None)
+
+
+_STANCE = _Stance()
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled code eagerly: it sees no hook that came later, and has no second derivative."""
+    _STANCE.hold()
+    try:
+        yield
+    finally:
+        _STANCE.leave()

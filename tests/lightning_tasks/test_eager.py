@@ -1,0 +1,60 @@
+"""Compiled code runs again once the last of those who asked for eager code has left."""
+
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch._dynamo  # as any compiled model loads it
+
+from lightning_tasks.eager import eager
+
+
+@pytest.fixture
+def compiled():
+    """A compiled function that says whether it ran compiled."""
+    runs = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            runs.append("compiled")
+            return graph(*args)
+
+        return run
+
+    twice = torch.compile(lambda x: 2 * x, backend=backend)
+
+    def ran_compiled():
+        before = len(runs)
+        twice(torch.ones(3))
+        return len(runs) > before
+
+    assert ran_compiled()
+    return ran_compiled
+
+
+def test_those_who_leave_in_any_order_leave_nothing_behind(compiled):
+    order = random.Random(0)
+    for _ in range(20):
+        holders = [ExitStack() for _ in range(4)]
+        for holder in holders:
+            holder.enter_context(eager())
+        order.shuffle(holders)
+        for holder in holders:
+            assert not compiled()
+            holder.close()
+        assert compiled()
+
+
+def test_an_exception_lets_go(compiled):
+    with pytest.raises(RuntimeError, match="broken"), eager(), eager():
+        raise RuntimeError("broken")
+    assert compiled()
+
+
+def test_the_stance_of_the_process_comes_back(compiled):
+    with torch.compiler.set_stance("force_eager"):
+        with eager():
+            assert not compiled()
+        assert not compiled()
+    assert compiled()
