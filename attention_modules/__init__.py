@@ -10,6 +10,7 @@ from attention_modules.mechanism import (
     mechanism_class,
     register_mechanism,
 )
+from attention_modules.pretrained import load_pretrained
 from attention_modules.prompt import PromptAttention, prompt_attention
 from attention_modules.rpc import RPCAttention, rpc_attention
 from attention_modules.scaled import ScaledAttention, scaled_attention
@@ -34,6 +35,7 @@ __all__ = [
     "UniformAttention",
     "available_mechanisms",
     "build_mechanism",
+    "load_pretrained",
     "mechanism_class",
     "prompt_attention",
     "register_mechanism",

@@ -60,6 +60,8 @@ class AttentionMechanism(nn.Module):
     uses_query: ClassVar[bool] = True
     one_query_a_key: ClassVar[bool] = False
     """Whether it takes as many queries as keys only, though it uses them."""
+    built_with: Mapping[str, object] | None = None
+    """The options it was built with by name or class; None where a callable or hand built it."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -164,6 +166,12 @@ def mechanism_class(mechanism: str | type[AttentionMechanism]) -> type[Attention
     raise TypeError(f"expected a mechanism name or a subclass of AttentionMechanism, got {mechanism!r}")
 
 
+def short_name(cls: type[AttentionMechanism]) -> str:
+    """The name by which a mechanism is registered, else its import path."""
+    names = [name for name, known in _REGISTRY.items() if known is cls]
+    return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
+
+
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A question that offers the nearest known names, with a space before it; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
@@ -203,9 +211,11 @@ def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object
         cls = mechanism_class(mechanism)
         check_options(cls, options)
         try:
-            return cls(spec, **options)
+            built = cls(spec, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__} could not be built with the options {options}: {error}") from error
+        built.built_with = dict(options)
+        return built
     if isinstance(mechanism, AttentionMechanism):
         name = type(mechanism).__name__
         raise TypeError(

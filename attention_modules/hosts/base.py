@@ -13,6 +13,9 @@ from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_q
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
+PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
+MARK = "saved_by_attnswap_load_with_load_pretrained"  # key, below "mechanism.", of a swapped layer's file
+
 
 class Swapped(nn.Module):
     """Mixed in before a host's class when a layer is swapped: the object stays, its class changes.
@@ -29,6 +32,7 @@ class Swapped(nn.Module):
         """Accept the plain layout beside the swapped one, strictly."""
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
+        state_dict.pop(f"{prefix}mechanism.{MARK}", None)
         self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
@@ -146,7 +150,10 @@ class Host(ABC):
             if wrapped_by_peft(owner):
                 return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
             if owner._buffers.get(part.buffer) is None:
-                return f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap"
+                return (
+                    f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap, or "
+                    "load_pretrained read a file, which holds none"
+                )
         return None
 
     def settle(self, model: nn.Module) -> None:
@@ -206,6 +213,14 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
     return None
 
 
+def acting_mechanism(found: Any) -> AttentionMechanism | None:
+    """The mechanism, or the copy that peft trains in its place (``modules_to_save``); None where it is neither."""
+    if type(found).__module__.startswith("peft.") and hasattr(found, "modules_to_save"):
+        active = () if found.disable_adapters else found.active_adapters
+        found = found.modules_to_save[active[0]] if active else found.original_module
+    return found if isinstance(found, AttentionMechanism) else None
+
+
 def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
     return getattr(type(module), "forward", None) is forward and "forward" not in module.__dict__
@@ -230,8 +245,7 @@ class AttentionLayer:
     @property
     def mechanism(self) -> AttentionMechanism | None:
         """The layer's mechanism; None where the layer is plain."""
-        found = getattr(self.module, "mechanism", None)
-        return found if isinstance(found, AttentionMechanism) else None
+        return acting_mechanism(getattr(self.module, "mechanism", None))
 
     @property
     def spectrum_caveat(self) -> str | None:

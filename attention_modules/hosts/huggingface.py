@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
 from attention_modules.hosts.query import QueryPart, WithoutQuery, query_parts
+from attention_modules.hosts.saving import attach_saving
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
@@ -236,6 +237,9 @@ class HuggingFaceHost(Host):
             {"c_attn": Conv1D} if self._fused(layer) else {self._names(layer)[0]: nn.Linear}
         )
         return super().query_refusal(layer) or plain_linear_refusal(layer, owners)
+
+    def settle(self, model: nn.Module) -> None:
+        attach_saving(model)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         plain = not isinstance(layer, SwappedHuggingFace)

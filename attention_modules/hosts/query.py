@@ -66,8 +66,9 @@ class WithoutQuery(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            "its mechanism uses no query; for adapters: leave it out of target_modules, or call restore_attention() "
-            "first"
+            "its mechanism uses no query; for adapters: leave it out of target_modules, which can be a list such as "
+            "[k_proj, v_proj], or, where other layers keep their query, a regular expression such as "
+            "'.*layer[.](0|1)[.].*query|.*(key|value)'; or call restore_attention() first"
         )
 
 
@@ -152,6 +153,12 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             full = part.join(rows.to(rest), rest.detach())
             owner._parameters[part.tensor] = _parameter(full, rest.requires_grad, rest)
             _set_size(owner, part.full)
+
+
+def lose_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
+    """Forget the kept rows, which were never given values."""
+    for part in parts:
+        layer.get_submodule(part.owner)._buffers[part.buffer] = None
 
 
 def accept_plain_layout(

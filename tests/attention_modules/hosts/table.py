@@ -53,11 +53,21 @@ What else to know:
   a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
   which are listed in the report with the reason.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
-  call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). `save_pretrained` writes the
-  swapped layout: build the model from its config, swap it, then load the file. Learned positions tell `scaled` how many
-  tokens there are at most; models with rope need its option `num_tokens=N`.
-- LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()` first.
-  After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is refused.
+  call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). Learned positions tell
+  `scaled` how many tokens there are at most; models with rope need its option `num_tokens=N`.
+- Saving Hugging Face models: `save_pretrained` of a swapped model writes the swapped weights and, beside them,
+  `attnswap.json` with the mechanism and options of each layer; a warning says what a plain model would miss.
+  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class, and
+  further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention:
+  transformers then reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each
+  swapped layer. The folder holds no query rows, so `restore_attention` refuses such layers afterwards. A mechanism
+  without a registered short name is never imported because a file names it: give `mechanism=YourClass`.
+- LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
+  first. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
+  refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
+  swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
+  Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and without it
+  they are frozen.
 """
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanism import AttentionMechanism
+from attention_modules.scaled import ScaledAttention
 from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import DIM, HOSTS, MECHANISMS, built, features
@@ -206,7 +209,9 @@ def test_lora_on_a_query_that_was_dropped_is_refused_with_the_cure(host: str, ta
     peft = pytest.importorskip("peft")
     holder = nn.ModuleDict({"model": built(host)})
     swap_attention(holder, "symmetric")
-    with pytest.raises(ValueError, match=r"leave it out of target_modules.*restore_attention\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"leave it out of target_modules, .*k_proj, v_proj.*query\|.*restore_attention\(\) first"
+    ):
         peft.get_peft_model(holder, peft.LoraConfig(r=2, target_modules=[target]))
 
 
@@ -258,3 +263,47 @@ def test_reading_the_weight_of_a_dropped_query_names_the_cure() -> None:
     assert not hasattr(projection, "weight")
     restore_attention(model)
     assert projection.weight.shape == (DIM, DIM)
+
+
+def test_the_regular_expression_of_the_refusal_adapts_the_queries_that_are_left() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=20))
+    swap_attention(model, "symmetric", layers=[1])
+    config = peft.LoraConfig(r=2, target_modules=".*layer[.](0)[.].*query|.*(key|value)")
+    adapted = {
+        name.split(".lora_")[0] for name, _ in peft.get_peft_model(model, config).named_parameters() if "lora_" in name
+    }
+    parts = {".".join(name.split(".")[-4:]) for name in adapted}
+    assert parts == {f"{layer}.attention.self.{part}" for layer in (0, 1) for part in ("query", "key", "value")} - {
+        "1.attention.self.query"
+    }
+
+
+def test_adapters_keep_a_mechanism_s_parameters_where_modules_to_save_names_it(tmp_path: Path) -> None:
+    """The copy that peft trains is the layer's mechanism, for hosts and for those who observe it."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+    def swapped() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=20))
+        swap_attention(model, "scaled", num_tokens=5)
+        return model
+
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["mechanism"])
+    model, tokens = peft.get_peft_model(swapped(), config).eval(), torch.arange(10).view(2, 5)
+    (layer,) = attention_layers(model)
+    assert isinstance(layer.mechanism, ScaledAttention)
+    model(tokens)[0].sum().backward()
+    assert layer.mechanism.s.grad is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(swapped(), tmp_path).eval()
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    assert attention_layers(again)[0].mechanism.s.any()
+    with model.disable_adapter():
+        assert not layer.mechanism.s.any()

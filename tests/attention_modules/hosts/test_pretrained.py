@@ -1,0 +1,262 @@
+"""Swapped Hugging Face models: saved, loaded as they were, and never taken for plain ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules import (
+    AttentionMechanism,
+    AttentionSpec,
+    AttentionSwapError,
+    SoftmaxAttention,
+    load_pretrained,
+    restore_attention,
+    swap_attention,
+)
+from attention_modules.hosts.base import MARK, PLAN
+
+transformers = pytest.importorskip("transformers")
+MECHANISMS = {
+    "uniform": {},
+    "symmetric": {},
+    "rpc": {"iterations": 2, "lam": 1.0},
+    "scaled": {"num_tokens": 5},
+}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
+    return transformers.ViTForImageClassification(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=20))
+
+
+MODELS = {"vit": vit, "gpt2": gpt2, "bert": bert}
+
+
+def built(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[family]()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def output(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if "ViT" in type(model).__name__:
+            return model(torch.randn(2, 3, 8, 8, generator=generator))[0]
+        return model(torch.randint(0, 20, (2, 5), generator=generator), use_cache=False)[0]
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    with pytest.warns(UserWarning, match=f"swapped attention layers, which are listed in {PLAN}.*load_pretrained"):
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_saved_model_loads_as_it_was_swapped(family: str, mechanism: str, tmp_path: Path) -> None:
+    model = built(family)
+    swap_attention(model, mechanism, layers=[1], **MECHANISMS[mechanism])
+    for name, parameter in model.named_parameters():
+        if "mechanism" in name:
+            nn.init.normal_(parameter)
+    loaded, info = load_pretrained(type(model), saved(model, tmp_path), output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not loaded.training
+    assert torch.equal(output(loaded), output(model))
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_from_pretrained_of_a_swapped_folder_is_loud(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also for a mechanism that has no tensors and drops none: the layers are named in transformers' report."""
+    model = built(family)
+    swap_attention(model, "uniform")
+    folder = saved(model, tmp_path)
+    transformers.utils.logging.enable_propagation()
+    try:
+        _, info = type(model).from_pretrained(folder, output_loading_info=True)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert len(info["unexpected_keys"]) == 2
+    assert all(MARK in key for key in info["unexpected_keys"])
+    assert "UNEXPECTED" in caplog.text
+    assert MARK in caplog.text
+
+
+def test_what_a_plain_model_would_miss_is_said(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    with pytest.warns(UserWarning, match="The query projections of 2 of them are not in the file"):
+        model.save_pretrained(tmp_path)
+
+
+def test_an_auto_class_finds_the_class(tmp_path: Path) -> None:
+    model = built("vit")
+    swap_attention(model, "rpc", iterations=2)
+    loaded = load_pretrained(transformers.AutoModelForImageClassification, saved(model, tmp_path))
+    assert torch.equal(output(loaded), output(model))
+
+
+def test_query_rows_that_no_file_holds_are_not_restored(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    loaded = load_pretrained(transformers.BertModel, saved(model, tmp_path))
+    with pytest.raises(AttentionSwapError, match=r"query rows .* load_pretrained read a file, which holds none"):
+        restore_attention(loaded)
+    loaded.to(torch.float64)
+    assert torch.isfinite(output(loaded)).all()
+
+
+def test_saving_again_and_copies_write_the_plan_too(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "rpc", iterations=2)
+    first = load_pretrained(transformers.BertModel, saved(model, tmp_path / "first"))
+    for name, other in {
+        "loaded": first,
+        "copied": copy.deepcopy(model),
+        "pickled": pickle.loads(pickle.dumps(model)),
+    }.items():
+        nn.init.zeros_(model.embeddings.word_embeddings.weight)  # the copy saves itself, not what it was copied from
+        folder = saved(other, tmp_path / name)
+        loaded = load_pretrained(transformers.BertModel, folder)
+        assert torch.equal(output(loaded), output(other))
+        assert loaded.embeddings.word_embeddings.weight.any()
+
+
+def test_a_restored_model_saves_as_a_plain_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    restore_attention(model)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / PLAN).exists()
+    assert "save_pretrained" not in vars(model)
+    assert not recwarn.list
+
+
+def test_softmax_in_place_of_softmax_saves_a_plain_model(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model = built("bert")
+    swap_attention(model, "softmax")
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / PLAN).exists()
+    assert not recwarn.list
+    _, info = transformers.BertModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_a_stale_plan_does_not_outlive_its_model(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    saved(model, tmp_path)
+    swap_attention(model, "softmax")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"has no {PLAN}"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+class Unregistered(SoftmaxAttention):
+    """A mechanism without a short name; its import path in a file is never imported."""
+
+    def __init__(self, spec: AttentionSpec, factor: object = 1.0) -> None:
+        super().__init__(spec)
+        self.factor = factor
+
+
+def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, Unregistered, factor=2.0)
+    folder = saved(model, tmp_path)
+    with pytest.raises(ValueError, match=r"Unregistered', which is not registered here.*mechanism="):
+        load_pretrained(transformers.BertModel, folder)
+    loaded = load_pretrained(transformers.BertModel, folder, mechanism=Unregistered)
+    assert loaded.encoder.layer[0].attention.self.mechanism.factor == 2.0
+
+
+def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, Unregistered, factor=torch.ones(2))
+    with pytest.warns(UserWarning, match=r"options of encoder.layer.0.* are no plain data"):
+        model.save_pretrained(tmp_path)
+
+    def factory(spec: AttentionSpec) -> AttentionMechanism:
+        return Unregistered(spec, torch.ones(2))
+
+    loaded = load_pretrained(transformers.BertModel, tmp_path, mechanism=factory)
+    assert isinstance(loaded.encoder.layer[1].attention.self.mechanism, Unregistered)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"format": 2, "layers": []}',
+        '{"format": 1, "layers": []}',
+        '{"format": 1, "layers": 3}',
+        '{"format": 1, "layers": [{"name": "a"}]}',
+        '{"format": 1, "layers": [{"name": 1, "mechanism": "rpc", "options": {}}]}',
+        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}}]}',
+    ],
+)
+def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
+    built("bert").save_pretrained(tmp_path)
+    (tmp_path / PLAN).write_text(content)
+    with pytest.raises(ValueError, match=PLAN):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    built("bert").save_pretrained(tmp_path)
+    layers = [{"name": "encoder.layer.7", "mechanism": "rpc", "options": {}}]
+    (tmp_path / PLAN).write_text(json.dumps({"format": 1, "layers": layers}))
+    with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.7"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_another_class_is_refused(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    saved(model, tmp_path)
+    with pytest.raises(TypeError, match="class of Hugging Face models"):
+        load_pretrained(nn.Linear, tmp_path)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_weights_file_loads_into_a_model_that_is_swapped_by_hand(family: str, tmp_path: Path) -> None:
+    """The mark in the file is no weight: it does not stop a strict load."""
+    model, other = built(family), built(family)
+    swap_attention(model, "rpc", iterations=2)
+    swap_attention(other, "rpc", iterations=2)
+    state = {**model.state_dict(), **{f"{name}.mechanism.{MARK}": torch.ones(1) for name in _swapped_names(model)}}
+    other.load_state_dict(state)
+
+
+def _swapped_names(model: nn.Module) -> list[str]:
+    return [name.removesuffix(".mechanism") for name, _ in model.named_modules() if name.endswith(".mechanism")]
