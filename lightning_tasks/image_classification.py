@@ -10,7 +10,7 @@ import torch
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassCalibrationError,
@@ -21,6 +21,7 @@ from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
 from lightning_tasks.class_report import class_table, draw_confusion
 from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.mean import WeightedMean
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.mixing import Mixing, step_seed
 from lightning_tasks.models.timm_model import (
@@ -177,7 +178,7 @@ class ImageClassificationTask(BaseTask):
         collection = MetricCollection(measures, compute_groups=False)
         self.train_top1 = MulticlassAccuracy(num_classes, average="micro", **unchecked)
         self.val_metrics, self.test_metrics = collection.clone(prefix="val/"), collection.clone(prefix="test/")
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
         self.test_classes = MulticlassAccuracy(num_classes, average=None, **unchecked)
         self.test_confusion = MulticlassConfusionMatrix(num_classes, **unchecked)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.losses import IGNORE_INDEX
+from lightning_tasks.mean import WeightedMean
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.models.causal_lm import (
     build_causal_lm,
@@ -23,7 +24,7 @@ from lightning_tasks.models.causal_lm import (
 Batch = tuple[Tensor, Tensor]
 
 
-class PerplexityFromLoss(MeanMetric):
+class PerplexityFromLoss(WeightedMean):
     """exp of the token-weighted mean of the losses that were given."""
 
     def compute(self) -> Tensor:
@@ -84,7 +85,7 @@ class LanguageModelingTask(BaseTask):
             param_groups=param_groups,
             chunk_size=chunk_size,
         )
-        measures = MetricCollection({"loss": MeanMetric(), "perplexity": PerplexityFromLoss()})
+        measures = MetricCollection({"loss": WeightedMean(), "perplexity": PerplexityFromLoss()})
         self.val_metrics = measures.clone(prefix="val/")
         self.test_metrics = measures.clone(prefix="test/")
         self._chunk_size: int | None = None

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
 from lightning_tasks.distributed import repeated_rows
 from lightning_tasks.hparams import plain_data
+from lightning_tasks.mean import WeightedMean
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.models.segmentation import segmentation_builder
@@ -139,7 +139,7 @@ class SegmentationTask(BaseTask):
             load_backbone(network, path)
         for stage in ("val", "test"):
             setattr(self, f"{stage}_scores", SegmentationScores(num_classes, self.hparams["ignore_index"]))
-            setattr(self, f"{stage}_loss", MeanMetric())
+            setattr(self, f"{stage}_loss", WeightedMean())
         return network
 
     def _check_ignore_index(self, datamodule: Any) -> None:

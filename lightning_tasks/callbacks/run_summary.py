@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger
@@ -11,6 +12,7 @@ from torch import nn
 
 from attention_modules import AttentionMechanism, SoftmaxAttention
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.divergence import first_non_finite, is_loss
 from lightning_tasks.run_picture import draw_run
 
 PICTURE = "run.png"
@@ -20,7 +22,7 @@ class RunSummary(Callback):
     """Print a summary when `fit` ends and draw `run.png` beside the CSV log that it is read from.
 
     "Before" is the metric over the validation batches of the sanity check; all of them with
-    `trainer.num_sanity_val_steps: -1`.
+    `trainer.num_sanity_val_steps: -1`. Where a loss is NaN or infinite at the end, the last line says so.
 
     Args:
         metric: the logged metric to report.
@@ -28,9 +30,8 @@ class RunSummary(Callback):
 
     def __init__(self, metric: str = "val/perplexity") -> None:
         self.metric = metric
-        self.before = math.nan
-        self.after = math.nan
-        self._in_sanity_check = False
+        self.before: float | None = None
+        self.after: float | None = None
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Keep the first value as "before" and the newest as "after"."""
@@ -46,7 +47,11 @@ class RunSummary(Callback):
     def on_fit_end(self, trainer, pl_module) -> None:
         """Print, and draw."""
         folder = _csv_folder(trainer)
-        print(f"\n{self.text(pl_module, folder)}")
+        losses = {name: float(value) for name, value in trainer.callback_metrics.items() if self._must_be_finite(name)}
+        print("\n".join(["", self.text(pl_module, folder), *divergence(losses, folder)]))
+
+    def _must_be_finite(self, name: str) -> bool:
+        return name == self.metric or is_loss(name)
 
     def text(self, model: nn.Module, folder: Path | None) -> str:
         """The summary; `folder` is that of the CSV log, None where there is none."""
@@ -73,6 +78,25 @@ def swapped_layers(model: nn.Module) -> list[str]:
     ]
 
 
+def divergence(losses: Mapping[str, float], folder: Path | None) -> list[str]:
+    """A line that says which of the last values are not finite, and since which step the log has such; else none.
+
+    Args:
+        losses: the last value of each metric.
+        folder: that of the CSV log; None where there is none.
+    """
+    log = None if folder is None else folder / "metrics.csv"
+    since = first_non_finite(log) if log is not None and log.is_file() else {}
+    # Lightning has the value of a step under two names, of which one is in the log.
+    named = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in losses.items()}
+    bad = [
+        f"{name} is {_number(value)}" + (f" (first at step {since[name]})" if name in since else "")
+        for name, value in sorted(named.items())
+        if not math.isfinite(value)
+    ]
+    return [f"diverged: {', '.join(bad)}"] if bad else []
+
+
 def _csv_folder(trainer) -> Path | None:
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
@@ -81,5 +105,7 @@ def _csv_folder(trainer) -> Path | None:
     return None
 
 
-def _number(value: float) -> str:
-    return "not measured" if math.isnan(value) else f"{value:.2f}"
+def _number(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return "NaN" if math.isnan(value) else f"{value:.2f}"

@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
-from lightning_tasks.callbacks.run_summary import RunSummary, swapped_layers
+from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli import run
+from lightning_tasks.divergence import is_loss
 from lightning_tasks.run_picture import draw_run, read_curves, select
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
@@ -115,3 +116,26 @@ def test_without_a_log_the_summary_still_speaks():
     text = RunSummary().text(nn.Identity(), None)
     assert "not measured before" in text
     assert "no CSV logger" in text
+
+
+def test_a_fit_whose_loss_became_nan_says_so_in_its_last_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnswap"])
+    options = ["accelerator=cpu", "max_steps=4", "val_check_interval=2", "limit_val_batches=1", "log_every_n_steps=1"]
+    options += ["enable_progress_bar=false", "enable_model_summary=false"]
+    arguments = ["fit", "--model", DEMO, "--model.rate=.nan", *[f"--trainer.{option}" for option in options]]
+    run(arguments, callbacks=[RunSummary()])
+    printed = capsys.readouterr().out
+    assert "before, NaN after training" in printed
+    said = "diverged: train/loss is NaN (first at step 1), val/loss is NaN (first at step 1), val/perplexity is NaN "
+    assert printed.splitlines()[-1] == f"{said}(first at step 1)"
+
+
+def test_only_losses_tell_of_divergence(log):
+    values = {"train/loss": 1.0, "val/loss": math.inf, "train/loss_epoch": 2.5}
+    assert divergence(values, log.parent) == ["diverged: val/loss is inf (first at step 2)"]
+    assert divergence(values, None) == ["diverged: val/loss is inf"]
+    assert divergence({"train/loss": 1.0}, log.parent) == []
+    names = {"train/loss": True, "loss": True, "val/perplexity": True, "train/decode_loss_epoch": True}
+    names |= {"attention/entropy": False, "val/miou": False, "losses/other": False}
+    assert {name: is_loss(name) for name in names} == names
