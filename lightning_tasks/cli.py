@@ -7,10 +7,12 @@ import os
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
@@ -21,19 +23,23 @@ from attention_modules.mechanism import mechanism_class
 from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.prediction_table import PredictionTable
+from lightning_tasks.callbacks.save_on_stop import SaveOnStop
+from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.hparams import import_object, import_path, join_arguments
+from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
+from lightning_tasks.stopping import end_in_one_line
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
 _MECHANISMS = ("attention", "other_attention")
-_CKPT_WORDS = ("best", "last", "hpc", "registry")  # what Lightning resolves itself
+_CKPT_WORDS = ("best", "hpc", *(("registry",) if find_spec("litmodels") else ()))  # what Lightning resolves itself
 
 
 def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
@@ -179,13 +185,34 @@ class AttnswapCLI(LightningCLI):
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"
             )
-        _check_ckpt_path(section.get("ckpt_path"))
-        stored = _stored_model(section.get("ckpt_path"))
+        if str(section.get("ckpt_path")) == "last":
+            resumes = self.config.subcommand == "fit"
+            section.ckpt_path = str(last_checkpoint(section.trainer, self._recipe, resumes))
+            rank_zero_info(f"attnswap: --ckpt_path last is {section.ckpt_path}")
+        stored = _stored_model(section.get("ckpt_path"), self.config.subcommand)
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
         model = fill(given, stored)
         if model != given and "class_path" in model:
             self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer, whose checkpoint files are written whole or not at all, and checked when they are read."""
+        trainer = super().instantiate_trainer(**kwargs)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = CheckedCheckpointIO()
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with end_in_one_line(self.trainer):
+            super()._run_subcommand(subcommand)
+
+    @property
+    def _recipe(self) -> str:
+        """The name of the recipe that runs, or of the module where there is no configuration file."""
+        section = self.config[self.config.subcommand]
+        files = [str(path) for path in section.get("config") or []]
+        return recipe_name(Path(files[0])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
 
     def before_instantiate_classes(self) -> None:
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
@@ -199,15 +226,14 @@ class AttnswapCLI(LightningCLI):
             rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
         if self.config.subcommand == "fit" and section.ckpt_path:
             self.trainer_defaults["callbacks"].append(CheckResumedOptimizer())
+        self.trainer_defaults["callbacks"].append(SaveOnStop())
         if self.config.subcommand == "predict":
             self.trainer_defaults["callbacks"].append(PredictionTable())
         trainer = section.trainer
         if trainer.logger is False or trainer.fast_dev_run:
             return
-        files = [str(path) for path in section.get("config") or []]
-        recipe = recipe_name(Path(files[0])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
         root = Path(trainer.default_root_dir or RUNS)
-        trainer.logger, folder = with_csv_logger(trainer.logger, recipe, root)
+        trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root)
         self._claimed = folder, root
         if wants_wandb(trainer.logger):
             os.environ.update(wandb_offline_without_key(os.environ))
@@ -246,29 +272,27 @@ def _same_class(one: str | None, other: str | None) -> bool:
         return False
 
 
-def _check_ckpt_path(path: str | None) -> None:
-    """Refuse a checkpoint file that is not there before the run has a folder; Lightning's own words pass.
+def _stored_model(path: str | None, command: str) -> dict[str, Any]:
+    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there; Lightning's own words pass.
 
     Raises:
-        RecipeError: no such file.
+        RecipeError: the file cannot be read, is not of a Lightning run, or holds weights only where a fit resumes.
     """
-    if path and path.split(":")[0] not in _CKPT_WORDS and "://" not in path and not Path(path).exists():
-        raise RecipeError(f"--ckpt_path {path}: no such file; give the path of a .ckpt file")
-
-
-def _stored_model(path: str | None) -> dict[str, Any]:
-    """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there.
-
-    Raises:
-        RecipeError: the file is not of a Lightning run.
-    """
-    if not path or not Path(path).is_file():
+    if not path or str(path).split(":")[0] in _CKPT_WORDS or is_sharded(path):
         return {}
-    content = read_checkpoint(path)
+    try:
+        content = read_checkpoint(path)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--ckpt_path {error}") from error
     if "pytorch-lightning_version" not in content:
         raise RecipeError(
             f"--ckpt_path {path}: weights, but no checkpoint of a Lightning run (it has no 'pytorch-lightning_version')"
             "; take them by --init_from in its place"
+        )
+    if command == "fit" and "optimizer_states" not in content:
+        raise RecipeError(
+            f"--ckpt_path {path}: weights only, so that a fit cannot go on from it; take them by --init_from in its "
+            "place"
         )
     hparams = dict(content.get("hyper_parameters", {}))
     hparams.pop("_instantiator", None)

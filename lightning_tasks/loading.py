@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import carry_out, saved_plans
 from lightning_tasks.hparams import import_object
 from lightning_tasks.recipes import read_settings
+from lightning_tasks.resuming import read_checkpoint
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -32,7 +32,7 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
             subclass with a ``configure_model`` of its own.
     """
     weights_only = kwargs.get("weights_only") is not False
-    plans = saved_plans(torch.load(path, map_location="cpu", weights_only=weights_only))
+    plans = saved_plans(read_checkpoint(path, weights_only))
     if not plans:
         raise ValueError(
             f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"
@@ -83,7 +83,7 @@ def load_module(path: str | Path, default: type[pl.LightningModule] | None = Non
     Raises:
         ValueError: if there is no class, and as :func:`load_swapped`.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_checkpoint(path)
     named = content.get("hyper_parameters", {}).get("_class_path")
     if named is None and default is None:
         named = _class_path_of_run(Path(path).resolve().parent.parent)

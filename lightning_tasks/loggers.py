@@ -52,15 +52,30 @@ def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], P
     The folder is a new one, also where the configuration names that of a run that was logged: a CSV logger would
     delete its log. A W&B or TensorBoard logger that names no folder of its own writes into the run's.
     """
-    given = [] if loggers in (None, True) else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
-    csv = next((logger for logger in given if _is(logger, CSVLogger)), None)
-    old = None if csv is None else _folder(csv)
+    given = _listed(loggers)
+    csv, old = _csv_logger_of(given)
     folder = old if old and not (old / "metrics.csv").exists() else claim_run_folder(*_place(old, recipe, root))
     others = [logger for logger in given if logger is not csv]
     for logger in others:
         if logger["init_args"].get("save_dir") in (None, ".", str(old)):
             logger["init_args"]["save_dir"] = str(folder)
     return [_csv_logger_spec(folder), *others], folder
+
+
+def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:
+    """The folder in which :func:`with_csv_logger` makes that of a run, beside those of earlier runs."""
+    name, parent = _place(_csv_logger_of(_listed(loggers))[1], recipe, root)
+    return parent / name
+
+
+def _listed(loggers: Any) -> list[Any]:
+    return [] if loggers in (None, True) else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
+
+
+def _csv_logger_of(loggers: list[Any]) -> tuple[Any, Path | None]:
+    """The CSV logger among the loggers and its folder, None where there is none."""
+    csv = next((logger for logger in loggers if _is(logger, CSVLogger)), None)
+    return csv, None if csv is None else _folder(csv)
 
 
 def _place(old: Path | None, recipe: str, root: Path) -> tuple[str, Path]:

@@ -12,16 +12,19 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.layers import SelfAttention
+from lightning_tasks.checkpoint_files import refuse_damaged
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
     """The content of a checkpoint file, on the CPU; it can hold no code.
 
     Raises:
-        ValueError: if the file is no checkpoint, is cut short, or holds code.
+        FileNotFoundError: no such file.
+        ValueError: if the file is no checkpoint, is cut short or damaged, or holds code.
     """
+    refuse_damaged(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only)
     except Exception as error:  # a file of another kind can fail in any way
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is another kind of file, is cut short, or holds more than "

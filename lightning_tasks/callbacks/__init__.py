@@ -10,6 +10,7 @@ from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.run_summary import RunSummary
+from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.swap import SwapAttention
@@ -26,6 +27,7 @@ __all__ = [
     "QKWeightDecay",
     "RobustnessEvaluation",
     "RunSummary",
+    "SaveOnStop",
     "SegmentationOverlay",
     "SpectrumMonitor",
     "SwapAttention",

@@ -68,6 +68,21 @@ class Hold(Callback):
             time.sleep(0.05)
 
 
+class Signal(Callback):
+    """Sends a signal to its own process within a training or a validation step."""
+
+    def __init__(self, number: int, step: int, validating: bool = False) -> None:
+        self.number, self.step, self.validating = number, step, validating
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step and not self.validating:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_step == self.step and self.validating and batch_idx == 0:
+            os.kill(os.getpid(), self.number)
+
+
 class WriteDevice(Callback):
     """Writes into `folder` what the process sees of the CUDA devices."""
 

@@ -1,13 +1,18 @@
 """A run that is killed in the middle of an epoch and resumed ends bit-identical to one that was not."""
 
+from signal import SIGTERM
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import PythonSourceDataModule
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR
+from lightning_tasks.callbacks.save_on_stop import SaveOnStop
+from tests.lightning_tasks.demo import Signal
 
 MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
 STEPS = 23
@@ -46,9 +51,8 @@ def fit(folder, text, *callbacks, ckpt_path=None, workers=0, max_steps=STEPS, **
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=0,
+        **{"limit_val_batches": 0, **trainer_options},
         callbacks=[LocAteR(weight=0.1, gamma=1.0), keep, *callbacks],
-        **trainer_options,
     )
     trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return {name: value.clone() for name, value in task.state_dict().items()}, trainer
@@ -89,3 +93,16 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, text, stop):
     assert torch.load(kept, weights_only=True)["global_step"] == stop
     more, _ = fit(tmp_path / "more", text, ckpt_path=kept)
     assert all(torch.equal(more[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("step", "validating"), [(12, False), (14, False), (15, True)])
+def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, validating):
+    """In the middle of an epoch of five steps, in its last step, and while it is validated."""
+    options = {"limit_train_batches": 5, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    whole, _ = fit(tmp_path / "whole", text, **options)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path / "told", text, SaveOnStop(), Signal(SIGTERM, step, validating), **options)
+    (saved,) = (tmp_path / "told").glob("stopped-*.ckpt")
+    resumed, trainer = fit(tmp_path / "resumed", text, ckpt_path=saved, **options)
+    assert trainer.global_step == STEPS
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)

@@ -1,0 +1,54 @@
+"""A checkpoint at the end of the step in which a run is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_tasks.callbacks.base import Callback
+
+
+class SaveOnStop(Callback):
+    """Saves a checkpoint when SIGTERM ends a fit, as a scheduler sends it before it takes a machine away.
+
+    Lightning lets the step, or the validation batch, that the signal meets end first. The file lies beside those of
+    the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
+    callback nothing is saved. On several processes neither, as they may be told at different steps.
+    """
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Save where the exception is that of SIGTERM."""
+        callback = trainer.checkpoint_callback
+        folder = getattr(callback, "dirpath", None)
+        told = type(exception).__name__ == "SIGTERMException" and trainer.state.fn == "fit"
+        trying = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
+        if not told or folder is None or trying or trainer.world_size > 1:
+            return
+        path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
+        with _epoch_open(trainer):
+            trainer.save_checkpoint(path)
+        callback.last_model_path = str(path)  # type: ignore[union-attr]
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        """End a prediction, for which Lightning does not look at the signal."""
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+
+@contextlib.contextmanager
+def _epoch_open(trainer: pl.Trainer) -> Iterator[None]:
+    """Count an epoch that has just ended as one whose end is not yet done, as every checkpoint of an epoch's end does.
+
+    Lightning would start a run that resumes from a closed epoch with an empty one.
+    """
+    epochs = trainer.fit_loop.epoch_progress
+    closed = epochs.total.completed == epochs.total.ready
+    for count in (epochs.total, epochs.current):
+        count.completed -= closed
+    yield
+    for count in (epochs.total, epochs.current):
+        count.completed += closed

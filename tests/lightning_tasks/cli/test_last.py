@@ -1,0 +1,129 @@
+"""The command: `--ckpt_path last`, and checkpoint files that are not what was written."""
+
+import os
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.checkpoint_files import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
+from lightning_tasks.resuming import read_checkpoint
+from tests.lightning_tasks.cli.runs import checkpoint, last_run
+
+LAST = ["--ckpt_path", "last", "--trainer.max_steps=4"]
+
+
+def refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_without_a_run_nothing_starts(demo, capsys):
+    error = refused(["fit", "--config", demo, *LAST], capsys)
+    assert "--ckpt_path last: there is no checkpoint in runs/demo/*/checkpoints/*.ckpt" in error
+    assert not Path("runs").exists()
+
+
+def test_the_newest_of_the_recipe_s_runs_is_taken(demo, said):
+    main(["fit", "--config", demo])
+    main(["fit", "--config", demo, *LAST])
+    before = checkpoint()
+    assert said[-2] == "attnswap: --ckpt_path last is runs/demo/version_0/checkpoints/epoch=0-step=2.ckpt"
+    assert torch.load(before, weights_only=True)["global_step"] == 4
+    main(["validate", "--config", demo, "--ckpt_path", "last"])
+    assert said[-2] == f"attnswap: --ckpt_path last is {before}"
+
+
+def test_a_torn_file_and_one_of_weights_are_left_out(demo, said, capsys):
+    main(["fit", "--config", demo])
+    good = checkpoint()
+    torn = good.with_name("torn.ckpt")
+    torn.write_bytes(good.read_bytes()[:-100])
+    bare = good.with_name("bare.ckpt")
+    content = torch.load(good, weights_only=True)
+    del content["optimizer_states"]
+    torch.save(content, bare)
+    for later, path in enumerate((torn, bare), start=1):
+        os.utime(path, ns=(good.stat().st_mtime_ns + later,) * 2)
+    with pytest.warns(UserWarning, match="leaves out bare.ckpt.*weights only") as caught:
+        main(["fit", "--config", demo, *LAST])
+    assert any("leaves out torn.ckpt" in str(warning.message) for warning in caught)
+    assert str(good) in said[-2]
+    shutil.rmtree(last_run())
+    good.unlink()
+    with pytest.warns(UserWarning, match="leaves out"):
+        error = refused(["fit", "--config", demo, *LAST], capsys)
+    assert "none of 2 checkpoints can be resumed" in error
+    assert "weights only, so that a fit cannot go on from it" in refused(
+        ["fit", "--config", demo, "--ckpt_path", str(bare)], capsys
+    )
+
+
+def test_folders_of_one_s_own_are_looked_into(demo, said):
+    keep = '--trainer.callbacks={"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept"}}'
+    main(["fit", "--config", demo, keep])
+    main(["fit", "--config", demo, keep, *LAST])
+    assert any("last is kept/epoch=0-step=2.ckpt" in line for line in said)
+    unlogged = ["fit", "--config", demo, "--trainer.logger=false", "--trainer.default_root_dir=here"]
+    main(unlogged)
+    main([*unlogged, *LAST])
+    assert any("last is here/checkpoints/epoch=0-step=2.ckpt" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (".", "--ckpt_path . is a folder; give the path of a .ckpt file"),
+        ("https://example.org/a.ckpt", "is a URL, and checkpoints are read from files"),
+        ("registry:a", "--ckpt_path registry:a: no such file"),
+    ],
+)
+def test_what_is_no_file_is_refused(demo, path, text, capsys):
+    assert text in refused(["fit", "--config", demo, "--ckpt_path", path], capsys)
+    assert not Path("runs").exists()
+
+
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {f"w{index}": torch.randn(400) for index in range(4)}}, path)
+    refuse_damaged(path)
+    whole, random_ = path.read_bytes(), random.Random(0)
+    with zipfile.ZipFile(path) as archive:
+        tensors = [each for each in archive.infolist() if "/data/" in each.filename]
+    for entry in tensors:
+        start = entry.header_offset + 30 + int.from_bytes(whole[entry.header_offset + 26 :][:2], "little")
+        start += int.from_bytes(whole[entry.header_offset + 28 :][:2], "little")
+        for _ in range(5):
+            changed = bytearray(whole)
+            changed[start + random_.randrange(entry.file_size)] ^= 1 << random_.randrange(8)
+            path.write_bytes(changed)
+            torch.load(path, weights_only=True)  # torch takes it
+            with pytest.raises(ValueError, match=r"a\.ckpt cannot be read as a checkpoint: it is damaged"):
+                read_checkpoint(path)
+            with pytest.raises(ValueError, match="damaged"):
+                CheckedCheckpointIO().load_checkpoint(path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path, files = tmp_path / "a.ckpt", CheckedCheckpointIO()
+    files.save_checkpoint({"step": 1}, path)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UnwrittenCheckpoint, match=r"a\.ckpt could not be written \(No space left on device\)"):
+        files.save_checkpoint({"step": 2}, path)
+    assert read_checkpoint(path) == {"step": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
+    monkeypatch.undo()
+    path.with_name("a.ckpt.partial").symlink_to("/dev/full")  # torch has errors of its own for what the disk refuses
+    with pytest.raises(UnwrittenCheckpoint, match="No space left on device"):
+        files.save_checkpoint({"step": torch.zeros(100_000)}, path)
+    assert read_checkpoint(path) == {"step": 1}

@@ -1,0 +1,90 @@
+"""The command: a run that is told to end says so by its exit code, and names what is saved."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
+from tests.lightning_tasks.cli.runs import checkpoint, last_run
+from tests.lightning_tasks.demo import DemoModule
+
+LONG = ["--trainer.max_steps=9", "--trainer.limit_train_batches=3"]
+
+
+def send(number, step, **options):
+    spec = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": number, "step": step, **options}}
+    return [f"--trainer.callbacks={json.dumps([spec])}"]
+
+
+def ended(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return stop.value.code, [line for line in capsys.readouterr().err.splitlines() if line.startswith("attnswap: ")]
+
+
+@pytest.mark.parametrize(("step", "validating", "at"), [(4, False, 5), (5, False, 6), (6, True, 6)])
+def test_sigterm_saves_and_ends_with_143(demo, step, validating, at, capsys):
+    """In the middle of an epoch, in its last step, and while it is validated."""
+    stopped = send(signal.SIGTERM, step, validating=validating)
+    code, (line,) = ended(["fit", "--config", demo, *LONG, "--trainer.limit_val_batches=2", *stopped], capsys)
+    (saved,) = (last_run() / "checkpoints").glob("stopped-*.ckpt")
+    assert code == 143
+    assert line.startswith("attnswap: ended by SIGTERM; the newest checkpoint is ")
+    assert line.endswith(f"{saved} goes on from it")
+    assert torch.load(saved, weights_only=True)["global_step"] == at
+    main(["fit", "--config", demo, *LONG, "--ckpt_path", "last"])
+    assert torch.load(checkpoint(), weights_only=True)["global_step"] == 9
+
+
+def test_without_checkpoints_nothing_is_saved(demo, capsys):
+    stopped = ["--trainer.enable_checkpointing=false", *send(signal.SIGTERM, 4)]
+    code, (line,) = ended(["fit", "--config", demo, *LONG, *stopped], capsys)
+    assert (code, line) == (143, "attnswap: ended by SIGTERM; no checkpoint was saved")
+    assert not list(Path("runs").rglob("*.ckpt"))
+
+
+def test_an_interrupt_names_the_newest_checkpoint(demo, capsys):
+    code, (line,) = ended(["fit", "--config", demo, *LONG, *send(signal.SIGINT, 5)], capsys)
+    assert code == 130
+    assert line.startswith("attnswap: interrupted; the newest checkpoint is ")
+    assert "epoch=0-step=3.ckpt goes on from it" in line
+    code, (line,) = ended(["fit", "--config", demo, *LONG, *send(signal.SIGINT, 1)], capsys)
+    assert (code, line) == (130, "attnswap: interrupted; no checkpoint was saved")
+
+
+def test_a_prediction_ends_too(demo, capsys, monkeypatch):
+    def step(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    monkeypatch.setattr(DemoModule, "predict_step", step)
+    code, (line,) = ended(["predict", "--config", demo], capsys)
+    assert (code, line) == (143, "attnswap: ended by SIGTERM; nothing of it is kept")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(28, "No space left on device", "metrics.csv"), "metrics.csv could not be written or read (No space"),
+        (UnwrittenCheckpoint("the checkpoint a.ckpt could not be written"), "the checkpoint a.ckpt could not be"),
+        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), "a process that loads data died"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(demo, error, text, capsys, monkeypatch):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 5:
+            raise error
+
+    monkeypatch.setattr(DemoModule, "on_train_batch_start", on_train_batch_start)
+    code, (line,) = ended(["fit", "--config", demo, *LONG], capsys)
+    assert code == 1
+    assert line.startswith(f"attnswap: error: {text}")
+    assert "; the newest checkpoint is " in line
+    monkeypatch.setenv("ATTNSWAP_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(["fit", "--config", demo, *LONG])
