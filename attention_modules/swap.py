@@ -67,6 +67,41 @@ def swap_attention(
             model is then unchanged.
     """
     _refuse_wrapped(model)
+    return _swap(model, mechanism, where, layers, exclude, mechanism_options)
+
+
+@torch.inference_mode(False)
+def make_observable(model: nn.Module, names: Sequence[str]) -> None:
+    """Put softmax attention into plain layers, for hooks to see q, k and v: no Parameter and no output changes.
+
+    Unlike :func:`swap_attention` it takes compiled models, which compile these layers anew. Take it out with
+    :func:`make_plain`.
+
+    Args:
+        model: the model.
+        names: of its plain layers.
+
+    Raises:
+        AttentionSwapError: as :func:`swap_attention`.
+    """
+    _refuse_wrapped(model, compiled=False)
+    _swap(model, "softmax", list(names), None, (), {})
+
+
+@torch.inference_mode(False)
+def make_plain(model: nn.Module, names: Sequence[str]) -> None:
+    """Undo :func:`make_observable` for these layers, whatever the model was wrapped into since."""
+    _restore(model, [layer for layer in survey(model).layers if layer.name in names])
+
+
+def _swap(
+    model: nn.Module,
+    mechanism: Mechanism,
+    where: Selector | None,
+    layers: int | Sequence[int] | None,
+    exclude: Selector,
+    mechanism_options: dict[str, object],
+) -> SwapReport:
     found = survey(model)
     chosen, skipped = select(found, where, layers, exclude)
     plan = _build(model, [describe(found, layer) for layer in chosen], mechanism, mechanism_options)
@@ -110,6 +145,11 @@ def restore_attention(model: nn.Module) -> list[str]:
     swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]
     for layer in swapped:
         _raise_for(layer.name, layer.host.query_return_refusal(layer.module))
+    _restore(model, swapped)
+    return [layer.name for layer in swapped]
+
+
+def _restore(model: nn.Module, swapped: Sequence[Found]) -> None:
     modules = {layer.name: layer.module for layer in swapped}
     owned = owned_parameters(modules)
     with _AllOrNothing(model):
@@ -117,19 +157,20 @@ def restore_attention(model: nn.Module) -> list[str]:
             layer.host.remove(layer.module)
         _settle(model)
     remember_made(modules, owned)
-    return [layer.name for layer in swapped]
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
+def _refuse_wrapped(model: nn.Module, compiled: bool = True) -> None:
     check_module(model)
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
+            if kind.__name__ == "OptimizedModule" and not compiled:
+                continue
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 raise AttentionSwapError(
                     f"{name or 'the model'} is a {kind.__name__}, which keeps the layers as they are: "
                     f"{_WRAPPERS[kind.__name__]}"
                 )
-        if module._compiled_call_impl is not None:
+        if compiled and module._compiled_call_impl is not None:
             raise AttentionSwapError(f"{name or 'the model'} is compiled: swap before calling its compile()")
 
 

@@ -93,6 +93,9 @@ class AttentionMapLogger(MechanismObserver):
         self._bad: dict[tuple[str, str], Tensor] = {}  # how many queries and keys of a layer are not finite
         self._warnings = CollapseWarnings("AttentionMapLogger", [NOT_FINITE])
 
+    def _watches(self, stage: str) -> bool:
+        return stage in ("fit", "validate")
+
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
         for layer in self._chosen(pl_module):
             if self.heads is not None and max(self.heads) >= layer.spec.num_heads:
@@ -128,7 +131,7 @@ class AttentionMapLogger(MechanismObserver):
             if not trainer.sanity_checking:
                 self._draw(trainer, pl_module, rolled)
         finally:
-            self._close()
+            self._close_unread()
 
     def _draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, rolled: tuple[Tensor, list[int]] | None
@@ -145,7 +148,7 @@ class AttentionMapLogger(MechanismObserver):
             save_picture(trainer, self._figure(*rolled, ["rollout"], "rollout"), "attention_maps/rollout")
 
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
-        self._close()
+        self._close_unread()
         given = batch if isinstance(batch, Tensor) else next(iter(_tensors(batch)), None)
         if given is not None and given.ndim == 4 and given.is_floating_point():
             self._images = given[: self.num_samples].detach().float().cpu()
@@ -155,8 +158,7 @@ class AttentionMapLogger(MechanismObserver):
             for index, layer in enumerate(self._chosen(pl_module))
         )
 
-    def _close(self) -> None:
-        super()._close()
+    def _forget(self) -> None:
         self._images = None
         self._maps, self._whole, self._places, self._bad = {}, {}, {}, {}
 

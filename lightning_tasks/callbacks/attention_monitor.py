@@ -66,12 +66,11 @@ class AttentionMonitor(MechanismObserver):
 
     The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
-    Plain layers are observed by putting plain softmax attention into them, which changes no output, and stays there
-    until ``restore_attention``; like swapped layers, they return no attention weights meanwhile (exclude those whose
-    weights the module reads). Between firings nothing is hooked. A firing (an observed step, or any batch of an
-    observed evaluation) costs about three more passes of attention for all statistics (``python -m
-    benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. Training values under
-    several processes are those of the first one's batch.
+    Plain layers are observed by putting plain softmax attention into them while a trainer runs that observes, which
+    changes no output; at its end they are plain again. Between firings nothing is hooked. A firing (an observed step,
+    or any batch of an observed evaluation) costs about three more passes of attention for all statistics
+    (``python -m benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. Training
+    values under several processes are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.
@@ -116,6 +115,10 @@ class AttentionMonitor(MechanismObserver):
         self._charts.restart()
         self._heads.restart()
         super().setup(trainer, pl_module, stage)
+
+    def _watches(self, stage: str) -> bool:
+        watched = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}
+        return bool(set(self.stages) & set(watched.get(stage, ())))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -239,7 +242,7 @@ class AttentionMonitor(MechanismObserver):
         self._heads.add(trainer, f"{prefix}attention/{BY_HEAD}", current_step(trainer), numbers, whole)
 
     def _open(self, pl_module: pl.LightningModule) -> None:
-        self._close()  # of a batch that was skipped before its end
+        self._forget()  # what a batch that was skipped before its end left
         layers = self._chosen(pl_module)
         self._observed = [[] for _ in layers]
         self._names = {layer_label(layer): layer.name for layer in layers}
@@ -305,8 +308,7 @@ class AttentionMonitor(MechanismObserver):
         """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
         if self._hooks is None:
             return {}
-        super()._close()
-        self._in_backward = False
+        self._unhook()
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self._computed:
             seen = [[call[name] for call in calls if name in call] for calls in self._observed]
@@ -323,8 +325,12 @@ class AttentionMonitor(MechanismObserver):
                 sums["mean"] = torch.stack(list(sums.values())).sum(0)
             for label, (total, rows) in sums.items():
                 values[f"attention/{name}/{label}"] = (total / rows, rows)
-        self._observed, self._tokens = [], {}
+        self._forget()
         return values
+
+    def _forget(self) -> None:
+        self._in_backward = False
+        self._observed, self._tokens = [], {}
 
 
 def _known(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,9 @@ def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action
         previous = vars(pl_module).get("configure_model")
         # A partial, unlike a closure, can be copied and pickled with the module.
         pl_module.configure_model = partial(_configure_then_run, pl_module, previous, actions)  # type: ignore[method-assign]
+    present: list[Callback] = pl_module.trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    for gone in actions.keys() - {id(callback) for callback in present}:
+        del actions[gone]  # of an earlier trainer, which ended before its callbacks could tell
     actions[id(owner)] = action
 
 

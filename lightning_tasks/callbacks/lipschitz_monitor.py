@@ -141,16 +141,20 @@ class LipschitzMonitor(LayerObserver):
         return (self._validations - 1) % self.every_n_validations == 0
 
     def _open(self, pl_module: pl.LightningModule) -> None:
-        self._close()
+        self._forget()  # what a batch that was skipped before its end left
         self._hook(
             (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
         )
 
     def _close(self) -> dict[int, LayerCall]:
         """Unhook; what was seen since :meth:`_open`."""
-        super()._close()
-        calls, self._calls = self._calls, {}
+        self._unhook()
+        calls = self._calls
+        self._forget()
         return calls
+
+    def _forget(self) -> None:
+        self._calls = {}
 
     def _observe(
         self, index: int, layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import lightning.pytorch as pl
 from torch import nn
 
 from attention_modules import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, attention_layers
-from attention_modules.swap import swap_attention
+from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
@@ -22,7 +22,7 @@ ForwardPreHook = Callable[..., None]
 
 
 class LayerObserver(Callback):
-    """Hooks what subclasses choose, without compiled code, until :meth:`_close`, a trainer's end or an exception.
+    """Hooks what subclasses choose, without compiled code, until :meth:`_unhook`, a trainer's end or an exception.
 
     Args:
         where: names of layers (a glob or several); all where None.
@@ -40,50 +40,90 @@ class LayerObserver(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, self)
+        self._close_unread()  # of a trainer that ended before it could tell
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
+        self._close_unread()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
+        self._close_unread()
 
     def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
         return attention_layers(pl_module, self.where, self.layers, self.exclude)
 
     def _hook(self, hooks: Iterable[tuple[nn.Module, ForwardPreHook]]) -> None:
-        if self._hooks is not None:  # of a batch that was skipped before its end
-            self._hooks.close()
+        self._unhook()  # of a batch that was skipped before its end
         self._hooks = ExitStack()
         for module, hook in hooks:
             self._hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         self._hooks.enter_context(eager())
 
-    def _close(self) -> Any:
-        """Unhook, if anything is hooked; subclasses also forget what was seen."""
-        if self._hooks is not None:
-            self._hooks.close()
-        self._hooks = None
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.close()
+
+    def _forget(self) -> None:
+        """Forget what was seen."""
+
+    def _close_unread(self) -> None:
+        """Unhook and forget, with nothing computed: after an error that may fail too, and hide the error."""
+        self._unhook()
+        self._forget()
+
+
+# Softmax attention that observers put into plain layers, and who watches it: the last of them takes it out. Weak, so
+# that neither a model nor a callback that is gone without an end counts.
+_WATCHED: WeakKeyDictionary[AttentionMechanism, WeakSet[MechanismObserver]] = WeakKeyDictionary()
 
 
 class MechanismObserver(LayerObserver):
-    """Hooks mechanisms; plain layers get plain softmax attention, which changes no output, when a trainer starts."""
+    """Hooks mechanisms; plain layers have softmax attention, which changes no output, while the trainer runs.
+
+    It is put in after the model is built, and taken out at the trainer's end, also where that is an exception, by the
+    last observer that leaves. Layers that were swapped otherwise stay as they are.
+    """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        after_configure_model(pl_module, self, self._make_observable)
+        if self._watches(stage):
+            after_configure_model(pl_module, self, self._make_observable)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        forget_actions(pl_module, self)
+        self._leave(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        forget_actions(pl_module, self)
+        self._leave(pl_module)
+
+    def _watches(self, stage: str) -> bool:
+        """Whether there is anything to observe while a trainer does this ("fit", "validate", "test", "predict")."""
+        raise NotImplementedError
 
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
         plain = [layer.name for layer in self._chosen(pl_module) if layer.mechanism is None]
         if plain:
-            swap_attention(pl_module, "softmax", where=plain)
+            make_observable(pl_module, plain)
+        for layer in self._chosen(pl_module):
+            mechanism = self._mechanism(layer)
+            if layer.name in plain or mechanism in _WATCHED:
+                # Without those of an earlier trainer, which may have ended before they could leave.
+                here = [other for other in _WATCHED.get(mechanism, ()) if other in pl_module.trainer.callbacks]  # type: ignore[attr-defined]
+                _WATCHED[mechanism] = WeakSet([*here, self])
+
+    def _leave(self, pl_module: pl.LightningModule) -> None:
+        """Leave the model, and take softmax out of the layers that nobody else watches."""
+        forget_actions(pl_module, self)
+        alone: list[str] = []
+        for name, module in pl_module.named_modules():
+            mechanism = getattr(module, "mechanism", None)
+            if isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED:
+                _WATCHED[mechanism].discard(self)
+                if not _WATCHED[mechanism]:
+                    alone.append(name)
+        if alone:
+            make_plain(pl_module, alone)
 
     def _mechanism(self, layer: AttentionLayer) -> AttentionMechanism:
         if layer.mechanism is None:

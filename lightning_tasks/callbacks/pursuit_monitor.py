@@ -115,7 +115,7 @@ class PursuitMonitor(LayerObserver):
         return pursuing
 
     def _open(self, pl_module: pl.LightningModule) -> None:
-        self._close()  # of a batch that was skipped before its end
+        self._forget()  # what a batch that was skipped before its end left
         self._hook(
             (mechanism, partial(self._observe, layer_label(layer))) for layer, mechanism in self._pursuing(pl_module)
         )
@@ -155,7 +155,7 @@ class PursuitMonitor(LayerObserver):
         if self._hooks is None:
             return
         means, tokens, bad = self._means(), self._tokens, self._bad
-        self._close()
+        self._close_unread()
         if means:
             values = {name: value for of_layer in means.values() for name, value in of_layer.items()}
             self._look(pl_module, to_numbers({**values, **bad}), tokens, prefix)
@@ -200,8 +200,7 @@ class PursuitMonitor(LayerObserver):
         where = f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}"
         self._warnings.look(shown, where)
 
-    def _close(self) -> None:
-        super()._close()
+    def _forget(self) -> None:
         self._samples, self._sums, self._bad, self._tokens = {}, {}, {}, {}
 
 

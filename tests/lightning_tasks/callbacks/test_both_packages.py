@@ -59,11 +59,16 @@ def test_demo_module_from_yaml(package, demo_data):
     (demo_data / "run.yaml").write_text(yaml.safe_dump(config(package, demo_data)))
     done = command_line(demo, args=["fit", "--config", str(demo_data / "run.yaml")])
     mechanisms = [type(part).__name__ for part in done.model.modules() if isinstance(part, AttentionMechanism)]
-    # Two encoder layers as asked; the decoder's two were plain and are observed as softmax.
-    assert mechanisms == ["RPCAttention", "RPCAttention", "SoftmaxAttention", "SoftmaxAttention"]
+    # Two encoder layers as asked; the decoder's two were observed, and are plain again.
+    assert mechanisms == ["RPCAttention", "RPCAttention"]
     with open(f"{done.trainer.logger.log_dir}/metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    for name in ("attention/entropy/mean", "qk_spectrum/variance/layer_00", "locater/penalty"):
+    for name in (
+        "attention/entropy/mean",
+        "attention/entropy/layer_03",
+        "qk_spectrum/variance/layer_00",
+        "locater/penalty",
+    ):
         assert {int(row["step"]) for row in rows if row[name]} == {0, 1, 2}, name
     checkpoint = torch.load(done.trainer.checkpoint_callback.best_model_path, weights_only=True)
     plan = next(state["plan"] for key, state in checkpoint["callbacks"].items() if key.startswith("SwapAttention"))
