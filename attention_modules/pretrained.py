@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -53,7 +53,10 @@ def load_pretrained(
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
-        _keys_to_ignore_on_load_unexpected = (*(plain._keys_to_ignore_on_load_unexpected or ()), rf"\.{MARK}$")
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+            *(plain._keys_to_ignore_on_load_unexpected or ()),
+            rf"\.{MARK}$",
+        ]
 
         def __init__(self, *init_args: Any, **init_kwargs: Any) -> None:
             super().__init__(*init_args, **init_kwargs)
