@@ -60,6 +60,8 @@ class AttentionMechanism(nn.Module):
     uses_query: ClassVar[bool] = True
     one_query_a_key: ClassVar[bool] = False
     """Whether it takes as many queries as keys only, though it uses them."""
+    gives_weights: ClassVar[bool] = False
+    """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]`` that mixed the values."""
     built_with: Mapping[str, object] | None = None
     """The options it was built with by name or class; None where a callable or hand built it."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
+from typing import ClassVar
 
-from attention_modules.kernels import attend
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_modules.kernels import attend, check_dropout
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
@@ -16,6 +21,8 @@ class SoftmaxAttention(AttentionMechanism):
     A row that a boolean mask or -inf hides wholly gives zeros; one hidden by finite numbers averages, as in PyTorch.
     """
 
+    gives_weights: ClassVar[bool] = True
+
     def forward(
         self,
         q: Tensor,
@@ -25,12 +32,44 @@ class SoftmaxAttention(AttentionMechanism):
         is_causal: bool = False,
         dropout_p: float = 0.0,
         scale: float | None = None,
+        weights: list[Tensor] | None = None,
     ) -> Tensor:
         """Mix the values; ``attn_mask`` and ``is_causal`` may come together.
+
+        Where ``weights`` is a list, the map ``[B, H, N, M]`` is made, after dropout as in nn.MultiheadAttention, and
+        added to it.
 
         Raises:
             TypeError: if the mask is neither boolean nor floating.
             ValueError: if its shape does not fit, or ``is_causal`` meets a key-value cache.
         """
         attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
-        return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
+        if weights is None:
+            return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
+        if is_causal:
+            attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        weights.append(_map(q, k, attn_mask, dropout_p, scale))
+        return torch.bmm(weights[-1].flatten(0, 1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+
+def _map(q: Tensor, k: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float | None) -> Tensor:
+    """The attention map ``[B, H, N, M]``, by the very steps of nn.MultiheadAttention, so that it has the same bits."""
+    check_dropout(dropout_p)
+    q = q * (math.sqrt(1.0 / float(q.shape[-1])) if scale is None else scale)
+    queries, keys = q.flatten(0, 1), k.flatten(0, 1).transpose(-2, -1)
+    if attn_mask is None:
+        logits = torch.bmm(queries, keys)
+        hidden = None
+    else:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        full = attn_mask.to(q.dtype).expand(*q.shape[:2], -1, -1).flatten(0, 1)
+        logits = torch.baddbmm(full, queries, keys)
+        hidden = logits.isneginf().all(-1, keepdim=True)  # a row that sees nothing gives zeros
+        logits = logits.masked_fill(hidden, 0.0)
+    found = F.softmax(logits, dim=-1)
+    if hidden is not None:
+        found = found.masked_fill(hidden, 0.0)
+    if dropout_p > 0.0:
+        found = F.dropout(found, dropout_p)
+    return found.unflatten(0, q.shape[:2])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ def mechanism_attention_forward(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
-    """The attention function of swapped layers; in place of an attention map it gives one without keys.
+    """The attention function of swapped layers.
+
+    Softmax gives its attention map where the caller asks for attentions; else there is one without keys in its place.
 
     Args:
         module: the swapped layer.
@@ -67,8 +70,8 @@ def mechanism_attention_forward(
         is_causal: in place of the layer's own ``is_causal`` where given.
 
     Returns:
-        ``[B, N, H, d]``, and an empty map ``[B, H, N, 0]``: ``output_attentions`` drops None, which would shift the
-        maps of the other layers.
+        ``[B, N, H, d]``, and the map ``[B, H, N, M]``, or an empty one ``[B, H, N, 0]``: ``output_attentions`` drops
+        None, which would shift the maps of the other layers.
 
     Raises:
         NotImplementedError: for arguments that no mechanism sees, a mask of another implementation, or a key-value
@@ -99,8 +102,22 @@ def mechanism_attention_forward(
             )
         query = key
     # A mechanism with a query that cannot take more keys than queries says so itself.
-    out = mechanism(query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling)
-    return out.transpose(1, 2).contiguous(), out.new_empty(*out.shape[:-1], 0)
+    weights: list[Tensor] = []
+    asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(kwargs) else {}
+    out = mechanism(
+        query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
+    )
+    return out.transpose(1, 2).contiguous(), weights[0] if weights else out.new_empty(*out.shape[:-1], 0)
+
+
+def _attentions_asked(arguments: Mapping[str, object]) -> bool:
+    """Whether the caller of the model wants attention maps: said to the layer, or to what collects its outputs."""
+    if arguments.get("output_attentions"):
+        return True
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():  # which cannot read a context variable
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def _check_no_adapted_query(module: Any) -> None:

@@ -1,7 +1,7 @@
 """mmsegmentation: what is to know of the ``nn.MultiheadAttention`` inside its wrappers.
 
 Its vision transformers and Segmenter's decoder hold theirs at ``layers[i].attn.attn``, and call it sequence-first with
-``need_weights=True``, the weights thrown away. A swapped layer reads that as torch's host does, and makes none.
+``need_weights=True``, the weights thrown away. A swapped layer reads that as torch's host does, and makes none there.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ class ReducedKeysHost(MultiheadAttentionHost):
             f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced "
             "image: leave it out by `layers` (`attention_layers` of a task) or `where`, or choose another mechanism"
         )
+
+    def settle(self, model: nn.Module) -> None:
+        """Softmax makes no weights for wrappers that throw them away."""
+        library = sys.modules["mmcv.cnn.bricks.transformer"]
+        for wrapper in model.modules():
+            mechanism = getattr(getattr(wrapper, "attn", None), "mechanism", None)
+            if isinstance(wrapper, library.MultiheadAttention) and isinstance(mechanism, AttentionMechanism):
+                mechanism.__dict__["gives_weights"] = False
 
 
 def _reduction(parent: nn.Module | None) -> int:

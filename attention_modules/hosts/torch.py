@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,26 +59,40 @@ def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, num_heads: in
 class SwappedMultiheadAttention(Swapped):
     """nn.MultiheadAttention's forward, with the mechanism between the projections.
 
-    ``need_weights`` is accepted, and the second result is always None: a mechanism has no attention map to give.
+    Its steps and layouts are those of :func:`torch.nn.functional.multi_head_attention_forward`: another memory layout
+    of the output would draw other masks in the dropout after it.
+
+    Where ``need_weights`` asks for the attention weights, softmax gives them; other mechanisms have none: None.
     """
 
     # Read by the encoder layer before its fused path, which would never call this forward.
     _qkv_same_embed_dim = property(lambda self: False)
 
     def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[B, H, N, d]`` of batch-first inputs ``[B, N, C]``."""
+        """q, k, v ``[B, H, N, d]`` of sequence-first inputs ``[N, B, C]``."""
         names = ("k", "v") if self.dropped_query else ("q", "k", "v")
+        inputs = (key, value) if self.dropped_query else (query, key, value)
+        bias = self.in_proj_bias
         if self.in_proj_weight is None:
             weights = [getattr(self, f"{name}_proj_weight") for name in names]
+            found = _separately(inputs, weights, bias)
+        elif all(x is inputs[0] for x in inputs):
+            found = _together(inputs[0], self.in_proj_weight, bias, len(names))
+        elif key is value:  # then there is a query
+            size = self.embed_dim
+            query_bias, pair_bias = (None, None) if bias is None else bias.split([size, 2 * size])
+            query_weight, pair_weight = self.in_proj_weight.split([size, 2 * size])
+            found = [F.linear(query, query_weight, query_bias), *_together(key, pair_weight, pair_bias, 2)]
         else:
-            weights = self.in_proj_weight.chunk(len(names))
-        biases = [None] * len(names) if self.in_proj_bias is None else self.in_proj_bias.chunk(len(names))
-        inputs = (key, value) if self.dropped_query else (query, key, value)
-        heads = [
-            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            for x, weight, bias in zip(inputs, weights, biases, strict=True)
-        ]
+            found = _separately(inputs, self.in_proj_weight.chunk(len(names)), bias)
+        heads = [self._heads(x) for x in found]
         return (heads[0], *heads) if self.dropped_query else tuple(heads)
+
+    def _heads(self: Any, x: Tensor) -> Tensor:
+        """``[B, H, N, d]`` of ``[N, B, H * d]``."""
+        tokens, batch, _ = x.shape
+        x = x.view(tokens, batch * self.num_heads, self.head_dim).transpose(0, 1)
+        return x.view(batch, self.num_heads, tokens, self.head_dim)
 
     def forward(
         self: Any,
@@ -89,7 +104,7 @@ class SwappedMultiheadAttention(Swapped):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
             raise RuntimeError(
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
@@ -103,23 +118,41 @@ class SwappedMultiheadAttention(Swapped):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: give the mask too, as nn.MultiheadAttention asks")
         batched = query.dim() == 3
-        q, k, v = self._project(*(self._batch_first(x, batched) for x in (query, key, value)))
+        q, k, v = self._project(*self._sequence_first(query, key, value))
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        hinted = is_causal and key_padding_mask is None  # the hint stands for the mask, as in the plain layer
+        weights: list[Tensor] = []
+        asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
+        hinted = is_causal and key_padding_mask is None and not asked  # it stands for the mask, as in the plain layer
         mask = _merge_masks(None if hinted else attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
-        out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
+        batch, _, tokens, _ = out.shape
+        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(tokens * batch, -1)).view(tokens, batch, -1)
+        shown = (weights[0].mean(dim=1) if average_attn_weights else weights[0]) if weights else None
         if not batched:
-            return out[0], None
-        return (out if self.batch_first else out.transpose(0, 1)), None
+            return out.squeeze(1), None if shown is None else shown.squeeze(0)
+        return (out.transpose(0, 1) if self.batch_first else out), shown
 
-    def _batch_first(self: Any, x: Tensor, batched: bool) -> Tensor:
-        """``[B, N, C]`` from whichever layout the layer was called with."""
-        if not batched:
-            return x[None]
-        return x if self.batch_first else x.transpose(0, 1)
+    def _sequence_first(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[N, B, C]`` from whichever layout the layer was called with; what was one tensor stays one."""
+        turned: dict[int, Tensor] = {}
+        for x in (query, key, value):
+            if id(x) not in turned:
+                turned[id(x)] = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1) if self.batch_first else x
+        return turned[id(query)], turned[id(key)], turned[id(value)]
+
+
+def _together(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> list[Tensor]:
+    """The ``count`` projections of one input, each contiguous."""
+    y = F.linear(x, weight, bias).unflatten(-1, (count, -1))
+    return list(y.unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous())
+
+
+def _separately(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
+    """A projection for each input."""
+    biases = [None] * len(weights) if bias is None else bias.chunk(len(weights))
+    return [F.linear(x, weight, each) for x, weight, each in zip(inputs, weights, biases, strict=True)]
 
 
 class MultiheadAttentionHost(Host):

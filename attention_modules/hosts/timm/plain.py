@@ -206,9 +206,9 @@ class SwappedPartition(SwappedTokens):
         image = x.unflatten(1, (height, width))
         image = nn.functional.pad(image, (0, 0, 0, -width % side, 0, -height % side))
         cut = image.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)  # [B, rows, columns, ws, ws, C]
-        out = super().forward(cut.flatten(3, 4).flatten(0, 2)).unflatten(1, (side, side))
+        out = self._mix(*self._split(cut.flatten(3, 4).flatten(0, 2))).unflatten(1, (side, side))
         out = out.unflatten(0, cut.shape[:3]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-        return out[:, :height, :width].flatten(1, 2)
+        return self._leave(out[:, :height, :width].flatten(1, 2))
 
 
 class TwinsLocalHost(TimmHost):
@@ -223,9 +223,16 @@ class TwinsLocalHost(TimmHost):
 class SwappedImage(SwappedTimm):
     """``[B, C, h, w]``; projections are 1 x 1 convolutions."""
 
+    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """q, k, v contiguous as timm makes them, features last, which fused attention asks for."""
+        q, k, v = super()._split(x)
+        if x.dim() != 4:
+            return q, k, v
+        return None if q is None else q.contiguous(), k.contiguous(), v.contiguous()
+
     def _imaged(self: Any, out: Tensor, x: Tensor) -> Tensor:
-        """``[B, C, h, w]`` of ``[B, N, C]``."""
-        return out.transpose(1, 2).unflatten(2, x.shape[2:])
+        """``[B, C, h, w]`` of ``[B, N, C]``, contiguous as timm makes it: the dropout after it goes by the layout."""
+        return out.transpose(1, 2).contiguous().unflatten(2, x.shape[2:])
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self._leave(self._imaged(self._mix(*self._split(x)), x))
@@ -247,7 +254,7 @@ class SwappedFlattened(SwappedImage):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)
-        return self._imaged(self._leave(self._mix(*self._split(tokens))), x)
+        return self._leave(self._mix(*self._split(tokens))).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 class FastvitHost(TimmHost):

@@ -65,24 +65,25 @@ class Projections:
         return found.get("q"), found["k"], found["v"]
 
     def _heads(self, y: Tensor, letters: str, widths: Widths) -> list[Tensor]:
+        """Of ``[B, N, features]`` or ``[B, features, h, w]``, split before it is turned: gradients keep the layout."""
+        image = y.dim() == 4
+        y, axis = (y.flatten(2), 1) if image else (y, 2)
         if self.by_head:
-            return list(y.unflatten(-1, (widths.heads, -1)).transpose(1, 2).split([*map(widths.of, letters)], -1))
-        parts = y.split([*map(widths.features, letters)], -1)
-        return [
-            part.unflatten(-1, (-1, widths.of(letter))).transpose(1, 2)
-            for part, letter in zip(parts, letters, strict=True)
-        ]
+            parts = list(y.unflatten(axis, (widths.heads, -1)).split([*map(widths.of, letters)], axis + 1))
+        else:
+            split = zip(y.split([*map(widths.features, letters)], axis), letters, strict=True)
+            parts = [part.unflatten(axis, (-1, widths.of(letter))) for part, letter in split]
+        return [part.transpose(2, 3) if image else part.transpose(1, 2) for part in parts]
 
     def _project(self, layer: Any, path: str, x: Tensor) -> Tensor:
-        """``[B, N, features]``."""
+        """``[B, N, features]``, or ``[B, features, h, w]``."""
         projection = getattr(layer, path)
         if self.own_biases and layer.v_bias is not None:
             bias = torch.cat([getattr(layer, f"{letter}_bias") for letter in self._present(layer, "qkv")])
             if layer.qkv_bias_separate:
                 return projection(x) + bias
             return F.linear(x, projection.weight, bias)
-        y = projection(x)
-        return y.flatten(2).transpose(1, 2) if y.dim() == 4 else y
+        return projection(x)
 
     @staticmethod
     def _present(layer: Any, letters: str) -> str:

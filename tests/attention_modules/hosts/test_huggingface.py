@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import attention_layers, huggingface
+from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
     DIM,
@@ -272,10 +273,27 @@ def test_bert_as_a_decoder_with_cross_attention() -> None:
 
 def test_attention_maps_are_neither_invented_nor_shifted() -> None:
     model = causal_model("gpt2", "eager")
-    swap_attention(model, "softmax", layers=[0])
+    swap_attention(model, "symmetric", layers=[0])
     first, second = model(token_ids(), output_attentions=True, use_cache=False).attentions
     assert first.shape == (2, HEADS, TOKENS, 0)  # None would be dropped, and the second map would pass for the first
     assert second.shape == (2, HEADS, TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_softmax_gives_the_attentions_that_are_asked_for_and_no_others(family: str) -> None:
+    model = causal_model(family, "eager")
+    expected = model(token_ids(), output_attentions=True, use_cache=False)
+    swap_attention(model, "softmax")
+    got = model(token_ids(), output_attentions=True, use_cache=False)
+    for mine, plain in zip(got.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=1e-5)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, SoftmaxAttention):
+            module.register_forward_pre_hook(lambda _, args, kwargs: seen.append("weights" in kwargs), with_kwargs=True)
+    model(token_ids(), use_cache=False)
+    assert seen == [False] * len(expected.attentions)
 
 
 def test_untested_classes_are_refused_by_name() -> None:

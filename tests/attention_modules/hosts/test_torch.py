@@ -61,11 +61,28 @@ def test_unbatched_input_and_no_bias() -> None:
     assert module(x, x, x, **masks)[0].shape == x.shape
 
 
-def test_no_attention_map_is_invented() -> None:
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "by-head"])
+@pytest.mark.parametrize("masks", [{}, *MASKS.values()], ids=["none", *MASKS])
+def test_softmax_gives_the_weights_that_are_asked_for(masks: dict, average: bool) -> None:
     module, x = layer(batch_first=True), features()
+    asked = {"need_weights": True, "average_attn_weights": average, **masks}
+    expected = [*module(x, x, x, **asked), *module(x[0], x[0], x[0], need_weights=True)]
     swap_attention(module, "softmax")
-    assert module(x, x, x)[1] is None
-    assert module(x, x, x, need_weights=True, average_attn_weights=False)[1] is None
+    got = [*module(x, x, x, **asked), *module(x[0], x[0], x[0], need_weights=True)]
+    for mine, plain in zip(got, expected, strict=True):
+        seen = plain.isfinite()  # the plain layer gives NaN for what sees nothing, a swapped one zeros
+        assert torch.equal(mine[seen], plain[seen])
+        assert mine.isfinite().all()
+        assert mine.stride() == plain.stride()
+    assert module(x, x, x, need_weights=False, **masks)[1] is None
+
+
+def test_other_mechanisms_have_no_weights_to_give() -> None:
+    module, x = layer(batch_first=True), features()
+    for mechanism in ("symmetric", "rpc", "uniform"):
+        swap_attention(module, mechanism)
+        assert module(x, x, x)[1] is None
+        assert module(x, x, x, need_weights=True, average_attn_weights=False)[1] is None
 
 
 def test_a_hint_without_its_mask_is_an_error_as_in_the_plain_layer() -> None:
