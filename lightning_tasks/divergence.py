@@ -10,6 +10,10 @@ STOPPED = "non_finite/stopped"
 """Logged, as 1, at the step at which :class:`~lightning_tasks.callbacks.NonFiniteGuard` stopped a run."""
 
 
+SKIPPED = "non_finite/skipped"
+"""Logged at each step that the guard skipped: how many it skipped so far."""
+
+
 def is_loss(metric: str) -> bool:
     """Whether a metric is a loss by its name: ``train/loss``, ``val/loss_epoch``, ``loss``, ``val/perplexity``."""
     name = metric.rpartition("/")[2].removesuffix("_step").removesuffix("_epoch")

@@ -6,15 +6,21 @@ import torch
 from torch import Tensor, distributed
 
 
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of the processor, and that of ``device`` where it is a GPU, of this process."""
+    own = [torch.get_rng_state()]
+    if device.type == "cuda":
+        own.append(torch.cuda.get_rng_state(device))
+    return own
+
+
 def gather_random_states(device: torch.device) -> list[list[Tensor]]:
     """By rank: the state of the processor, and that of ``device`` where it is a GPU.
 
     Each process uses one device, so what it has as the state of the others is not what they draw from. All processes
     must call this.
     """
-    own = [torch.get_rng_state()]
-    if device.type == "cuda":
-        own.append(torch.cuda.get_rng_state(device))
+    own = random_state(device)
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     states: list[list[Tensor]] = [[] for _ in range(distributed.get_world_size())]

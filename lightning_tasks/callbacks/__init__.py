@@ -6,6 +6,7 @@ from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
@@ -22,6 +23,7 @@ __all__ = [
     "FreezeQK",
     "LipschitzMonitor",
     "LocAteR",
+    "NonFiniteGuard",
     "PredictionTable",
     "PursuitMonitor",
     "QKWeightDecay",

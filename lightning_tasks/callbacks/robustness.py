@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from pathlib import Path
@@ -154,7 +153,7 @@ class RobustnessEvaluation(Callback):
             plan = kind_of(pl_module).plan(self, InPrecision(pl_module, trainer), pl_module, trainer, seen)
             self._run(trainer, pl_module, plan)
         for row in self.table:
-            if not math.isnan(row.value):
+            if row.is_measured:
                 pl_module.log(row.label, row.value)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

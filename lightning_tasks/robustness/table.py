@@ -12,6 +12,9 @@ from typing import Any
 
 from lightning_tasks.robustness.corruption_error import Errors
 
+GIVES_NAN = "the model gives nan"
+"""The note of a figure that is nan, and was measured."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,7 +27,7 @@ class Row:
         setting: eps, severity or share, as text.
         metric: "accuracy", "mIoU", "perplexity", "auroc", "l1" (of the input gradient, in nats a unit of the image),
             ...
-        value: the figure; nan where it could not be measured, and `note` says why.
+        value: the figure; nan where it could not be measured, or the model gives nan: `note` says which.
         samples: images or tokens it was measured on.
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
         seconds: time it took.
@@ -41,6 +44,11 @@ class Row:
     gradient_l2: float = math.nan
     seconds: float = math.nan
     note: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `value` is what the model gives, nan too."""
+        return not math.isnan(self.value) or self.note == GIVES_NAN
 
     @property
     def label(self) -> str:
@@ -123,7 +131,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def figure(row: Row) -> str:
     """The value as the table shows it: shares as percentages."""
     if math.isnan(row.value):
-        return "not measured"
+        return "NaN" if row.is_measured else "not measured"
     if row.test == "input gradient":
         return f"{row.value:.3g}"
     return f"{row.value:.2f}" if row.metric.startswith("perplexity") else f"{100 * row.value:.1f}%"

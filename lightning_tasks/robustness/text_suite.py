@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_tasks.robustness.linf import held_still
 from lightning_tasks.robustness.suite import Advance, Measurement
-from lightning_tasks.robustness.table import Row
+from lightning_tasks.robustness.table import GIVES_NAN, Row
 from lightning_tasks.robustness.word_swap import IGNORED, swap_words
 
 
@@ -84,5 +84,5 @@ def word_swap_measurement(text: Text, share: float, token: int, keep: Sequence[i
 
 def _row(test: str, name: str, setting: str, metric: str, found: Tensor, counted: Tensor) -> Row:
     value, count = perplexity(found, counted)
-    note = ("the model gives nan" if count else "no word is left") if math.isnan(value) else ""
+    note = (GIVES_NAN if count else "no word is left") if math.isnan(value) else ""
     return Row(test, name, setting, metric, value, count, note=note)

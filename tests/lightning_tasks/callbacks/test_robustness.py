@@ -28,7 +28,7 @@ from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, 
 from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
 from lightning_tasks.robustness.image_suite import Subject, corruption_measurement
 from lightning_tasks.robustness.suite import fingerprint
-from lightning_tasks.robustness.table import Row, read_csv, write_csv
+from lightning_tasks.robustness.table import Row, figure, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, perplexity
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
@@ -502,6 +502,9 @@ def test_perplexities_that_are_nan_or_infinite_are_said():
     )
     (row,) = clean_text_measurement(text).measure(lambda share: None)
     assert (math.isnan(row.value), row.note) == (True, "the model gives nan")
+    assert row.is_measured
+    assert figure(row) == "NaN"
+    assert figure(Row("mean corruption", "", "", "accuracy", math.nan, note="no baseline")) == "not measured"
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

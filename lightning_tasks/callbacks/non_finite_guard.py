@@ -1,0 +1,304 @@
+"""A guard against losses and gradients that are NaN or infinite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.current_step import current_step
+from lightning_tasks.divergence import SKIPPED, STOPPED
+from lightning_tasks.non_finite import (
+    Flags,
+    NonFiniteError,
+    Sample,
+    dataset_indices,
+    described,
+    listed,
+    save_sample,
+)
+from lightning_tasks.pictures import run_folder
+from lightning_tasks.random_state import random_state
+
+_ACTIONS = ("stop", "skip")
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+_MOST_SAVED = 10
+_SCALER_PATIENCE = 20  # halvings of the loss scale in a row, a factor of a million: no scale helps
+
+
+class _Window:
+    """The batches since the last optimizer step, of which the first with something that is not finite is kept."""
+
+    def __init__(self) -> None:
+        self.suspect: Sample | None = None
+        self._last: tuple[Flags, Sample] | None = None
+
+    def add(self, flags: Flags, sample: Sample) -> None:
+        """Add a batch that no step followed."""
+        self.settle()
+        self._last = flags, sample
+
+    def settle(self) -> None:
+        """Look at the batch that was added last, whose flags are read one batch late."""
+        if self._last is not None and self.suspect is None:
+            flags, sample = self._last
+            loss, parameters = flags.read()
+            self.suspect = sample if loss or parameters else None
+        self._last = None
+
+
+class NonFiniteGuard(Callback):
+    """Stops at the first loss or gradient that is NaN or infinite, or skips its step, and saves the batch.
+
+    It looks at the loss of each backward pass and at the gradients before each optimizer step, with automatic and
+    manual optimization. The error, and the file that the batch is in, name the step, the batch (with accumulation the
+    one of the window), its indices in the data set where the order of the loader tells them, the loss, and the
+    parameters whose gradient is not finite. Place it after callbacks that add to gradients, such as ``LocAteR``.
+
+    ``"stop"`` raises :class:`~lightning_tasks.non_finite.NonFiniteError`. On the CPU that is before the optimizer
+    steps. On CUDA devices nothing waits for the device: what was found at a step is read at the next one, and before
+    each validation and checkpoint, so that no checkpoint has such weights; those in memory took that one step.
+    ``"skip"`` leaves the step out: parameters and optimizer state stay, the schedule goes on. On devices it waits for
+    the gradients at each step, as ``torch.amp.GradScaler`` does. Buffers that the forward pass writes (running means
+    of batch norm) are not protected. Steps that were skipped are logged as ``non_finite/skipped``.
+
+    With fp16 mixed precision gradients that overflow are the scaler's, which skips such steps itself; the guard acts
+    where the loss is not finite, and where 20 steps in a row overflowed. On several processes the gradients alone
+    decide, which are the same on all: a loss that is not finite but has finite gradients stops nothing there.
+
+    Args:
+        action: ``"stop"`` or ``"skip"``.
+        save_batch: whether the batch is saved, on every process, as ``non_finite_step_N.pt`` (of the first 10 that are
+            skipped), with the random states before it; ``torch.load(path, weights_only=True)`` reads it.
+        folder: where to; where None, into the run's folder, and nowhere if the run has none.
+        max_consecutive_skips: as many steps in a row are skipped at most; the next one stops the run.
+
+    Raises:
+        ValueError: if an argument is none of these; at the start, if the strategy is DeepSpeed, which keeps gradients
+            in buffers of its own.
+    """
+
+    def __init__(
+        self,
+        action: Literal["stop", "skip"] = "stop",
+        save_batch: bool = True,
+        folder: str | None = None,
+        max_consecutive_skips: int = 10,
+    ) -> None:
+        super().__init__()
+        if action not in _ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(map(repr, _ACTIONS))}, got {action!r}")
+        self.action = action
+        self.save_batch = save_batch
+        self.folder = folder
+        self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
+        self.skipped = 0
+        self._in_a_row = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sample: Sample | None = None
+        self._window = _Window()
+        self._stepped = False
+        self._first_of_epoch: int | None = None
+        self._unread: tuple[Flags, Sample, _Window] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing of a run in which nothing was skipped."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row} if self.skipped else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and _is_strategy(trainer, ("DeepSpeedStrategy",)):
+            raise ValueError("NonFiniteGuard: DeepSpeed keeps gradients in its own buffers; use DDP, or no guard")
+        self.skipped = self._in_a_row = 0
+        self._reset()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first_of_epoch = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._first_of_epoch is None:
+            self._first_of_epoch = batch_idx
+        self._stepped = False
+        place = current_step(trainer), trainer.current_epoch, batch_idx
+        self._sample = Sample(*place, batch, random_state(pl_module.device))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if self._sample is not None:
+            self._sample.losses.append(loss.detach().sum())  # a scalar, unless the module gave its gradient
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._sample is None:
+            return
+        self._settle(trainer, pl_module)
+        shared = _is_strategy(trainer, _SHARDED)
+        found = Flags(self._sample.losses, _parameters_of(optimizer), shared), self._sample, self._window
+        self._window, self._stepped = _Window(), True
+        if self.action == "stop" and reads_late(pl_module):
+            self._unread = found
+        else:
+            self._judge(trainer, pl_module, *found)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._sample is not None and self._sample.losses and not self._stepped:
+            flags = Flags(self._sample.losses, list(pl_module.parameters()), shared=False)  # of this process's batch
+            self._window.add(flags, self._sample)
+        self._sample = None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._settle(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._settle(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._settle(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._settle(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._reset()
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.skipped:
+            print(f"skipped: {self.skipped} optimizer steps, whose loss or gradient was not finite")
+
+    def _settle(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read what was found at the last step, where that waited."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._judge(trainer, pl_module, *unread)
+
+    def _judge(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, flags: Flags, sample: Sample, window: _Window
+    ) -> None:
+        """Stop, or skip the step, where it is not finite."""
+        window.settle()
+        bad_loss, parameters = flags.read()
+        bad_loss = trainer.world_size == 1 and (bad_loss or _has_bad_loss(window.suspect))
+        if not (bad_loss or parameters):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        scaled = _scaler(trainer) is not None
+        if scaled and not bad_loss and self._in_a_row < _SCALER_PATIENCE:
+            return  # the scaler skips the step, and halves its scale
+        names = _names_of(pl_module, parameters)
+        text = self._describe(trainer, pl_module, window.suspect or sample, names, len(flags.parameters))
+        if self.action == "stop" or (scaled and not bad_loss) or self._in_a_row > self.max_consecutive_skips:
+            self._stop(trainer, text)
+        self._skip(trainer, pl_module, flags, text, keeps_gradients=scaled and bool(parameters))
+
+    def _stop(self, trainer: pl.Trainer, text: str) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics({STOPPED: 1.0}, step=current_step(trainer))
+        trainer.strategy.barrier()  # the first process that ends takes the others with it: all have saved their batch
+        row = f"{self._in_a_row} steps in a row were not finite; the last: " if self._in_a_row > 1 else ""
+        cure = " (NonFiniteGuard with action='skip' leaves such steps out)" if self.action == "stop" else ""
+        raise NonFiniteError(f"{row}{text}{cure}")
+
+    def _skip(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, flags: Flags, text: str, keeps_gradients: bool
+    ) -> None:
+        self.skipped += 1
+        if not keeps_gradients:  # a scaler needs them, and leaves the step out by itself
+            for parameter in flags.parameters:
+                parameter.grad = None  # optimizers pass over it: neither weight nor state changes
+        rank_zero_warn(f"skipped {text}")
+        for logger in trainer.loggers:
+            logger.log_metrics({SKIPPED: float(self.skipped)}, step=current_step(trainer))
+
+    def _describe(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, sample: Sample, names: list[str], count: int
+    ) -> str:
+        """What happened, in one line; the batch is saved on the way."""
+        scaler = _scaler(trainer)
+        factor: float = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        factor /= 1.0 if scaler is None else scaler.get_scale()
+        losses = [float(loss) * factor for loss in sample.losses]
+        indices = self._indices(trainer, sample)
+        said = f"step {sample.step} (epoch {sample.epoch}, batch {sample.batch_idx}): {described(losses, names, count)}"
+        broken = [name for name, each in pl_module.named_parameters() if not each.detach().isfinite().all()]
+        if broken and not reads_late(pl_module):  # late, they may be what this step made of them
+            said += f"; parameters were not finite before: {listed(broken)}"
+        if indices is not None:
+            said += f"; the batch is of the samples {listed(indices)} of the training data"
+        return f"{said}; {self._saved(trainer, sample, indices, losses, names)}"
+
+    def _indices(self, trainer: pl.Trainer, sample: Sample) -> list[int] | None:
+        loader = trainer.train_dataloader
+        if self._first_of_epoch and not (isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")):
+            return None  # resumed within the epoch: such a loader began anew, and its batches are other ones
+        return dataset_indices(loader, sample.batch_idx)
+
+    def _saved(
+        self, trainer: pl.Trainer, sample: Sample, indices: list[int] | None, losses: list[float], names: list[str]
+    ) -> str:
+        if not self.save_batch or self.skipped >= _MOST_SAVED:
+            return "the batch is not saved"
+        folder = _run_folder(trainer) if self.folder is None else Path(self.folder)
+        if folder is None:
+            return "the batch is not saved, as the run has no folder (give NonFiniteGuard folder=...)"
+        rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
+        path = folder / f"non_finite_step_{sample.step}{rank}.pt"
+        try:
+            save_sample(path, sample, indices, losses, names)
+        except OSError as error:
+            return f"the batch cannot be saved ({error})"
+        return f"the batch is in {path}"
+
+
+def _run_folder(trainer: pl.Trainer) -> Path | None:
+    """The run's folder on every process, all of which come here: by the same gradients."""
+    try:
+        folder = run_folder(trainer)
+    except OSError as error:
+        rank_zero_warn(f"the run's folder cannot be made: {error}")
+        folder = None
+    return trainer.strategy.broadcast(folder) if trainer.world_size > 1 else folder
+
+
+def reads_late(pl_module: pl.LightningModule) -> bool:
+    """Whether reading flags at once would wait for the device."""
+    return pl_module.device.type == "cuda"
+
+
+def _has_bad_loss(sample: Sample | None) -> bool:
+    return sample is not None and not all(loss.isfinite() for loss in sample.losses)
+
+
+def _is_strategy(trainer: pl.Trainer, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(trainer.strategy).__mro__)
+
+
+def _scaler(trainer: pl.Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_of(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in wanted]
