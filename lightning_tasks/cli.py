@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 import lightning_tasks.models as own_models
@@ -24,15 +22,17 @@ from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
+from lightning_tasks.charts import loggers_named
 from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
-from lightning_tasks.loggers import RUNS, release_run_folder, wandb_offline_without_key, wants_wandb, with_csv_logger
+from lightning_tasks.loggers import RUNS, release_run_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line
+from lightning_tasks.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")
@@ -118,6 +118,10 @@ class SaveConfig(SaveConfigCallback):
         """Save for a fit."""
         self._save(trainer, pl_module, "fit")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save in the W&B run once more, into which Lightning has put the hyper-parameters in between."""
+        self._save_in_wandb(trainer)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save for a validation (that of a fit finds it saved)."""
         self._save(trainer, pl_module, "validate")
@@ -130,24 +134,33 @@ class SaveConfig(SaveConfigCallback):
         """Save for a prediction."""
         self._save(trainer, pl_module, "predict")
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Say to which W&B run the checkpoint belongs."""
+        save_run(trainer, checkpoint)
+
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers:
             if not self.already_saved:
                 rank_zero_info(f"attnswap: this run's files are in {trainer.log_dir}")
             super().setup(trainer, pl_module, stage)
+        if trainer.state.fn != "fit":
+            self._save_in_wandb(trainer)
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the configuration, nested as it is, into every W&B run (rank zero only)."""
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.experiment.config.update(self.config.as_dict(), allow_val_change=True)
+    def _save_in_wandb(self, trainer: Trainer) -> None:
+        """Put the configuration, nested as it is, into every W&B run (rank zero only).
+
+        It comes after the module's hyper-parameters, among which may be a `model` too, of another form.
+        """
+        for logger in loggers_named(trainer, "WandbLogger") if trainer.is_global_zero else ():
+            logger.experiment.config.update(self.config.as_dict(), allow_val_change=True)
 
 
 class AttnswapCLI(LightningCLI):
     """LightningCLI with `--init_from`, one folder a run, and checkpoint hyper-parameters that override nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, labels: RunLabels | None = None, **kwargs: Any) -> None:
         """Parse, build and run; a run that cannot begin leaves no folder."""
+        self._labels = labels
         self._claimed: tuple[Path, Path] | None = None
         try:
             super().__init__(*args, **kwargs)
@@ -235,8 +248,18 @@ class AttnswapCLI(LightningCLI):
         root = Path(trainer.default_root_dir or RUNS)
         trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root)
         self._claimed = folder, root
-        if wants_wandb(trainer.logger):
-            os.environ.update(wandb_offline_without_key(os.environ))
+        self._prepare_wandb(wandb_arguments(trainer.logger), section)
+
+    def _prepare_wandb(self, runs: list[Any], section: Any) -> None:
+        """Name the W&B runs, have a resumed one go on, and need no key."""
+        if not runs:
+            return
+        if self._labels is not None:
+            for arguments in runs:
+                self._labels.fill(arguments)
+        if self.config.subcommand == "fit" and section.ckpt_path and Path(section.ckpt_path).is_file():
+            continue_run(runs[0], read_checkpoint(section.ckpt_path))
+        go_offline_without_key()
 
 
 def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
@@ -317,26 +340,31 @@ class _ParsingCLI(AttnswapCLI):
         """Nothing."""
 
 
-def run(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> AttnswapCLI:
+def run(arguments: Sequence[str], callbacks: Sequence[Callback] = (), labels: RunLabels | None = None) -> AttnswapCLI:
     """Run one trainer command; `arguments` start with its name, `callbacks` come on top of the configured ones.
+
+    A W&B run gets the `labels` where the configuration gives it none.
 
     Raises:
         RecipeError: a recipe or part that does not exist, or an argument that the parser refuses.
     """
-    return _command_line(AttnswapCLI, arguments, callbacks)
+    return _command_line(AttnswapCLI, arguments, callbacks, labels=labels)
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Parse the arguments of :func:`run` and build the module, and run nothing.
+def check_arguments(arguments: Sequence[str]) -> Any:
+    """Parse the arguments of :func:`run` and build the module, and run nothing; return the trainer's loggers.
 
     Raises:
         RecipeError: as there.
         Exception: from the module's constructor.
     """
-    _command_line(_ParsingCLI, arguments, ())
+    config = _command_line(_ParsingCLI, arguments, ()).config
+    return config[config.subcommand].trainer.logger
 
 
-def _command_line(kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback]) -> AttnswapCLI:
+def _command_line(
+    kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback], **options: Any
+) -> AttnswapCLI:
     expanded = spell_out_classes(expand_recipe_names(arguments))
     return kind(
         save_config_callback=SaveConfig,
@@ -345,4 +373,5 @@ def _command_line(kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: 
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
         auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights
+        **options,
     )

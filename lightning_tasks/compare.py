@@ -158,15 +158,15 @@ def summary_metrics(names: Sequence[str]) -> list[str]:
 
 
 def plan_cells(
-    variants: Sequence[Variant], seeds: Sequence[int], output: Path, extra: Sequence[str] = ()
+    variants: Sequence[Variant], seeds: Sequence[int], output: Path, extra: Sequence[str] = (), comparison: str = ""
 ) -> list[Cell]:
-    """Every cell of the comparison, seed by seed, so that an interrupted run leaves complete pairs.
+    """Every cell of the comparison of that name, seed by seed, so that an interrupted run leaves complete pairs.
 
     Raises:
         RecipeError: two configurations have one name, or names of one folder.
     """
     cells = [
-        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test)
+        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test, comparison)
         for seed in seeds
         for variant in variants
     ]
@@ -184,13 +184,14 @@ def check_cells(cells: Iterable[Cell]) -> None:
     """
     from lightning_tasks.__main__ import refusal_in
     from lightning_tasks.cli import check_arguments
+    from lightning_tasks.wandb_runs import check_cell_loggers
 
     refused = {}
     for cell in {cell.name: cell for cell in cells}.values():
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                check_arguments(cell.arguments)
+                check_cell_loggers(check_arguments(cell.arguments))
         except Exception as error:
             refusal = error if isinstance(error, RecipeError) else refusal_in(error)
             refused[cell.name] = reason(error) if refusal is None else str(refusal)
@@ -288,7 +289,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.jobs < 1:
         raise RecipeError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]
-    cells = plan_cells(variants, parse_seeds(options.seeds), options.output, [f"--{item}" for item in options.set])
+    name = " + ".join(recipe_name(find_recipe(name)) for name in options.configs)
+    extra = [f"--{item}" for item in options.set]
+    cells = plan_cells(variants, parse_seeds(options.seeds), options.output, extra, name)
     metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
     check_cells(cell for cell in cells if not cell.is_finished())
     make_output_folder(options.output)

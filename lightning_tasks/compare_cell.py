@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 RESULT = "result.json"
+_MOST_BYTES = 200  # of the 255 that file systems take
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Cell:
     seed: int
     output: str
     test: bool = False
+    comparison: str = ""
 
     @property
     def label(self) -> str:
@@ -44,8 +46,7 @@ class Cell:
     @property
     def folder(self) -> Path:
         """Where the files of this cell are."""
-        slug = re.sub(r"[^\w.=+-]+", "_", self.name)
-        return Path(self.output) / "cells" / slug / f"seed_{self.seed}"
+        return Path(self.output) / "cells" / folder_name(self.name) / f"seed_{self.seed}"
 
     @property
     def log(self) -> Path:
@@ -79,6 +80,16 @@ class Cell:
         return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
 
 
+def folder_name(name: str) -> str:
+    """A name as one part of a path: with _ for other signs, and a digest for the end of one that is too long."""
+    slug = re.sub(r"[^\w.=+-]+", "_", name)
+    slug = slug if slug.strip(".") else "_" * max(1, len(slug))  # no path leads up or nowhere
+    if len(slug.encode()) <= _MOST_BYTES:
+        return slug
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
+
+
 def end_with_parent(parent: int, seconds: float = 1.0) -> None:
     """End this process soon after the process `parent` is gone: a killed comparison leaves nobody at work."""
 
@@ -96,14 +107,17 @@ def run_cell(cell: Cell) -> None:
 
     from lightning_tasks.cli import run
     from lightning_tasks.compare_pairing import RecordPairing
+    from lightning_tasks.wandb_runs import RunLabels, one_run
 
     torch.set_num_threads(1)
     shutil.rmtree(cell.folder, ignore_errors=True)  # what an interrupted run of this cell left
     cell.folder.mkdir(parents=True)
     started = time.monotonic()
     pairing = RecordPairing()
-    with _output_to(cell.log):
-        cli = run([*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"], callbacks=[pairing])
+    labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
+    arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
+    with _output_to(cell.log), one_run():
+        cli = run(arguments, callbacks=[pairing], labels=labels)
         if cell.test:
             cli.trainer.test(cli.model, datamodule=cli.datamodule)
     folder = cli.trainer.log_dir

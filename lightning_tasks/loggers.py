@@ -1,18 +1,14 @@
-"""What the command does about loggers: a CSV log always, one folder a run, W&B that needs no key."""
+"""What the command does about loggers: a CSV log always, and one folder a run."""
 
 from __future__ import annotations
 
-import netrc
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 RUNS = Path("runs")
-_WANDB_HOST = "api.wandb.ai"
 
 
 def claim_run_folder(recipe: str, root: Path) -> Path:
@@ -50,16 +46,16 @@ def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], P
     """The `trainer.logger` value(s) of a configuration with a CSV logger first, and the folder of the run.
 
     The folder is a new one, also where the configuration names that of a run that was logged: a CSV logger would
-    delete its log. A W&B or TensorBoard logger that names no folder of its own writes into the run's.
+    delete its log. A logger that writes files and names no folder of its own writes into the run's.
     """
     given = _listed(loggers)
     csv, old = _csv_logger_of(given)
     folder = old if old and not (old / "metrics.csv").exists() else claim_run_folder(*_place(old, recipe, root))
     others = [logger for logger in given if logger is not csv]
-    for logger in others:
-        if logger["init_args"].get("save_dir") in (None, ".", str(old)):
-            logger["init_args"]["save_dir"] = str(folder)
-    return [_csv_logger_spec(folder), *others], folder
+    for arguments in [logger["init_args"] for logger in others if "init_args" in logger]:
+        if "save_dir" in arguments and arguments["save_dir"] in (None, ".", str(old)):
+            arguments["save_dir"] = str(folder)
+    return [_csv_logger(folder, csv), *others], folder
 
 
 def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:
@@ -69,50 +65,37 @@ def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:
 
 
 def _listed(loggers: Any) -> list[Any]:
-    return [] if loggers in (None, True) else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
+    return (
+        []
+        if isinstance(loggers, (bool, type(None)))
+        else list(loggers)
+        if isinstance(loggers, (list, tuple))
+        else [loggers]
+    )
 
 
 def _csv_logger_of(loggers: list[Any]) -> tuple[Any, Path | None]:
     """The CSV logger among the loggers and its folder, None where there is none."""
-    csv = next((logger for logger in loggers if _is(logger, CSVLogger)), None)
-    return csv, None if csv is None else _folder(csv)
+    csv = next((logger for logger in loggers if _is_csv(logger)), None)
+    return csv, None if csv is None else _folder(csv["init_args"])
 
 
 def _place(old: Path | None, recipe: str, root: Path) -> tuple[str, Path]:
     return (recipe, root) if old is None else (old.parent.name, old.parent.parent)
 
 
-def _folder(csv_logger: Any) -> Path | None:
-    init_args = csv_logger["init_args"]
+def _folder(init_args: Any) -> Path | None:
     if init_args.get("version") is None:
         return None
     return Path(init_args["save_dir"], init_args.get("name") or "", str(init_args["version"]))
 
 
-def _csv_logger_spec(folder: Path) -> dict[str, Any]:
-    init_args = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
-    return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": init_args}
+def _csv_logger(folder: Path, csv: Any) -> dict[str, Any]:
+    """The CSV logger of a run, with what the configuration says of it beside the folder."""
+    given = {} if csv is None else dict(csv["init_args"].items())
+    place = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
+    return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {**given, **place}}
 
 
-def _is(logger: Any, kind: type[Logger]) -> bool:
-    return str(logger["class_path"]).rsplit(".", 1)[-1] == kind.__name__
-
-
-def wants_wandb(loggers: Any) -> bool:
-    """Whether a `trainer.logger` value names W&B's logger."""
-    return isinstance(loggers, list) and any(_is(logger, WandbLogger) for logger in loggers)
-
-
-def wandb_offline_without_key(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to `environment` so that W&B never asks for a key: offline mode where there is no key."""
-    if "WANDB_MODE" in environment or "WANDB_API_KEY" in environment or _key_in_netrc(environment):
-        return {}
-    return {"WANDB_MODE": "offline"}
-
-
-def _key_in_netrc(environment: Mapping[str, str]) -> bool:
-    file = Path(environment.get("NETRC", os.path.expanduser("~/.netrc")))
-    try:
-        return file.is_file() and netrc.netrc(file).authenticators(_WANDB_HOST) is not None
-    except netrc.NetrcParseError:
-        return False
+def _is_csv(logger: Any) -> bool:
+    return str(logger["class_path"]).rsplit(".", 1)[-1] == CSVLogger.__name__

@@ -30,19 +30,45 @@ def log_entries(data):
             entry = b""
 
 
-def wandb_records(folder):
-    """(history, config) of an offline run: the rows it logged in order, and the updates of its configuration."""
+def offline_runs(folder):
+    """The records of each offline run of W&B's below a folder, in the order of their files."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    runs = []
+    for path in sorted(folder.rglob("offline-run-*/run-*.wandb")):
+        records = []
+        for entry in log_entries(path.read_bytes()):
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(entry)
+        runs.append(records)
+    return runs
+
+
+def run_record(records):
+    """What W&B calls a run: id, display_name, run_group, tags, project."""
+    return [record.run for record in records if record.WhichOneof("record_type") == "run"][-1]
+
+
+def rows_and_updates(records):
+    """(history, config) of an offline run: the rows it logged in order, and the updates of its configuration."""
     history, config = [], []
-    for entry in log_entries(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(entry)
+    for record in records:
         rows = {"history": record.history.item, "config": record.config.update}
         for kind, kept in (("history", history), ("config", config)):
             if record.WhichOneof("record_type") == kind:
                 names = [item.key or "/".join(item.nested_key) for item in rows[kind]]
                 kept.append(dict(zip(names, [json.loads(item.value_json) for item in rows[kind]], strict=True)))
     return history, config
+
+
+def final_config(records):
+    """The configuration that an offline run ends with."""
+    first = {item.key: json.loads(item.value_json) for item in run_record(records).config.update}
+    return {key: value for update in [first, *rows_and_updates(records)[1]] for key, value in update.items()}
+
+
+def wandb_records(folder):
+    """(history, config) of the one offline run of a folder."""
+    (records,) = offline_runs(folder)
+    return rows_and_updates(records)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tasks.loggers import wandb_offline_without_key
 from tests.lightning_tasks.cli.runs import ROOT, last_run
 
 
@@ -25,23 +24,6 @@ def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
         wandb_logger.experiment.finish()
     for run_folder in ("version_0", "version_1"):
         assert len(list(Path("runs/demo", run_folder, "wandb").glob("offline-run-*"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("environment", "added"),
-    [
-        ({}, {"WANDB_MODE": "offline"}),
-        ({"WANDB_API_KEY": "x"}, {}),
-        ({"WANDB_MODE": "online"}, {}),
-    ],
-)
-def test_wandb_is_offline_where_there_is_no_key(environment, added, tmp_path):
-    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc"), **environment}) == added
-
-
-def test_a_key_in_netrc_is_a_key(tmp_path):
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert wandb_offline_without_key({"NETRC": str(tmp_path / "netrc")}) == {}
 
 
 def test_one_wandb_run_a_job_under_ddp(demo):
