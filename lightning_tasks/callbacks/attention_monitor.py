@@ -60,9 +60,10 @@ class AttentionMonitor(MechanismObserver):
     in W&B each name also has a chart of all its layers then, ``charts/attention/entropy``.
 
     A layer's value beyond one of these is warned of in words, each kind once: ``normalised_entropy`` below 0.02
-    (entropy collapse), ``token_similarity`` above 0.98 (rank collapse), ``sink`` above 0.3 (attention sink). These
-    three are computed at every firing, whether or not they are logged. Queries or keys that are NaN or infinite are
-    warned of as well; the layer's values are then NaN.
+    (entropy collapse), ``token_similarity`` above 0.98 (rank collapse; not said at step 0 of a fit, as tokens of a
+    fresh model are often alike), ``sink`` above 0.3 (attention sink). These three are computed at every firing, whether
+    or not they are logged. Queries or keys that are NaN or infinite are warned of as well; the layer's values are then
+    NaN.
 
     The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
@@ -247,6 +248,7 @@ class AttentionMonitor(MechanismObserver):
         self._observed = [[] for _ in layers]
         self._names = {layer_label(layer): layer.name for layer in layers}
         self._numbers = [layer_number(layer) for layer in layers]
+        self._untrained = pl_module.trainer.state.fn == "fit" and current_step(pl_module.trainer) == 0
         self._num_heads, self._device = [layer.spec.num_heads for layer in layers], pl_module.device
         hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
@@ -302,7 +304,7 @@ class AttentionMonitor(MechanismObserver):
             for label, name in self._names.items()
             if (key := f"attention/{sign.statistic}/{label}") in means
         }
-        self._warnings.look(seen, where)
+        self._warnings.look(seen, where, self._untrained)
 
     def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""

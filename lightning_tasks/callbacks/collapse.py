@@ -16,6 +16,7 @@ class Sign:
     threshold: float
     below: bool
     words: str
+    untrained: bool = True  # whether it is a sign of anything in a model that has not trained
 
     def shows(self, value: float) -> bool:
         """Whether a layer's value is beyond the threshold; nan is not."""
@@ -47,6 +48,8 @@ SIGNS = (
         False,
         "rank collapse: the tokens that enter the layer point almost the same way, so that attention cannot tell them "
         "apart; look at residual connections, initialisation and depth",
+        # Tokens of a fresh model are often alike (its position embeddings are small), and part in a few steps.
+        untrained=False,
     ),
     Sign(
         "sink",
@@ -129,9 +132,14 @@ class CollapseWarnings:
         """The signs not yet warned of."""
         return [sign for sign in self._signs if sign not in self._said]
 
-    def look(self, values: Mapping[tuple[str, str], float], where: str) -> None:
-        """Warn of what `values`, by (statistic, layer), show; `where` says when they were observed."""
+    def look(self, values: Mapping[tuple[str, str], float], where: str, untrained: bool = False) -> None:
+        """Warn of what `values`, by (statistic, layer), show; `where` says when they were observed.
+
+        Where they are of a model that has not trained, what is no sign of a failure then is left for later.
+        """
         for sign in self.wanted:
+            if untrained and not sign.untrained:
+                continue
             shown = {
                 layer: value for (name, layer), value in values.items() if name == sign.statistic and sign.shows(value)
             }

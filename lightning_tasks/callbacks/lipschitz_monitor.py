@@ -15,11 +15,18 @@ from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.layer_charts import LayerCharts
+from lightning_tasks.callbacks.layer_words import listed
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
 from lightning_tasks.eager import eager
 from lightning_tasks.layer_call import LayerCall
+
+_WHOLE = (
+    "works only with as many tokens as the model gives it, as its position bias, rope or windows fix their number: all "
+    "are looked at in place of the first {}, which takes more time and memory; `max_tokens: null` asks for that, and "
+    "`exclude` leaves the layer out"
+)
 
 
 class LipschitzMonitor(LayerObserver):
@@ -27,7 +34,7 @@ class LipschitzMonitor(LayerObserver):
 
     ``val/lipschitz/layer_00`` is the mean over the samples of ‖D_x layer‖₂ (projections, mechanism and output, at the
     layer's own input, with its own mask), ``val/lipschitz_residual/layer_00`` the largest relative residual of any of
-    them; what has not converged is an estimate from below, and warned of once a layer. Where a layer's input, output
+    them; what has not converged is an estimate from below, and warned of, once a layer. Where a layer's input, output
     or Jacobian holds NaN or infinite numbers, that is warned of once, and nothing logged of it. The layer's number is
     its place among all self-attention layers of the model, whichever are chosen. Definitions:
     :func:`attention_modules.analysis.local_lipschitz`.
@@ -42,8 +49,9 @@ class LipschitzMonitor(LayerObserver):
     Args:
         every_n_validations: validations from one firing to the next; the first fires, the sanity check does not.
         num_samples: how many of the batch's samples are looked at.
-        max_tokens: longer sequences are cut to their first tokens, their masks too; None for whole sequences, as
-            layers with a position bias or windows need them.
+        max_tokens: longer sequences are cut to their first tokens, their masks too; None for whole sequences. Of layers
+            that work with one number of tokens only (position bias, rope of a grid, windows) all are looked at, and
+            warned of.
         tol: relative residual at which a sample has converged.
         max_iter: the most iterations; with fewer than 8 hardly any sample is said to have converged.
         where: names of layers (a glob or several); all where None.
@@ -77,7 +85,9 @@ class LipschitzMonitor(LayerObserver):
         self.tol, self.max_iter = tol, max_iter
         self._validations = 0
         self._warned: set[tuple[str, str]] = set()
-        self._calls: dict[int, LayerCall] = {}
+        self._unsaid: dict[str, dict[str, str]] = {}  # by text, what to say of each layer
+        # Of a layer: one, or, where max_tokens cuts the sequence, the cut one and the whole one.
+        self._calls: dict[int, list[LayerCall]] = {}
         self._charts = LayerCharts()
 
     @property
@@ -98,6 +108,7 @@ class LipschitzMonitor(LayerObserver):
         self._charts.restart()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._say()
         # Where it did not fire, the trainer's metrics still hold the values of an earlier validation.
         self._charts.after_validation(trainer, ("val/lipschitz/",) if self._fires() else ())
 
@@ -146,7 +157,7 @@ class LipschitzMonitor(LayerObserver):
             (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
         )
 
-    def _close(self) -> dict[int, LayerCall]:
+    def _close(self) -> dict[int, list[LayerCall]]:
         """Unhook; what was seen since :meth:`_open`."""
         self._unhook()
         calls = self._calls
@@ -160,16 +171,32 @@ class LipschitzMonitor(LayerObserver):
         self, index: int, layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if index not in self._calls:
+            take = partial(LayerCall.of, module, args, kwargs, layer.spec.num_heads, self.num_samples)
             try:
-                call = LayerCall.of(module, args, kwargs, layer.spec.num_heads, self.num_samples, self.max_tokens)
+                call = take(self.max_tokens)
+                is_cut = call.x.shape[1] < call.tokens
+                self._calls[index] = [call, take(None)] if is_cut else [call]
             except ValueError as error:
                 raise ValueError(f"LipschitzMonitor on {layer.name!r}: {error}; leave it out with exclude") from error
-            self._calls[index] = call
 
-    def _estimate(self, layer: AttentionLayer, call: LayerCall, max_iter: int) -> LipschitzEstimate | None:
+    def _usable(self, layer: AttentionLayer, calls: Sequence[LayerCall]) -> LayerCall:
+        """The first call, of fewer tokens, unless the layer works only with as many as the model gives it."""
+        *shorter, whole = calls
+        for call in shorter:
+            try:
+                with torch.no_grad(), eager():
+                    call(call.x)
+            except ValueError:
+                self._warn(layer.name, "whole", _WHOLE.format(self.max_tokens), f"{call.tokens} tokens")
+            else:
+                return call
+        return whole
+
+    def _estimate(self, layer: AttentionLayer, calls: Sequence[LayerCall], max_iter: int) -> LipschitzEstimate | None:
         """None where something is not finite, or there is no sample."""
-        if not len(call.x):
+        if not len(calls[0].x):
             return None
+        call = self._usable(layer, calls)
         try:
             with eager():
                 return local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter)
@@ -182,17 +209,22 @@ class LipschitzMonitor(LayerObserver):
     def _look(self, name: str, found: LipschitzEstimate) -> None:
         short = int((~found.converged).sum())
         if short:
-            self._warn(
-                name,
-                "converged",
-                f"{short} of {len(found.value)} samples have not converged after {found.iterations} iterations: the "
-                "value is an estimate from below (see val/lipschitz_residual); raise max_iter or tol",
+            text = (
+                f"not converged after {self.max_iter} iterations: the value is an estimate from below (see "
+                "val/lipschitz_residual); raise max_iter or tol"
             )
+            self._warn(name, "converged", text, f"{short} of {len(found.value)} samples")
 
-    def _warn(self, name: str, kind: str, text: str) -> None:
+    def _warn(self, name: str, kind: str, text: str, detail: str = "") -> None:
+        """Have it said when the validation ends, of all layers of which it holds at once, and once of each."""
         if (name, kind) not in self._warned:
             self._warned.add((name, kind))
-            rank_zero_warn(f"LipschitzMonitor on {name!r}: {text}")
+            self._unsaid.setdefault(text, {})[name] = detail
+
+    def _say(self) -> None:
+        unsaid, self._unsaid = self._unsaid, {}
+        for text, names in unsaid.items():
+            rank_zero_warn(f"LipschitzMonitor on {listed(names)}: {text}")
 
     def _log(self, pl_module: pl.LightningModule, label: str, found: LipschitzEstimate) -> None:
         relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.limits import check_layers, check_number
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
@@ -37,7 +37,8 @@ class LocAteR(Callback):
     With manual optimization a step counts in full however many backward passes it gathers, and gradients that the
     module clips itself, before ``step``, are clipped without the penalty.
 
-    Logs ``locater/penalty``, weight included, as of before the step.
+    Logs ``locater/penalty``, weight included, as of before the step. Where a trainer has several, say for other layers,
+    the second logs ``locater/penalty_1`` and so on, in the order of the callbacks.
 
     Args:
         weight: factor of the penalty, at least 0.
@@ -111,9 +112,7 @@ class LocAteR(Callback):
         # Again: since on_fit_start the module may have frozen weights, and a strategy loaded the checkpoint.
         self._choose(trainer, pl_module)
         self._backward_passes = 0
-        for layer in self._layers:
-            if layer.spectrum_caveat is not None:
-                rank_zero_warn(f"LocAteR on {layer.name}: {layer.spectrum_caveat}")
+        warn_of_caveats("LocAteR", self._layers)
         if self._holds_initial:
             for layer in self._layers:
                 self._initial_trace(layer)
@@ -167,7 +166,13 @@ class LocAteR(Callback):
             penalty = self.weight * self._penalty()
             if parameters and self.weight:
                 self._add_gradient(share * penalty, parameters, trainer, optimizer)
-        pl_module.log("locater/penalty", penalty.detach())
+        pl_module.log(self._name(trainer), penalty.detach())
+
+    def _name(self, trainer: pl.Trainer) -> str:
+        """Of its own in the logs, by its place among its kind."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        place = [callback for callback in callbacks if isinstance(callback, LocAteR)].index(self)
+        return f"locater/penalty_{place}" if place else "locater/penalty"
 
     def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
         """Backward passes since the last step, over those that the loss was divided by."""

@@ -15,6 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 
+from lightning_tasks.callbacks.alone import check_alone
+
 TABLE = "predictions.csv"
 
 
@@ -34,6 +36,11 @@ class PredictionTable(BasePredictionWriter):
         super().__init__("batch")
         self._path: Path | None = None
         self._count = 0
+
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a second one."""
+        super().setup(trainer, pl_module, stage)
+        check_alone(trainer, self)
 
     def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Find the place of the table, the same one in every process."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
@@ -16,6 +17,7 @@ from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, NOT_FINITE, PURSUIT_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
+from lightning_tasks.callbacks.layer_words import listed
 from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label, to_numbers
@@ -37,7 +39,8 @@ class PursuitMonitor(LayerObserver):
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
     iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
     every pass of its last validation (S does nothing; not where ``lam`` is inf, which asks for it). Keys or values that
-    are NaN or infinite are warned of as well; the layer's values are then NaN.
+    are NaN or infinite are warned of as well; the layer's values are then NaN. Where no chosen layer has RPC attention
+    nothing is logged, and that is warned of once.
 
     Args:
         num_samples: how many of the batch's samples are looked at, at least 1.
@@ -46,8 +49,8 @@ class PursuitMonitor(LayerObserver):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``num_samples`` is no integer of at least 1; when a fit, validation or test starts, if no chosen
-            layer has RPC attention, or the trainer has a second ``PursuitMonitor``.
+        ValueError: if ``num_samples`` is no integer of at least 1; when a trainer starts, if it has a second
+            ``PursuitMonitor``; when a fit, validation or test starts, if no layer matches.
     """
 
     def __init__(
@@ -62,12 +65,13 @@ class PursuitMonitor(LayerObserver):
         self._bad: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._charts = LayerCharts()
+        self._said_none = False
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
         self._sparsity: dict[str, float] = {}  # of each layer that has a threshold, its largest of any pass, newest
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pursuing(pl_module)  # refused here, before anything is written
+        self._pursuing(pl_module)  # warned of here, or refused where no layer matches, before anything is written
         self._charts.restart()
         self._sparsity = {}
 
@@ -104,21 +108,25 @@ class PursuitMonitor(LayerObserver):
         self._log(pl_module, "test/")
 
     def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[AttentionLayer, RPCAttention]]:
-        """The chosen layers with RPC attention, and their mechanisms."""
+        """The chosen layers with RPC attention, and their mechanisms; warns, once, where there is none."""
         chosen = self._chosen(pl_module)
         pursuing = [(layer, layer.mechanism) for layer in chosen if isinstance(layer.mechanism, RPCAttention)]
-        if not pursuing:
-            raise ValueError(
-                "PursuitMonitor found no layer with RPC attention among "
-                f"{', '.join(layer.name for layer in chosen)}; swap one to 'rpc', or leave this callback out"
+        if not pursuing and not self._said_none:
+            self._said_none = True
+            names = listed({layer.name: "" for layer in chosen})
+            rank_zero_warn(
+                f"PursuitMonitor found no layer with RPC attention among {names}, and "
+                "logs nothing; swap one to 'rpc', or leave this callback out"
             )
         return pursuing
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._forget()  # what a batch that was skipped before its end left
-        self._hook(
+        hooks = [
             (mechanism, partial(self._observe, layer_label(layer))) for layer, mechanism in self._pursuing(pl_module)
-        )
+        ]
+        if hooks:
+            self._hook(hooks)
 
     def _observe(self, label: str, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(mechanism, RPCAttention):

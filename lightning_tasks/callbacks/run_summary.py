@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from attention_modules import AttentionMechanism, SoftmaxAttention
+from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.divergence import first_non_finite, is_loss
 from lightning_tasks.run_picture import draw_run
@@ -32,6 +33,10 @@ class RunSummary(Callback):
         self.metric = metric
         self.before: float | None = None
         self.after: float | None = None
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        """Refuse a second one."""
+        check_alone(trainer, self)
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Keep the first value as "before" and the newest as "after"."""

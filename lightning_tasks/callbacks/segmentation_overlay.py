@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.mask_figure import draw_masks
 from lightning_tasks.pictures import save_picture
@@ -26,7 +27,7 @@ class SegmentationOverlay(Callback):
         num_images: how many images.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: if a number is below 1; when a trainer starts, if it has a second ``SegmentationOverlay``.
     """
 
     def __init__(self, every_n_epochs: int = 1, num_images: int = 4) -> None:
@@ -36,6 +37,10 @@ class SegmentationOverlay(Callback):
                 raise ValueError(f"{name} is {value!r}: give an integer of at least 1")
         self.every_n_epochs, self.num_images = every_n_epochs, num_images
         self._seen: list[tuple[Tensor, Tensor | None, Tensor]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        check_alone(trainer, self)
+        self._seen = []  # of a run that ended before it could draw
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

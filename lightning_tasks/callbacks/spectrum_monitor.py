@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
@@ -17,6 +16,7 @@ from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where, whole
 from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
+from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.limits import check_integer, check_layers
 from lightning_tasks.callbacks.steps import layer_label, log_now
 from lightning_tasks.charts import keeps_history, log_histogram
@@ -89,9 +89,7 @@ class SpectrumMonitor(Callback):
         self._last_step = -1
         self._spectra, self._stride = {}, 1
         self._charts.restart()
-        for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
-            if layer.spectrum_caveat is not None:
-                rank_zero_warn(f"SpectrumMonitor on {layer.name}: {layer.spectrum_caveat}")
+        warn_of_caveats("SpectrumMonitor", attention_layers(pl_module, self.where, self.layers, self.exclude))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

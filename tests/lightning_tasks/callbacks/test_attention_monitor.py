@@ -356,6 +356,26 @@ def test_collapse_is_warned_of_once_in_words(spoil, words, recwarn):
         assert any(re.search(words, one) for one in said), said
 
 
+def test_alike_tokens_of_an_untrained_model_are_no_rank_collapse(recwarn):
+    tokens = torch.randint(1, modules.VOCABULARY, (4, 20), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([(tokens, tokens)], batch_size=None)
+
+    def said():
+        return [str(one.message) for one in recwarn if "rank collapse" in str(one.message)]
+
+    trainer = fit(Long("tokens"), [AttentionMonitor(every_n_steps=1, stages=["train"])], loader, max_steps=1)
+    assert trainer.callback_metrics["attention/token_similarity/layer_00"] > 0.98
+    assert not said()
+    fit(Long("tokens"), [AttentionMonitor(every_n_steps=1, stages=["train"])], loader, max_epochs=2)
+    assert len(said()) == 1
+    assert "training step 1" in said()[0]
+    trainer.validate(Long("tokens"), loader, verbose=False)  # by itself it may well be a trained model
+    fit(Long("tokens"), [], loader, max_steps=1)
+    pretrained = AttentionMonitor()
+    fit(Long("tokens"), [pretrained], loader, max_steps=1).validate(Long("tokens"), loader, verbose=False)
+    assert len(said()) == 2
+
+
 @pytest.mark.parametrize("statistics", [["entropy"], OBSERVABLES])
 def test_a_training_step_brings_numbers_over_once(statistics, monkeypatch):
     counts, calls = [], []

@@ -174,7 +174,7 @@ def test_rotary_embeddings_are_cut_along_tokens_alone(tmp_path):
 
 def test_an_empty_batch_is_said_and_not_logged(tmp_path):
     run = trainer(tmp_path, LipschitzMonitor())
-    with pytest.warns(UserWarning, match="LipschitzMonitor on 'first': it got no sample.* nothing is logged"):
+    with pytest.warns(UserWarning, match="LipschitzMonitor on 'first', 'second': it got no sample.* nothing is logged"):
         run.validate(Ours().eval(), DataLoader([[inputs()[:0]], [inputs()]], batch_size=None), verbose=False)
     assert not any("lipschitz" in name for name in run.callback_metrics)
 
@@ -216,7 +216,8 @@ def test_bfloat16_weights_and_activations(tmp_path):
 
 
 def test_what_has_not_converged_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="'first': 4 of 4 samples have not converged after 1 iterations"):
+    both = r"'first' \(4 of 4 samples\), 'second' \(4 of 4 samples\)"
+    with pytest.warns(UserWarning, match=f"{both}: not converged after 1 iterations"):
         metrics = validate(Ours(), tmp_path, max_iter=1, tol=1e-6)
     assert metrics["val/lipschitz_residual/layer_00"] > 1e-6
 
@@ -242,27 +243,74 @@ def test_nan_activations_are_said_and_not_logged(tmp_path):
 
 
 def test_what_it_cannot_measure_ends_the_fit_before_its_first_epoch(tmp_path):
-    class Windows(Ours):
-        """Needs whole sequences."""
+    class NotTokens(Ours):
+        """Its first layer gets one sequence without a batch."""
 
         def __init__(self):
             super().__init__()
-            self.first.register_forward_pre_hook(self.check)
-            self.steps = 0
+            self.first, self.steps = nn.MultiheadAttention(DIM, 2), 0
 
-        def check(self, layer, args):
-            if args[0].shape[1] != TOKENS:
-                raise ValueError(f"windows are of {TOKENS} tokens")
+        def validation_step(self, batch, batch_idx):
+            self.first(batch[0][0], batch[0][0], batch[0][0])
 
         def training_step(self, batch, batch_idx):
             self.steps += 1
-            return super().training_step(batch, batch_idx)
+            return self.second(batch[0]).square().mean()
 
-    module = Windows()
+    module = NotTokens()
     run = trainer(tmp_path, LipschitzMonitor(max_tokens=3), max_epochs=1)
-    with pytest.raises(ValueError, match=r"LipschitzMonitor on 'first' \(its first 3 of 5 tokens\): .*windows are"):
+    with pytest.raises(ValueError, match=r"LipschitzMonitor on 'first': its input must be \[batch, .* with exclude"):
         run.fit(module, loader(), loader())
     assert module.steps == 0
+
+
+class Windows(Ours):
+    """Needs whole sequences."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in (self.first, self.second):
+            layer.register_forward_pre_hook(self.check)
+
+    def check(self, layer, args):
+        if args[0].shape[1] != TOKENS:
+            raise ValueError(f"windows are of {TOKENS} tokens")
+
+
+def test_layers_of_one_number_of_tokens_are_looked_at_whole(tmp_path, recwarn):
+    torch.manual_seed(0)
+    module = Windows()
+    run = trainer(tmp_path, LipschitzMonitor(max_tokens=3), max_epochs=2, num_sanity_val_steps=1)
+    run.fit(module, loader(), loader())
+    (said,) = [str(one.message) for one in recwarn if "max_tokens" in str(one.message)]
+    assert f"on 'first' ({TOKENS} tokens), 'second' ({TOKENS} tokens): works only with as many" in said
+    assert "in place of the first 3" in said
+    assert "`max_tokens: null`" in said
+    expected = {name: value for name, value in validate(module, tmp_path, max_tokens=None).items() if "lip" in name}
+    found = {name: value for name, value in validate(module, tmp_path, max_tokens=3).items() if "lip" in name}
+    assert len(found) == 4
+    assert found == expected
+
+
+def test_rope_of_a_grid_of_patches(tmp_path):
+    """As in timm's eva and DINOv3: 261 tokens, of which 256 have a rotary embedding."""
+    layers = pytest.importorskip("timm.layers.attention")
+
+    class Rope(Ours):
+        def __init__(self):
+            super().__init__()
+            self.first = layers.AttentionRope(DIM, num_heads=2, num_prefix_tokens=5)
+
+        def validation_step(self, batch, batch_idx):
+            generator = torch.Generator().manual_seed(0)
+            self.first(torch.randn(1, 261, DIM, generator=generator), rope=torch.randn(256, DIM, generator=generator))
+
+    module = Rope()
+    values = [
+        validate(module, tmp_path, max_tokens=count, max_iter=2, layers=[0])["val/lipschitz/layer_00"]
+        for count in (256, None)
+    ]
+    assert values[0] == values[1]
 
 
 def test_an_error_of_a_whole_sequence_is_not_put_down_to_its_length(tmp_path):

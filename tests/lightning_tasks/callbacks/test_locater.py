@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import LocAteR
+from lightning_tasks.callbacks import LocAteR, SpectrumMonitor
 from lightning_tasks.language_modeling import LanguageModelingTask
 from tests.lightning_tasks.callbacks.locater_cells import (
     CELLS,
@@ -35,6 +35,7 @@ from tests.lightning_tasks.callbacks.modules import (
     TwoOptimizers,
     batches,
     fit,
+    network,
     weights_of,
 )
 
@@ -261,6 +262,30 @@ def test_a_spectrum_that_is_not_the_weights_is_a_warning(monkeypatch):
     monkeypatch.setattr(AttentionLayer, "spectrum_caveat", property(lambda self: "rope turns q and k"))
     with pytest.warns(UserWarning, match="rope turns q and k"):
         fit(TinyLM(), [callback()], max_steps=1)
+
+
+def test_a_spectrum_that_is_not_the_weights_is_one_warning_for_all_layers(monkeypatch, recwarn):
+    from attention_modules.hosts import AttentionLayer
+
+    monkeypatch.setattr(AttentionLayer, "spectrum_caveat", property(lambda self: "rope turns q and k"))
+    module = TinyLM()
+    module.net["encoder"] = network(num_layers=12)["encoder"]
+    fit(module, [callback(), SpectrumMonitor()], max_steps=1)
+    said = [str(one.message) for one in recwarn if "rope turns" in str(one.message)]
+    assert [text.split(" on ")[0] for text in said] == ["LocAteR", "SpectrumMonitor"]
+    assert all("'net.encoder.layers.3.self_attn' and 8 more: rope turns q and k" in text for text in said)
+
+
+def test_two_callbacks_log_each_under_its_own_name():
+    logged, alone = {}, {}
+    for names, callbacks in (
+        (logged, [LocAteR(0.1, layers=[0]), LocAteR(0.3, layers=[1], observe_only=True)]),
+        (alone, [LocAteR(0.3, layers=[1], observe_only=True)]),
+    ):
+        names |= fit(TinyLM(), callbacks, max_steps=1).callback_metrics
+    assert {"locater/penalty", "locater/penalty_1"} <= logged.keys()
+    assert logged["locater/penalty_1"] == alone["locater/penalty"]
+    assert logged["locater/penalty_1"] != logged["locater/penalty"]
 
 
 def test_a_batch_without_loss_adds_no_penalty():

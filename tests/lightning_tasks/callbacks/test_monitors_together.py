@@ -10,7 +10,10 @@ from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
     LipschitzMonitor,
+    PredictionTable,
     PursuitMonitor,
+    RunSummary,
+    SegmentationOverlay,
     SpectrumMonitor,
     SwapAttention,
 )
@@ -52,6 +55,12 @@ def test_a_second_monitor_of_a_kind_is_refused(tmp_path, kind, derived):
         fit(module, callbacks, batches(1), batches(1), logger=CSVLogger(tmp_path, name="", version=""))
     assert "configure_model" not in vars(module)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [RunSummary, PredictionTable, SegmentationOverlay])
+def test_a_second_callback_that_writes_the_same_files_is_refused(kind):
+    with pytest.raises(ValueError, match=f"two callbacks {kind.__name__}, "):
+        fit(TinyLM(), [kind(), kind()], batches(1), batches(1))
 
 
 class Spoilt(TinyLM):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from attention_modules import SelfAttention, rpc_diagnostics
 from lightning_tasks.callbacks import PursuitMonitor
+from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 
 
 class Tokens(pl.LightningModule):
@@ -168,9 +169,20 @@ def test_an_iteration_out_of_range_is_said(tmp_path):
     assert all(value.isnan() for value in values.values())
 
 
-def test_no_layer_to_watch_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no layer with RPC attention among plain, attention"):
-        evaluate(Tokens("symmetric"), tmp_path)
+def test_no_layer_to_watch_is_said_once(recwarn):
+    """In a comparison the same monitors stand in the cells that have nothing to pursue."""
+    monitor = PursuitMonitor()
+    trainer = fit(TinyLM(), [monitor], batches(1), batches(1), max_epochs=2, num_sanity_val_steps=1)
+    trainer.validate(trainer.lightning_module, batches(1), verbose=False)
+    said = [str(one.message) for one in recwarn if "no layer with RPC attention" in str(one.message)]
+    assert len(said) == 1
+    assert "among 'net.encoder.layers.0.self_attn', 'net.encoder.layers.1.self_attn'," in said[0]
+    assert not any("pursuit" in name for name in trainer.callback_metrics)
+
+
+def test_no_layer_to_choose_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="blocks"):
+        fit(TinyLM(), [PursuitMonitor(where="blocks.*")], batches(1), batches(1))
 
 
 def test_num_samples_is_checked():
