@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from attention_modules.hosts import describe
 from attention_modules.hosts.base import AttentionLayer, Swapped
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import owned_parameters, remember_made
@@ -23,6 +24,7 @@ __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "
 
 # Wrappers that hold on to parameters or code of the layers: name of the class -> what to do first.
 _WRAPPERS = {
+    "DataParallel": "swap before wrapping the model in DataParallel",
     "DistributedDataParallel": "swap before wrapping the model in DistributedDataParallel",
     "FullyShardedDataParallel": "swap before wrapping the model in FullyShardedDataParallel",
     "FSDPModule": "swap before fully_shard()",
@@ -202,7 +204,7 @@ def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
 
 def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) -> None:
     """Refuse, before anything changes, what any layer cannot take."""
-    owners = _owners(model)
+    paths = _paths(model)
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
@@ -220,23 +222,28 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             )
         elif not (swapped and module.dropped_query):
             _raise_for(layer.name, host.query_refusal(module))
-            _raise_for(layer.name, _tied(host.query_parts(module), module, owners))
+            _raise_for(layer.name, _tied(host.query_parts(module), place, paths))
 
 
-def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """Which modules hold each Parameter, by id."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    return owners
+def _paths(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each Parameter, by id: those of tied Parameters, and of shared modules."""
+    paths: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name)
+    return paths
 
 
-def _tied(parts: Any, layer: nn.Module, owners: dict[int, set[int]]) -> str | None:
+def _tied(parts: Iterable[QueryPart], place: Found, paths: dict[int, list[str]]) -> str | None:
+    """Whether a Parameter has a place besides the layer's own one; a shared layer has that one under all its names."""
     for part in parts:
-        tensor = layer.get_submodule(part.owner)._parameters[part.tensor]
-        if len(owners.get(id(tensor), ())) > 1:
-            return f"its {part.key('')} is tied to another module, which would keep the query rows; untie it first"
+        tensor = place.module.get_submodule(part.owner)._parameters[part.tensor]
+        own = {part.key(f"{name}." if name else "") for name in place.names}
+        others = [path for path in paths.get(id(tensor), ()) if path not in own]
+        if others:
+            return (
+                f"its {part.key('')} is tied to another module ({others[0]}), which would keep the query rows; untie "
+                "it first"
+            )
     return None
 
 

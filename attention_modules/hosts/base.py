@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
@@ -27,6 +28,14 @@ class Swapped(nn.Module):
     plain_class: ClassVar[type[nn.Module]]
     mechanism: AttentionMechanism
     dropped_query: tuple[QueryPart, ...]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = [part for part in self.dropped_query if part.filled(self)]
+        super()._apply(fn, recurse)
+        with torch.no_grad():
+            for part in kept:
+                part.keep_in(self, fn(part.rows_in(self)))
+        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Accept the plain layout beside the swapped one, strictly."""
@@ -149,10 +158,11 @@ class Host(ABC):
             owner = layer.get_submodule(part.owner)
             if wrapped_by_peft(owner):
                 return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
-            if owner._buffers.get(part.buffer) is None:
+            if not part.filled(layer):
                 return (
                     f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap, or "
-                    "load_pretrained read a file, which holds none"
+                    "load_pretrained read a file, which holds none, or a swapped checkpoint, which holds none either, "
+                    "was assigned to a model on the meta device"
                 )
         return None
 

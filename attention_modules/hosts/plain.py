@@ -22,6 +22,7 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in layers.items():
         for part in layer.dropped_query:
             key = part.key(f"{name}." if name else "")
-            rows = layer.get_submodule(part.owner).get_buffer(part.buffer)
-            plain[key] = part.join(rows.to(plain[key]), plain[key]) if key in plain else rows
+            rows = part.rows_in(layer)
+            if rows is not None and part.filled(layer):
+                plain[key] = part.join(rows.to(plain[key]), plain[key]) if key in plain else rows
     return plain

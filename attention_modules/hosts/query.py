@@ -1,7 +1,7 @@
 """Taking the query rows out of a projection, and putting them back.
 
-The rows live on as non-persistent buffers of the projection: outside ``parameters()`` and ``state_dict()``, but
-moved, cast, copied and pickled with it.
+The rows live on as plain attributes of the projection: outside ``parameters()``, ``buffers()`` (which DDP broadcasts at
+every forward) and ``state_dict()``, but copied and pickled with it, and moved and cast with the layer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,25 @@ class QueryPart:
     trains: bool = True
     blocks: int = 1
 
+    def rows_in(self, layer: nn.Module) -> Tensor | None:
+        """The kept rows; None where the projection was replaced after the swap, or they were forgotten."""
+        return vars(layer.get_submodule(self.owner)).get(self._attribute)
+
+    def filled(self, layer: nn.Module) -> bool:
+        """Whether there are rows, and they did not stay on the meta device when the layer got its values."""
+        rows = self.rows_in(layer)
+        return rows is not None and (not rows.is_meta or all(each.is_meta for each in layer.parameters()))
+
+    def keep_in(self, layer: nn.Module, rows: Tensor | None) -> None:
+        """Keep the rows, outside the buffers; None forgets them."""
+        vars(layer.get_submodule(self.owner))[self._attribute] = rows
+
+    def take_from(self, layer: nn.Module) -> Tensor | None:
+        """The kept rows, which are kept no longer."""
+        return vars(layer.get_submodule(self.owner)).pop(self._attribute, None)
+
     @property
-    def buffer(self) -> str:
-        """Name of the buffer that keeps the rows."""
+    def _attribute(self) -> str:
         return f"query_{self.tensor}"
 
     def key(self, prefix: str) -> str:
@@ -125,7 +141,7 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         if old is None:
             raise RuntimeError(f"{part.owner}.{part.tensor} has no values to take the query rows from")
         rows, rest = part.split(old.detach())
-        owner.register_buffer(part.buffer, rows.clone(), persistent=False)
+        part.keep_in(layer, rows.clone())
         if part.full > part.size:
             owner._parameters[part.tensor] = _parameter(rest.clone(), old.requires_grad, old)
             _set_size(owner, part.full - part.size)
@@ -140,10 +156,9 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
     """Put the kept query rows in front of the current keys and values."""
     for part in parts:
         owner = layer.get_submodule(part.owner)
-        rows = owner._buffers[part.buffer]
+        rows = part.take_from(layer)
         if rows is None:
-            raise RuntimeError(f"{part.owner}.{part.buffer} was emptied: the query rows are lost")
-        delattr(owner, part.buffer)
+            raise RuntimeError(f"the kept query rows of {part.key('')!r} are lost")
         rest = owner._parameters.get(part.tensor)
         if rest is None:
             owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
@@ -158,7 +173,7 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
 def lose_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
     """Forget the kept rows, which were never given values."""
     for part in parts:
-        layer.get_submodule(part.owner)._buffers[part.buffer] = None
+        part.keep_in(layer, None)
 
 
 def accept_plain_layout(
@@ -166,8 +181,7 @@ def accept_plain_layout(
 ) -> None:
     """Where ``state`` holds the plain projection, move its query rows to the kept rows and leave the rest."""
     for part in parts:
-        owner = layer.get_submodule(part.owner)
-        key, kept, given = part.key(prefix), owner._buffers[part.buffer], state.get(part.key(prefix))
+        key, kept, given = part.key(prefix), part.rows_in(layer), state.get(part.key(prefix))
         if kept is None or given is None:
             continue
         plain_shape = (*kept.shape[: part.dim], part.full, *kept.shape[part.dim + 1 :])
@@ -175,7 +189,9 @@ def accept_plain_layout(
             continue
         rows, rest = part.split(given.detach())
         if assign:
-            owner._buffers[part.buffer], rest = rows.clone(), rest.clone()  # not views that keep the whole alive
+            rest = rest.clone()  # not a view that keeps the whole alive
+        if assign or not part.filled(layer):
+            part.keep_in(layer, rows.clone())
         else:
             kept.copy_(rows)
         if part.full > part.size:

@@ -222,6 +222,7 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     for wrap, text in [
+        (nn.DataParallel, "is a DataParallel.*swap before wrapping the model in DataParallel"),
         (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
         (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
         (lambda model: fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,))), "fully_shard"),
@@ -389,6 +390,25 @@ def test_tied_projections_are_refused_where_the_query_is_dropped() -> None:
     with pytest.raises(AttentionSwapError, match="in_proj_weight is tied to another module"):
         swap_attention(model, NoisyWithoutQuery)
     assert len(swap_attention(model, Noisy)) == 2
+
+
+def test_a_projection_that_two_layers_share_is_refused_where_the_query_is_dropped() -> None:
+    model = nn.ModuleList([SelfAttention(DIM, HEADS), SelfAttention(DIM, HEADS)])
+    model[1].qkv = model[0].qkv
+    before = state_of(model)
+    with pytest.raises(AttentionSwapError, match=r"cannot swap '0': its qkv.weight is tied .*\(1\.qkv\.weight\)"):
+        swap_attention(model, "symmetric")
+    assert state_of(model) == before
+    assert len(swap_attention(model, "softmax")) == 2
+
+
+def test_a_layer_that_stands_in_two_places_is_no_tie() -> None:
+    shared = Block()
+    model = nn.Sequential(shared, shared)
+    assert names(swap_attention(model, NoisyWithoutQuery)) == ["0.attn"]
+    x = torch.randn(1, 3, DIM)
+    assert torch.isfinite(model(x)).all()
+    assert restore_attention(model) == ["0.attn"]
 
 
 def test_hooks_stay() -> None:

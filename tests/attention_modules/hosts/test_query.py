@@ -6,13 +6,15 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from attention_modules.swap import restore_attention, swap_attention
+from attention_modules.hosts.base import Swapped
+from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
 
 # One host for each way in which a query is held: joint rows, joint columns (Conv1D), a projection of its own.
@@ -31,6 +33,11 @@ def output(host: str, model: nn.Module) -> torch.Tensor:
         return HOSTS[host].run(model, None)
 
 
+def kept_rows(model: nn.Module) -> list[torch.Tensor]:
+    layers = [module for module in model.modules() if isinstance(module, Swapped)]
+    return [part.rows_in(layer) for layer in layers for part in layer.dropped_query]
+
+
 @pytest.mark.parametrize("host", HOLDERS)
 def test_the_projection_shrinks(host: str) -> None:
     plain, model = built(host), swapped(host, "symmetric")
@@ -38,8 +45,26 @@ def test_the_projection_shrinks(host: str) -> None:
     bias = 0 if host == "llama" else 16
     assert lost == HOSTS[host].layers * (16 * 16 + bias)
     assert not [key for key in model.state_dict() if "query_" in key]
-    kept = [name for name, _ in model.named_buffers() if "query_" in name]
-    assert len(kept) == HOSTS[host].layers * (1 if host == "llama" else 2)
+    assert len(kept_rows(model)) == HOSTS[host].layers * (1 if host == "llama" else 2)
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_kept_rows_are_no_buffers(host: str) -> None:
+    plain, model = built(host), swapped(host, "symmetric")
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+
+
+def test_ddp_sends_no_kept_rows(tmp_path: Path) -> None:
+    model = swapped("encoder", "symmetric")
+    model.register_buffer("counted", torch.zeros(3))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        sent = wrapped.modules_buffers  # what each forward broadcasts
+    finally:
+        torch.distributed.destroy_process_group()
+    assert any(tensor is model.counted for tensor in sent)
+    assert not [tensor for tensor in sent for rows in kept_rows(model) if tensor.data_ptr() == rows.data_ptr()]
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -58,12 +83,42 @@ def test_copies_are_whole_and_independent(host: str, mechanism: str, clone: Call
 @pytest.mark.parametrize("host", HOLDERS)
 def test_kept_rows_follow_dtype_and_device(host: str) -> None:
     model = swapped(host, "symmetric").double()
-    assert {b.dtype for name, b in model.named_buffers() if "query_" in name} == {torch.float64}
+    assert {rows.dtype for rows in kept_rows(model)} == {torch.float64}
     restore_attention(model)
     plain = built(host).double()
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     meta = swapped(host, "symmetric").to("meta")
-    assert all(tensor.is_meta for tensor in meta.buffers())
+    assert all(tensor.is_meta for tensor in (*meta.buffers(), *kept_rows(meta)))
+    assert not any(tensor.is_meta for tensor in kept_rows(meta.to_empty(device="cpu")))
+
+
+def on_meta(host: str) -> nn.Module:
+    model = built(host).to("meta")
+    swap_attention(model, "symmetric")
+    return model
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_a_plain_checkpoint_assigned_to_a_model_on_meta_fills_the_kept_rows(host: str) -> None:
+    source, model = built(host), on_meta(host)
+    model.load_state_dict(source.state_dict(), assign=True, strict=False)
+    assert not any(rows.is_meta for rows in kept_rows(model))
+    restore_attention(model)
+    assert all(torch.equal(model.get_parameter(name), given) for name, given in source.named_parameters())
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_a_swapped_checkpoint_assigned_to_a_model_on_meta_leaves_no_rows_to_restore(host: str) -> None:
+    model = on_meta(host)
+    model.load_state_dict(swapped(host, "symmetric").state_dict(), assign=True, strict=False)
+    for part in [*model.parameters(), *model.buffers()]:  # rotary tables, which no checkpoint holds, stay on meta
+        assert not (part.is_meta and isinstance(part, nn.Parameter))
+    layer = next(module for module in model.modules() if isinstance(module, Swapped))
+    layer.double().to("cpu")  # what moves the layer does not fail at rows without values
+    with pytest.raises(AttentionSwapError, match=r"query rows .* are gone.*assigned to a model on the meta device"):
+        restore_attention(model)
+    model.load_state_dict(built(host).state_dict(), assign=True, strict=False)  # a plain one brings them
+    assert len(restore_attention(model)) == HOSTS[host].layers
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
