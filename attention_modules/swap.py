@@ -88,6 +88,9 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
     """
     _refuse_wrapped(model, compiled=False)
     _swap(model, "softmax", list(names), None, (), {})
+    for layer in survey(model).layers:
+        if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them
+            layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
 
 
 @torch.inference_mode(False)

@@ -54,7 +54,7 @@ class ReducedKeysHost(MultiheadAttentionHost):
         for wrapper in model.modules():
             mechanism = getattr(getattr(wrapper, "attn", None), "mechanism", None)
             if isinstance(wrapper, library.MultiheadAttention) and isinstance(mechanism, AttentionMechanism):
-                mechanism.__dict__["gives_weights"] = False
+                mechanism.__dict__.setdefault("gives_weights", False)  # unless it is to be as the plain layer
 
 
 def _reduction(parent: nn.Module | None) -> int:

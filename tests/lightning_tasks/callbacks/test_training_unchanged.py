@@ -1,0 +1,97 @@
+"""Watching changes nothing: with each monitor, a model of every host trains to the same bits as without."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from attention_modules.swap import swap_attention
+from lightning_tasks.callbacks import (
+    AttentionMapLogger,
+    AttentionMonitor,
+    LipschitzMonitor,
+    LocAteR,
+    PursuitMonitor,
+    RunSummary,
+    SpectrumMonitor,
+)
+from tests.attention_modules.hosts.cases import HOSTS, padding_mask
+from tests.lightning_tasks.callbacks.modules import fit
+
+MONITORS = {
+    "AttentionMonitor": lambda: AttentionMonitor(every_n_steps=1),
+    "SpectrumMonitor": lambda: SpectrumMonitor(every_n_steps=1),
+    "LipschitzMonitor": lambda: LipschitzMonitor(max_iter=2),
+    "AttentionMapLogger": AttentionMapLogger,
+    "LocAteR": lambda: LocAteR(0.1, gamma=0.1, observe_only=True),
+    "RunSummary": lambda: RunSummary("val/loss"),
+    "PursuitMonitor": PursuitMonitor,
+}
+# Its keys come from a reduced image: no function of tokens, whose constant could be taken.
+UNFIT = {("mmseg-segformer-reduced", "LipschitzMonitor")}
+
+
+class Host(pl.LightningModule):
+    """A model of a host with dropout within and after its attention, and what its training steps drew."""
+
+    def __init__(self, host, mechanism=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.case, self.net = HOSTS[host], HOSTS[host].build()
+        for module in self.net.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+            elif isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.2
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.2
+        self.after = nn.Dropout(0.3)
+        if mechanism is not None:
+            swap_attention(self.net, mechanism)
+        self.losses = []
+
+    def _loss(self, batch_idx):
+        padding = padding_mask() if self.case.padding and batch_idx % 2 else None
+        # Most layouts meet in a sum, and dropout draws in the order of memory.
+        return self.after(self.case.run(self.net, padding)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self._loss(batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self._loss(batch_idx), batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def trained(host, mechanism, *callbacks):
+    """Losses, weights and the state of the random numbers after four steps with two validations."""
+    module = Host(host, mechanism)
+    torch.manual_seed(1)
+    loader = DataLoader(list(range(2)))
+    fit(module, callbacks, loader, loader, max_epochs=2, num_sanity_val_steps=1)
+    return module.losses, module.state_dict(), torch.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("host", HOSTS)
+def test_training_is_the_same_to_the_bit(host):
+    plain = {}
+    for name, monitor in MONITORS.items():
+        if (host, name) in UNFIT:
+            continue
+        mechanism = "rpc" if name == "PursuitMonitor" and "rpc" not in HOSTS[host].refuses else None
+        if mechanism not in plain:
+            plain[mechanism] = trained(host, mechanism)
+        losses, state, drawn = plain[mechanism]
+        watched_losses, watched_state, watched_drawn = trained(host, mechanism, monitor())
+        assert watched_losses == losses, name
+        assert len(set(losses)) == 4, "dropout draws anew at each step"
+        assert list(watched_state) == list(state), name
+        for key, value in state.items():
+            assert torch.equal(watched_state[key], value), (name, key)
+        assert torch.equal(watched_drawn, drawn), f"{name} draws random numbers"
