@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,20 +38,43 @@ def log_histogram(trainer: Any, name: str, values: np.ndarray, step: int) -> Non
         logger.experiment.add_histogram(name, values, step)
 
 
-def log_lines(trainer: Any, name: str, lines: Mapping[str, Curve], step: int) -> None:
-    """Log curves as one chart of W&B's, which replaces that of the same name; call it on rank zero.
+def log_charts(trainer: Any, owner: str, charts: Mapping[str, Mapping[str, Curve]], step: int) -> None:
+    """Log charts of several lines into W&B, which replace those of the same names; call it on rank zero.
 
-    Values that are not finite are left out; of long curves as many points are shown as W&B takes.
+    The tables behind them are one artifact, ``run-ID-charts-OWNER``, where W&B would make one of each table. Values
+    that are not finite are left out; of long curves as many points are shown as W&B takes.
     """
     for logger in loggers_named(trainer, "WandbLogger"):
-        from wandb import plot
+        drawn = {name: chart for name, lines in charts.items() if (chart := _chart(name, lines)) is not None}
+        if drawn:
+            _log_tables(logger.experiment, owner, {f"{name}_table": chart.table for name, chart in drawn.items()})
+            logger.log_metrics(drawn, step=step)
 
-        known = {key: _thinned(curve, _MOST_ROWS // len(lines)) for key, curve in lines.items()}
-        known = {key: curve for key, curve in known.items() if curve[0]}
-        if known:
-            xs, ys = zip(*known.values(), strict=True)
-            chart = plot.line_series(list(xs), list(ys), keys=list(known), title=name, xname="step")
-            logger.log_metrics({name: chart}, step=step)
+
+def _chart(name: str, lines: Mapping[str, Curve]) -> Any:
+    """The chart of those lines that have a point; None where none has."""
+    from wandb import plot
+
+    known = {key: _thinned(curve, _MOST_ROWS // len(lines)) for key, curve in lines.items()}
+    known = {key: curve for key, curve in known.items() if curve[0]}
+    if not known:
+        return None
+    xs, ys = zip(*known.values(), strict=True)
+    return plot.line_series(list(xs), list(ys), keys=list(known), title=name, xname="step")
+
+
+def _log_tables(run: Any, owner: str, tables: Mapping[str, Any]) -> None:
+    """Log tables as one artifact, and bind them to the run, which then makes none of its own of them."""
+    import wandb
+
+    if run.disabled:
+        return
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", f"run-{run.id}-charts-{owner}"), "charts")
+    for name, table in tables.items():
+        artifact.add(table, name)
+    run.log_artifact(artifact)
+    for name, table in tables.items():
+        table.bind_to_run(run, name, run.step)
 
 
 def _thinned(curve: Curve, most: int) -> Curve:

@@ -16,16 +16,18 @@ from lightning_tasks.current_step import current_step
 def run_folder(trainer: Any) -> Path | None:
     """The folder of the run; None where nothing is logged, the trainer only tries the code, and beyond rank zero.
 
-    ``trainer.log_dir``, found without asking the other processes: pictures are rank zero's alone.
+    That of the first logger, found without asking the other processes: pictures are rank zero's alone. Loggers that
+    have no folder a run, as W&B's, share ``save_dir``: there it is ``save_dir/name/version``, where the trainer puts
+    their checkpoints (below ``default_root_dir`` where they have no ``save_dir`` either).
     """
     if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return None
     first = trainer.loggers[0]
-    own = loggers_named(trainer, "CSVLogger") + loggers_named(trainer, "TensorBoardLogger")
-    path = first.log_dir if first in own else first.save_dir
-    if path is None:
-        return None
-    folder = Path(path)
+    if first in loggers_named(trainer, "CSVLogger") + loggers_named(trainer, "TensorBoardLogger"):
+        folder = Path(first.log_dir)
+    else:
+        version = first.version if isinstance(first.version, str) else f"version_{first.version}"
+        folder = Path(first.save_dir or trainer.default_root_dir, str(first.name), version)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -106,7 +106,7 @@ class AttentionMonitor(MechanismObserver):
         self._observed: list[list[dict[str, Tensor]]] = []
         self._tokens: dict[int, Tensor] = {}  # what entered a layer whose attention is not yet called
         self._warnings = CollapseWarnings("AttentionMonitor")
-        self._charts = LayerCharts()
+        self._charts = LayerCharts("AttentionMonitor")
         self._heads = HeadRecord()
         self._evaluated: Tensor | None = None  # what heads gave in an evaluation so far, [2, layers, H]
 

@@ -29,10 +29,11 @@ class HeadRecord:
         self._pending: list[tuple[str, int, Tensor]] = []
         self._layers: list[int] = []  # their numbers
         self._started: set[str] = set()  # names that this run of a trainer has written
+        self._is_drawn = True  # whether the heat maps show all that is written
 
     def restart(self) -> None:
         """For another run of a trainer."""
-        self._pending, self._started = [], set()
+        self._pending, self._started, self._is_drawn = [], set(), True
 
     def add(self, trainer: Any, name: str, step: int, layers: Sequence[int], sums: Tensor) -> None:
         """Keep sums over rows and their numbers, ``[2, layers, H]``, of layers (always the same) by number."""
@@ -54,13 +55,15 @@ class HeadRecord:
             histories[name] = [pending[place][1] for place in places], self._layers, means[places]
         write_heads(folder / TABLE, histories, self._started)
         self._started |= histories.keys()
+        self._is_drawn = False
 
     def draw(self, trainer: Any, unit: str) -> None:
-        """Write, and draw what is in the table under the names that this run has written."""
+        """Write, and draw what is in the table under the names that this run has written, unless nothing is new."""
         self.write(trainer)
         folder = run_folder(trainer)
-        if not self._started or folder is None:
+        if self._is_drawn or folder is None:
             return
+        self._is_drawn = True
         for name, (steps, layers, values) in read_heads(folder / TABLE).items():
             if name in self._started:
                 save_picture(trainer, draw_heads(steps, layers, values, f"{name} {unit}"), f"{name}_heads")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_tasks.charts import Curve, log_lines, loggers_named
+from lightning_tasks.charts import Curve, log_charts, loggers_named
 from lightning_tasks.current_step import current_step
 
 
@@ -13,15 +13,20 @@ class LayerCharts:
     """Curves by name and layer, logged whole: ``charts/val/attention/entropy`` has a line a layer, and their mean.
 
     Nothing is kept where W&B does not log, and beyond rank zero.
+
+    Args:
+        monitor: whose charts they are, by which W&B names what holds their tables.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: str) -> None:
+        self._monitor = monitor
         self._charts: dict[str, dict[str, Curve]] = {}
+        self._is_new = False  # whether there are values that were never logged
         self._validations = 0
 
     def restart(self) -> None:
         """For another run of a trainer."""
-        self._charts, self._validations = {}, 0
+        self._charts, self._is_new, self._validations = {}, False, 0
 
     def add(self, trainer: Any, step: int, values: Mapping[str, float]) -> None:
         """Keep the values whose names end in a layer (and pass) or ``mean``; those of heads are too many."""
@@ -38,6 +43,7 @@ class LayerCharts:
             steps, curve = self._charts.setdefault(stem, {}).setdefault(line, ([], []))
             steps.append(step)
             curve.append(value)
+            self._is_new = True
 
     def after_validation(self, trainer: Any, prefixes: tuple[str, ...] = ()) -> bool:
         """In a fit, keep what its validation logged under such names; log after validation 1, 2, 4, 8, ...
@@ -57,6 +63,8 @@ class LayerCharts:
         return due
 
     def log(self, trainer: Any) -> None:
-        """Log every chart, in place of those that were logged before."""
-        for name, lines in self._charts.items():
-            log_lines(trainer, f"charts/{name}", lines, current_step(trainer))
+        """Log every chart, in place of those that were logged before, unless these hold all values."""
+        if self._is_new:
+            charts = {f"charts/{name}": lines for name, lines in self._charts.items()}
+            log_charts(trainer, self._monitor, charts, current_step(trainer))
+        self._is_new = False

@@ -88,7 +88,7 @@ class LipschitzMonitor(LayerObserver):
         self._unsaid: dict[str, dict[str, str]] = {}  # by text, what to say of each layer
         # Of a layer: one, or, where max_tokens cuts the sequence, the cut one and the whole one.
         self._calls: dict[int, list[LayerCall]] = {}
-        self._charts = LayerCharts()
+        self._charts = LayerCharts("LipschitzMonitor")
 
     @property
     def state_key(self) -> str:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_tasks.callbacks.alone import check_alone
+from lightning_tasks.pictures import run_folder
 
 TABLE = "predictions.csv"
 
@@ -50,7 +51,7 @@ class PredictionTable(BasePredictionWriter):
         if not hasattr(pl_module, "prediction_rows"):
             rank_zero_warn(f"predictions are not written: {type(pl_module).__name__} has no prediction_rows")
             return
-        path = Path(trainer.log_dir or trainer.default_root_dir) / TABLE
+        path = Path(run_folder(trainer) or trainer.default_root_dir) / TABLE  # of rank zero, which the others are told
         self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _part(self._path, trainer.global_rank).unlink(missing_ok=True)

@@ -64,7 +64,7 @@ class PursuitMonitor(LayerObserver):
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._bad: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
-        self._charts = LayerCharts()
+        self._charts = LayerCharts("PursuitMonitor")
         self._said_none = False
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])

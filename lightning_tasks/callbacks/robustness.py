@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.limits import check_integer, check_number
+from lightning_tasks.charts import loggers_named
+from lightning_tasks.pictures import run_folder
 from lightning_tasks.robustness.attack_table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders
 from lightning_tasks.robustness.corruption_means import read_baseline, with_means
@@ -163,9 +165,9 @@ class RobustnessEvaluation(Callback):
         self._seen = []
 
     def _run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, plan: Plan) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = Path(run_folder(trainer) or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        store = RowStore(self.rows or _beside_runs(folder) / ROWS, Row)
+        store = RowStore(self.rows or _beside_runs(folder, loggers_named(trainer, "WandbLogger")) / ROWS, Row)
         settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
         identity = fingerprint(pl_module, settings, *plan.data)
         plan.one_pass()  # the first one also prepares what later ones find ready
@@ -206,6 +208,7 @@ def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _beside_runs(folder: Path) -> Path:
+def _beside_runs(folder: Path, wandb: list[Any]) -> Path:
     """The folder that holds the runs where ``folder`` is one of them by its name, else ``folder`` itself."""
-    return folder.parent if re.fullmatch(r"version_\d+", folder.name) else folder
+    is_run = re.fullmatch(r"version_\d+", folder.name) or folder.name in {logger.version for logger in wandb}
+    return folder.parent if is_run else folder

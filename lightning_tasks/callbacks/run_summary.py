@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from attention_modules import AttentionMechanism, SoftmaxAttention
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.charts import loggers_named
 from lightning_tasks.divergence import first_non_finite, is_loss
 from lightning_tasks.run_picture import draw_run
 
@@ -103,10 +103,9 @@ def divergence(losses: Mapping[str, float], folder: Path | None) -> list[str]:
 
 
 def _csv_folder(trainer) -> Path | None:
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            logger.save()
-            return Path(logger.log_dir)
+    for logger in loggers_named(trainer, "CSVLogger"):
+        logger.save()
+        return Path(logger.log_dir)
     return None
 
 

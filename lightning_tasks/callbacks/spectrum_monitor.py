@@ -76,7 +76,7 @@ class SpectrumMonitor(Callback):
         self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
         self._bad: dict[str, int] = {}  # how many weights of a layer were not finite when it was observed
         self._stride = 1  # records from one that is kept to the next
-        self._charts = LayerCharts()
+        self._charts = LayerCharts("SpectrumMonitor")
         self._warnings = CollapseWarnings("SpectrumMonitor", SPECTRUM_SIGNS)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -37,8 +37,8 @@ class SwapAttention(Callback):
     The swap happens at the end of ``configure_model``: after the network is built (in ``__init__``, ``setup`` or
     ``configure_model``), before weights are restored, optimizers built and layers sharded. It is carried out once for
     a module, however often trainers fit, validate and test it. The plan is kept in checkpoints, from which
-    :func:`lightning_tasks.load_swapped` rebuilds the swapped module, and logged among the hyper-parameters of CSV and
-    W&B logs. List it before callbacks that copy the module.
+    :func:`lightning_tasks.load_swapped` rebuilds the swapped module, and logged among the hyper-parameters of CSV,
+    W&B and TensorBoard logs. List it before callbacks that copy the module.
 
     Args:
         mechanism: short name, class, or import path of a class.
@@ -104,6 +104,8 @@ class SwapAttention(Callback):
         plans = [{key: plan[key] for key in ("mechanism", "options", "layers")} for plan in vars(pl_module)[_PLANS]]
         for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
             logger.log_hyperparams({SWAPPED: plans})
+        for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
+            logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: plans})
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         forget_actions(pl_module, self)
@@ -159,6 +161,12 @@ class SwapAttention(Callback):
                     f"two SwapAttention callbacks, {callback.mechanism!r} and {self.mechanism!r}, choose "
                     f"{', '.join(shared)}; give them where=, layers= or exclude= that do not overlap"
                 )
+
+
+def _logged_hparams(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """The hyper-parameters of module and data module that Lightning is about to log."""
+    sources = [part for part in (pl_module, trainer.datamodule) if getattr(part, "_log_hyperparams", False)]  # type: ignore[attr-defined]
+    return {name: value for part in sources for name, value in part.hparams_initial.items() if name != "_class_path"}
 
 
 def _built_later(pl_module: pl.LightningModule) -> bool:

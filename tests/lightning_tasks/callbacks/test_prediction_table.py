@@ -83,8 +83,10 @@ def test_the_parts_of_several_processes_make_one_table(tmp_path):
     ranks = []
     for rank, indices in enumerate([[0, 2, 4], [1, 3, 0]]):
         strategy = SimpleNamespace(broadcast=lambda path: path, barrier=lambda: None)
-        run = SimpleNamespace(log_dir=tmp_path, loggers=[1], fast_dev_run=0, strategy=strategy, world_size=2)
+        loggers = [CSVLogger(tmp_path, name="", version="")]
+        run = SimpleNamespace(loggers=loggers, fast_dev_run=0, strategy=strategy, world_size=2)
         run.global_rank, run.is_global_zero, run.predict_dataloaders = rank, rank == 0, None
+        run.default_root_dir = tmp_path
         module = SimpleNamespace(prediction_rows=lambda prediction, batch: [{"value": each} for each in prediction])
         table = PredictionTable()
         table.on_predict_start(run, module)
