@@ -129,6 +129,14 @@ def test_readme_lists_every_recipe():
     assert README.read_text(encoding="utf-8") == readme(), "run python -m tests.lightning_tasks.recipe_table"
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_guarded_and_summarised(recipe):
+    names = [
+        each["class_path"].rpartition(".")[2] for each in read_settings(find_recipe(recipe))["trainer"]["callbacks"]
+    ]
+    assert names[-2:] == ["NonFiniteGuard", "RunSummary"]  # after whatever changes gradients
+
+
 def test_parts_are_no_recipes():
     assert not [recipe.name for recipe in shipped_recipes() if recipe.name.split("/")[0] in PART_FOLDERS]
     assert all((CONFIGS / folder).is_dir() for folder in PART_FOLDERS)
