@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,44 @@ def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
     first = batch_idx * dataloader.batch_size
     positions = sampler.rank + torch.arange(first, first + rows) * sampler.num_replicas
     return positions >= len(sampler.dataset)  # type: ignore[arg-type]
+
+
+class EpochSums:
+    """Sums and counts by name over the batches of an evaluation, which all processes join once, at its end.
+
+    Nothing waits for another process before :meth:`join`, so that they may have different numbers of batches, or none.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Add a sum and of how many it is, scalars; in float64 where the device has it, as counts grow large."""
+        kind = torch.float32 if total.device.type == "mps" else torch.float64
+        both = torch.stack([total, count.to(total.device)]).to(kind)
+        self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    def join(self, trainer: Any, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Means, in float32, of those of ``names`` that any process added to, and forget them.
+
+        Every process must call this, with the same names. NaN where nothing was counted.
+        """
+        sums, self._sums = self._sums, {}
+        if not names:
+            return {}
+        none = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        rows = [torch.cat([sums[name].to(none), none[:1] + 1]) if name in sums else none for name in names]
+        whole = trainer.strategy.reduce(torch.stack(rows), reduce_op="sum")  # [names, 3]
+        means = (whole[:, 0] / whole[:, 1]).float()
+        added = whole[:, 2].tolist()
+        return {name: mean for name, mean, processes in zip(names, means, added, strict=True) if processes}
+
+
+def log_joined(pl_module: Any, values: Mapping[str, Tensor]) -> None:
+    """Log at the end of an evaluation what all processes have joined already, and so all have alike."""
+    # With sync_dist, whose mean of equal values changes none, as Lightning warns of an epoch's values without it.
+    for name, value in values.items():
+        pl_module.log(name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
 
 def epoch_weight(trainer: Any, rows: int) -> int:

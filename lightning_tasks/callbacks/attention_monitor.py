@@ -28,7 +28,7 @@ from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.charts import keeps_history
 from lightning_tasks.current_step import current_step
-from lightning_tasks.distributed import epoch_weight
+from lightning_tasks.distributed import EpochSums, log_joined
 
 Stage = Literal["train", "validation", "test"]
 Observable = Statistic | Literal["sink", "token_similarity"]
@@ -108,11 +108,12 @@ class AttentionMonitor(MechanismObserver):
         self._warnings = CollapseWarnings("AttentionMonitor")
         self._charts = LayerCharts("AttentionMonitor")
         self._heads = HeadRecord()
-        self._evaluated: Tensor | None = None  # what heads gave in an evaluation so far, [2, layers, H]
+        self._sums = EpochSums()  # of an evaluation so far
+        self._evaluated: Tensor | None = None  # what heads gave in it, [2, layers, H]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._last_step = -1
-        self._evaluated = None
+        self._sums, self._evaluated = EpochSums(), None
         self._charts.restart()
         self._heads.restart()
         super().setup(trainer, pl_module, stage)
@@ -133,7 +134,7 @@ class AttentionMonitor(MechanismObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            means = {name: mean for name, (mean, _) in self._close().items()}
+            means = _means(self._close())
             logged = {name: mean for name, mean in means.items() if self._is_logged(name)}
             numbers = log_now(pl_module, logged, means)
             self._warn(numbers, f"training step {self._last_step}")
@@ -162,7 +163,7 @@ class AttentionMonitor(MechanismObserver):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._log_evaluation(pl_module, "val/")
+        self._add_batch(pl_module, "val/")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if "validation" in self.stages and not trainer.sanity_checking:
@@ -199,7 +200,7 @@ class AttentionMonitor(MechanismObserver):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._log_evaluation(pl_module, "test/")
+        self._add_batch(pl_module, "test/")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if "test" in self.stages:
@@ -208,33 +209,28 @@ class AttentionMonitor(MechanismObserver):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._heads.draw(trainer, UNIT)
 
-    def _log_evaluation(self, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _add_batch(self, pl_module: pl.LightningModule, prefix: str) -> None:
+        """Keep what a batch of an evaluation gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
         seen = self._close()
         if BY_HEAD in self.statistics:
             self._evaluated = self._by_head if self._evaluated is None else self._evaluated + self._by_head
-        means = to_numbers({name: mean for name, (mean, _) in seen.items()})
-        self._warn(means, f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
-        values = {name: both for name, both in seen.items() if self._is_logged(name)}
-        # A batch without a row to average (normalised entropy of one token, say) weighs nothing; one transfer for all.
-        weights = torch.stack([rows for _, rows in values.values()]).tolist() if values else []
-        for (name, (mean, _)), weight in zip(values.items(), weights, strict=True):
-            pl_module.log(
-                prefix + name,
-                mean if weight else torch.zeros_like(mean),
-                on_step=False,
-                on_epoch=True,
-                sync_dist=True,
-                batch_size=epoch_weight(pl_module.trainer, int(weight)),
-            )
+        self._warn(to_numbers(_means(seen)), f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
+        for name, (total, rows) in seen.items():
+            if self._is_logged(name):
+                self._sums.add(name, total, rows)
 
     def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, prefix: str) -> None:
-        """Join what heads gave in all processes."""
+        """Log the means over all batches of all processes, and keep what their heads gave."""
+        layers = self._chosen(pl_module)
+        labels = [*map(layer_label, layers), "mean"]
+        names = [f"attention/{name}/{label}" for name in self.statistics for label in labels]
+        joined = self._sums.join(trainer, names, pl_module.device)
+        log_joined(pl_module, {prefix + name: mean for name, mean in joined.items()})
         if BY_HEAD not in self.statistics:
             return
         seen, self._evaluated = self._evaluated, None
-        layers = self._chosen(pl_module)
         if seen is None:  # this process had no batch, but others may
             num_heads = [layer.spec.num_heads for layer in layers]
             seen = stack_sums([None] * len(num_heads), num_heads, pl_module.device)
@@ -307,7 +303,7 @@ class AttentionMonitor(MechanismObserver):
         self._warnings.look(seen, where, self._untrained)
 
     def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Unhook; the mean of what was seen since :meth:`_open`, by logged name, and of how many rows it is one."""
+        """Unhook; by logged name, the sum of what was seen since :meth:`_open`, and over how many rows."""
         if self._hooks is None:
             return {}
         self._unhook()
@@ -326,13 +322,17 @@ class AttentionMonitor(MechanismObserver):
                 # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.
                 sums["mean"] = torch.stack(list(sums.values())).sum(0)
             for label, (total, rows) in sums.items():
-                values[f"attention/{name}/{label}"] = (total / rows, rows)
+                values[f"attention/{name}/{label}"] = (total, rows)
         self._forget()
         return values
 
     def _forget(self) -> None:
         self._in_backward = False
         self._observed, self._tokens = [], {}
+
+
+def _means(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    return {name: total / rows for name, (total, rows) in sums.items()}
 
 
 def _known(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:

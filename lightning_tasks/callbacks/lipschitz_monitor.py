@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.layer_words import listed
 from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.distributed import log_joined
 from lightning_tasks.eager import eager
 from lightning_tasks.layer_call import LayerCall
 
@@ -88,6 +89,7 @@ class LipschitzMonitor(LayerObserver):
         self._unsaid: dict[str, dict[str, str]] = {}  # by text, what to say of each layer
         # Of a layer: one, or, where max_tokens cuts the sequence, the cut one and the whole one.
         self._calls: dict[int, list[LayerCall]] = {}
+        self._found: dict[str, Tensor] = {}  # a layer's row, of the validation that runs
         self._charts = LayerCharts("LipschitzMonitor")
 
     @property
@@ -117,14 +119,13 @@ class LipschitzMonitor(LayerObserver):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._chosen(pl_module)
+        self._validations += not trainer.sanity_checking
+        self._found = {}
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx or dataloader_idx:
-            return
-        self._validations += not trainer.sanity_checking
-        if trainer.sanity_checking or self._fires():
+        if not (batch_idx or dataloader_idx) and (trainer.sanity_checking or self._fires()):
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
@@ -132,21 +133,31 @@ class LipschitzMonitor(LayerObserver):
             return
         calls = self._close()
         for index, layer in enumerate(self._chosen(pl_module)):
-            if index not in calls:
+            if index in calls:
+                given = calls.pop(index)
+                found = self._estimate(layer, given, 1 if trainer.sanity_checking else self.max_iter)
+                self._found[layer.name] = _row(found, samples=len(given[0].x))
+                if found is not None and not trainer.sanity_checking:
+                    self._look(layer.name, found)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not (trainer.sanity_checking or self._fires()):
+            return
+        layers, found = self._chosen(pl_module), self._found
+        # Of all processes, of which some may have had no batch, or none in which a layer was called.
+        own = torch.stack([found.get(layer.name, torch.zeros(len(_ROW))) for layer in layers]).to(pl_module.device)
+        largest: Any = trainer.strategy.reduce(own[:, 0].clone(), reduce_op="max")
+        sums: Any = trainer.strategy.reduce(own[:, 1:], reduce_op="sum")
+        for layer, residual, (total, samples, calls, bad) in zip(layers, largest, sums.tolist(), strict=True):
+            if not calls:
                 self._warn(layer.name, "uncalled", "it was not called on its own in the first batch, and is not logged")
-                continue
-            found = self._estimate(layer, calls.pop(index), 1 if trainer.sanity_checking else self.max_iter)
-            # What one process logs all must: they wait for each other's values.
-            everywhere = trainer.strategy.reduce_boolean_decision(found is not None, all=True)
-            if found is None or not everywhere:
-                text = (
-                    "it got no sample, or its input, output or Jacobian holds NaN or infinite numbers (here or in "
-                    "another process)"
-                )
+            elif bad:
+                text = "in the first batch its input, output or Jacobian holds NaN or infinite numbers"
                 self._warn(layer.name, "finite", f"{text}, and nothing is logged of it")
+            elif not samples:
+                self._warn(layer.name, "sample", "it got no sample in the first batch, and nothing is logged of it")
             elif not trainer.sanity_checking:
-                self._log(pl_module, layer_label(layer), found)
-                self._look(layer.name, found)
+                self._log(pl_module, layer_label(layer), total / samples, residual)
 
     def _fires(self) -> bool:
         return (self._validations - 1) % self.every_n_validations == 0
@@ -226,10 +237,17 @@ class LipschitzMonitor(LayerObserver):
         for text, names in unsaid.items():
             rank_zero_warn(f"LipschitzMonitor on {listed(names)}: {text}")
 
-    def _log(self, pl_module: pl.LightningModule, label: str, found: LipschitzEstimate) -> None:
-        relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
-        values = {"lipschitz": found.value.mean(), "lipschitz_residual": relative.max()}
-        for name, value in values.items():
-            pl_module.log(
-                f"val/{name}/{label}", value.float(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1
-            )
+    def _log(self, pl_module: pl.LightningModule, label: str, mean: float, residual: Tensor) -> None:
+        values = {"lipschitz": torch.as_tensor(mean, device=residual.device), "lipschitz_residual": residual}
+        log_joined(pl_module, {f"val/{name}/{label}": value for name, value in values.items()})
+
+
+_ROW = ("largest relative residual", "sum over samples", "samples", "calls", "calls with what is not finite")
+
+
+def _row(found: LipschitzEstimate | None, samples: int) -> Tensor:
+    """What a process joins of a layer's call, on the CPU; ``found`` is None where there is no sample, or a bad one."""
+    if found is None:
+        return torch.tensor([0.0, 0.0, 0.0, 1.0, float(samples > 0)])
+    relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
+    return torch.tensor([float(relative.max()), float(found.value.sum()), float(samples), 1.0, 0.0])

@@ -22,7 +22,7 @@ from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label, to_numbers
 from lightning_tasks.current_step import current_step
-from lightning_tasks.distributed import epoch_weight
+from lightning_tasks.distributed import EpochSums, log_joined
 
 STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
 
@@ -64,6 +64,7 @@ class PursuitMonitor(LayerObserver):
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._bad: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
+        self._joined = EpochSums()
         self._charts = LayerCharts("PursuitMonitor")
         self._said_none = False
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
@@ -85,9 +86,11 @@ class PursuitMonitor(LayerObserver):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pursuing(pl_module)
+        self._joined = EpochSums()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pursuing(pl_module)
+        self._joined = EpochSums()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -102,9 +105,16 @@ class PursuitMonitor(LayerObserver):
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
-        self._log(pl_module, "val/")
+        self._add_batch(pl_module, "val/")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._log(pl_module, "val/")
 
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+        self._add_batch(pl_module, "test/")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log(pl_module, "test/")
 
     def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[AttentionLayer, RPCAttention]]:
@@ -159,34 +169,37 @@ class PursuitMonitor(LayerObserver):
             seen = torch.stack([values.nansum((1, 2)), (~values.isnan()).sum((1, 2)).to(values.dtype)])
             sums[name] = sums.get(name, 0) + seen
 
-    def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _add_batch(self, pl_module: pl.LightningModule, prefix: str) -> None:
+        """Keep what the first batch gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
-        means, tokens, bad = self._means(), self._tokens, self._bad
+        sums, tokens, bad = self._by_name(), self._tokens, self._bad
         self._close_unread()
+        means = {name: total / count for name, (total, count) in sums.items()}
         if means:
-            values = {name: value for of_layer in means.values() for name, value in of_layer.items()}
-            self._look(pl_module, to_numbers({**values, **bad}), tokens, prefix)
-        for layer, mechanism in self._pursuing(pl_module):
-            of_layer, label = means.get(layer_label(layer), {}), layer_label(layer)
-            # What one process logs all must: they wait for each other's values.
-            if not pl_module.trainer.strategy.reduce_boolean_decision(bool(of_layer), all=False):
-                continue
-            for name in _names(label, mechanism.iterations):
-                value = of_layer.get(name, torch.zeros((), device=pl_module.device))  # no sample: nothing, of weight 0
-                weight = epoch_weight(pl_module.trainer, 1 if of_layer else 0)
-                pl_module.log(prefix + name, value, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
+            self._look(pl_module, to_numbers({**means, **bad}), tokens, prefix)
+        for name, (total, count) in sums.items():
+            self._joined.add(name, total, count)
 
-    def _means(self) -> dict[str, dict[str, Tensor]]:
-        """By layer and logged name, the mean over the calls; NaN where a number that entered is not finite."""
-        means: dict[str, dict[str, Tensor]] = {}
+    def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
+        """Log the means over the samples of all processes."""
+        layers = self._pursuing(pl_module)
+        names = [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism.iterations)]
+        means = self._joined.join(pl_module.trainer, names, pl_module.device)
+        log_joined(pl_module, {prefix + name: mean for name, mean in means.items()})
+
+    def _by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sums over the calls and of how many, by logged name; sums are NaN where a number is not finite."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
         for label, sums in self._sums.items():
             if not self._samples[label]:
                 continue
-            found = torch.stack([sums[name][0] / sums[name][1] for name in STATISTICS])
-            found = found.masked_fill(self._bad[label] > 0, torch.nan).float()
-            means[label] = dict(zip(_names(label, found.shape[1]), found.flatten(), strict=True))
-        return means
+            both = torch.stack([sums[name] for name in STATISTICS], 1).flatten(1)  # [2, statistics and passes]
+            totals = both[0].masked_fill(self._bad[label] > 0, torch.nan)
+            found |= dict(
+                zip(_names(label, both.shape[1] // len(STATISTICS)), zip(totals, both[1], strict=True), strict=True)
+            )
+        return found
 
     def _look(
         self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
