@@ -128,7 +128,7 @@ class SwappedMultiheadAttention(Swapped):
         dropout = self.dropout if self.training else 0.0
         out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
         batch, _, tokens, _ = out.shape
-        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(tokens * batch, -1)).view(tokens, batch, -1)
+        out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
         shown = (weights[0].mean(dim=1) if average_attn_weights else weights[0]) if weights else None
         if not batched:
             return out.squeeze(1), None if shown is None else shown.squeeze(0)
