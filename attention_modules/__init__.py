@@ -15,7 +15,7 @@ from attention_modules.prompt import PromptAttention, prompt_attention
 from attention_modules.rpc import RPCAttention, rpc_attention
 from attention_modules.scaled import ScaledAttention, scaled_attention
 from attention_modules.softmax import SoftmaxAttention
-from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention
+from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention, swapped
 from attention_modules.symmetric import SymmetricAttention, symmetric_attention
 from attention_modules.uniform import UniformAttention
 
@@ -44,5 +44,6 @@ __all__ = [
     "rpc_diagnostics",
     "scaled_attention",
     "swap_attention",
+    "swapped",
     "symmetric_attention",
 ]

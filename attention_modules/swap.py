@@ -20,7 +20,7 @@ from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import owned_parameters, remember_made
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
 
-__all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention"]
+__all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention", "swapped"]
 
 # Wrappers that hold on to parameters or code of the layers: name of the class -> what to do first.
 _WRAPPERS = {
@@ -132,6 +132,23 @@ def _swap(
         for (layer, built), count in zip(plan, before, strict=True)
     ]
     return SwapReport(rows, skipped, new)
+
+
+def swapped(
+    model: nn.Module,
+    mechanism: Mechanism,
+    *,
+    where: Selector | None = None,
+    layers: int | Sequence[int] | None = None,
+    exclude: Selector = (),
+    **mechanism_options: object,
+) -> nn.Module:
+    """The model itself after :func:`swap_attention`: for a configuration file, around what builds the network.
+
+    As in ``_target_: attention_modules.swapped``, with the network's own ``_target_`` below ``model``.
+    """
+    swap_attention(model, mechanism, where=where, layers=layers, exclude=exclude, **mechanism_options)
+    return model
 
 
 @torch.inference_mode(False)

@@ -84,7 +84,7 @@ class AttentionMapLogger(MechanismObserver):
             if chosen is not None and not chosen:
                 raise ValueError(f"{name} is empty: give some numbers, or leave it out")
         self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
-        self.queries, self.rollout = queries, rollout
+        self.queries, self.rollout = None if queries is None else list(queries), rollout
         self._images: Tensor | None = None
         self._batch_size = 0
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]

@@ -23,7 +23,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
 from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.limits import check_integer
+from lightning_tasks.callbacks.limits import check_integer, is_sequence
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.charts import keeps_history
@@ -355,7 +355,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def _some_of(what: str, chosen: Sequence[_Name], known: Sequence[_Name]) -> tuple[_Name, ...]:
-    given = chosen if isinstance(chosen, (list, tuple, set, frozenset)) else ()
+    given = chosen if is_sequence(chosen) or isinstance(chosen, (set, frozenset)) else ()
     if not given or any(name not in known for name in given):
         raise ValueError(f"{what} must be a list of some of {', '.join(known)}, got {chosen!r}")
     return tuple(chosen)

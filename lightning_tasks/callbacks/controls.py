@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_layers, check_number
+from lightning_tasks.callbacks.limits import check_choice, check_number
 from lightning_tasks.callbacks.locater import LocAteR
 
 
@@ -44,7 +44,7 @@ class _QKControl(Callback):
 
     def __init__(self, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()) -> None:
         super().__init__()
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,16 +19,32 @@ def check_integer(name: str, value: object, limit: int) -> int:
     return int(value)
 
 
+def is_sequence(value: object) -> bool:
+    """Whether it is a list of any make, such as OmegaConf's, and no string."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def check_layers(layers: Any) -> Any:
     """The same choice of layers by position; which positions there are shows when the model is built.
 
     Raises:
         ValueError: if it is neither None nor an integer or a list of integers.
     """
-    for index in layers if isinstance(layers, (list, tuple, range)) else [] if layers is None else [layers]:
+    several = is_sequence(layers)
+    for index in layers if several else [] if layers is None else [layers]:
         if isinstance(index, bool) or not isinstance(index, Integral):
             raise ValueError(f"layers must be a list of integers, or None for all, got {layers!r}")
-    return layers
+    return list(layers) if several else layers
+
+
+def check_choice(where: Any, layers: Any, exclude: Any) -> tuple[Any, Any, Any]:
+    """A choice of layers by name and position, its lists as lists; names are looked for when the model is built.
+
+    Raises:
+        ValueError: as :func:`check_layers`.
+    """
+    excluded = [exclude] if isinstance(exclude, str) else list(exclude) if is_sequence(exclude) else exclude
+    return list(where) if is_sequence(where) else where, check_layers(layers), excluded or []
 
 
 def check_number(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> float:

@@ -14,7 +14,7 @@ from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, whole
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
-from lightning_tasks.callbacks.limits import check_layers, check_number
+from lightning_tasks.callbacks.limits import check_choice, check_number
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -77,7 +77,7 @@ class LocAteR(Callback):
         initial = isinstance(mean_target, str) and mean_target == "initial"
         self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
         self.observe_only = observe_only
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}
         self._backward_passes = 0

@@ -15,7 +15,7 @@ from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.limits import check_layers
+from lightning_tasks.callbacks.limits import check_choice
 from lightning_tasks.eager import eager
 
 ForwardPreHook = Callable[..., None]
@@ -35,7 +35,7 @@ class LayerObserver(Callback):
 
     def __init__(self, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
         super().__init__()
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._hooks: ExitStack | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

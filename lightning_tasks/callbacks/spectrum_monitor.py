@@ -17,7 +17,7 @@ from lightning_tasks.callbacks.base import Callback, Where, whole
 from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
-from lightning_tasks.callbacks.limits import check_integer, check_layers
+from lightning_tasks.callbacks.limits import check_choice, check_integer
 from lightning_tasks.callbacks.steps import layer_label, log_now
 from lightning_tasks.charts import keeps_history, log_histogram
 from lightning_tasks.current_step import current_step
@@ -71,7 +71,7 @@ class SpectrumMonitor(Callback):
         super().__init__()
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.heads = heads
-        self.where, self.layers, self.exclude = where, check_layers(layers), exclude
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._last_step = -1
         self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
         self._bad: dict[str, int] = {}  # how many weights of a layer were not finite when it was observed

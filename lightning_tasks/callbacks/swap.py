@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from attention_modules.hosts import attention_layers
+from attention_modules.hosts import AttentionSwapError, attention_layers
+from attention_modules.hosts.discovery import select, survey
 from attention_modules.mechanism import (
     AttentionMechanism,
     AttentionSpec,
@@ -20,7 +21,7 @@ from attention_modules.mechanism import (
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
-from lightning_tasks.callbacks.limits import check_layers
+from lightning_tasks.callbacks.limits import check_choice
 from lightning_tasks.charts import loggers_named
 from lightning_tasks.hparams import import_object, import_path, plain_data
 from lightning_tasks.resuming import refuse_other_layout
@@ -34,11 +35,12 @@ _PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with wh
 class SwapAttention(Callback):
     """Puts a mechanism into the module's attention layers, after it is built and before anything reads it.
 
-    The swap happens at the end of ``configure_model``: after the network is built (in ``__init__``, ``setup`` or
-    ``configure_model``), before weights are restored, optimizers built and layers sharded. It is carried out once for
-    a module, however often trainers fit, validate and test it. The plan is kept in checkpoints, from which
-    :func:`lightning_tasks.load_swapped` rebuilds the swapped module, and logged among the hyper-parameters of CSV,
-    W&B and TensorBoard logs. List it before callbacks that copy the module.
+    The swap happens in this callback's ``setup`` where the layers are there already, so that the module's own ``setup``
+    can compile them; else, or for layers that are built later, at the end of ``configure_model``: before weights are
+    restored, optimizers built and layers sharded. It is carried out once for a module, however often trainers fit,
+    validate and test it. The plan is kept in checkpoints, from which
+    :func:`lightning_tasks.load_swapped` rebuilds the swapped module, and logged among the hyper-parameters of CSV, W&B
+    and TensorBoard logs. List it before callbacks that copy the module.
 
     Args:
         mechanism: short name, class, or import path of a class.
@@ -50,7 +52,8 @@ class SwapAttention(Callback):
     Raises:
         ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
             when a trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention``
-            chose the same layer, or a weight-averaging callback copied the module before.
+            chose the same layer, a weight-averaging callback copied the module before, the strategy trains in spawned
+            or forked processes, or ``layers=`` counted before the module's ``setup`` built more.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
     """
@@ -69,9 +72,11 @@ class SwapAttention(Callback):
         check_options(self._class, options or {})
         _check_values(self._class, options or {})
         self.options = plain_data(options or {}, "options", specs=False)
-        self.where, self.layers, self.exclude = where, check_layers(layers), list(exclude)
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
+        self._trains = False
+        self._counted: set[str] = set()  # the attention layers that were there when the plan was carried out
 
     @property
     def state_key(self) -> str:
@@ -95,8 +100,9 @@ class SwapAttention(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._check_averaging(trainer, pl_module)
-        if not _built_later(pl_module):
-            self._swap(pl_module)  # complete already, and later callbacks may copy it in their own setup
+        self._trains = stage == "fit"
+        if not _built_later(pl_module) or self._finds_layers(pl_module):
+            self._swap(pl_module)  # later callbacks may copy the module in their setup, and its own may compile it
         after_configure_model(pl_module, self, self._swap)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -130,25 +136,65 @@ class SwapAttention(Callback):
                     "override neither"
                 )
 
+    def _finds_layers(self, pl_module: pl.LightningModule) -> bool:
+        try:
+            return bool(select(survey(pl_module), self.where, self.layers, self.exclude))
+        except AttentionSwapError:
+            return False  # not built yet, or wrong: which shows when all is built
+
     def _swap(self, pl_module: pl.LightningModule) -> None:
         """Carry out the plan, unless the module shows that it was."""
         done = vars(pl_module).setdefault(_PLANS, [])
         wanted = {"mechanism": self.mechanism, "options": self.options, "selection": self.state_key}
+        present = {_uncompiled(name) for layer in survey(pl_module).layers for name in layer.names}
         for plan in done:
             if {key: plan[key] for key in wanted} == wanted and self._holds(pl_module, plan["layers"]):
-                self._plan = plan
+                if plan is self._plan and present > self._counted:
+                    self._check_count(present - self._counted)
+                    done.remove(plan)
+                    break  # the module's setup built more
+                self._plan, self._counted = plan, present
                 return
         self._check_overlap(pl_module)
+        self._check_processes(pl_module.trainer)
         self.report = swap_attention(
             pl_module, self._class, where=self.where, layers=self.layers, exclude=self.exclude, **self.options
         )
-        self._plan = {**wanted, "layers": [row.name for row in self.report]}
+        self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
         done.append(self._plan)
         rank_zero_info(str(self.report))
 
     def _holds(self, pl_module: pl.LightningModule, names: Sequence[str]) -> bool:
-        modules = dict(pl_module.named_modules())
+        modules = {_uncompiled(name): module for name, module in pl_module.named_modules()}
         return all(type(getattr(modules.get(name), "mechanism", None)) is self._class for name in names)
+
+    def _check_count(self, added: set[str]) -> None:
+        """Positions mean the same before and after the module's ``setup``.
+
+        Raises:
+            ValueError: if ``layers`` counts and it built attention layers that come between.
+        """
+        if self.layers is not None:
+            raise ValueError(
+                f"layers={self.layers} was counted among the attention layers that __init__ built, and the module's "
+                f"setup or configure_model built {', '.join(sorted(added))} after it; name the layers by where="
+            )
+
+    def _check_processes(self, trainer: Any) -> None:
+        """Refuse to train in processes whose weights come back to a module that was never swapped.
+
+        Raises:
+            ValueError: for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+        """
+        launcher = getattr(trainer.strategy, "launcher", None)
+        kinds = {kind.__name__ for kind in type(launcher).__mro__}
+        if self._trains and "_MultiProcessingLauncher" in kinds:
+            raise ValueError(
+                f"SwapAttention: strategy {getattr(launcher, '_start_method', '')!r} trains in processes of its own "
+                "and gives their weights to the module of the main process, whose attention is not swapped. Use "
+                'strategy="ddp"; or, in a notebook, call swap_attention(module, ...) before fit() and leave this '
+                "callback out"
+            )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
         chosen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
@@ -167,6 +213,11 @@ def _logged_hparams(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[
     """The hyper-parameters of module and data module that Lightning is about to log."""
     sources = [part for part in (pl_module, trainer.datamodule) if getattr(part, "_log_hyperparams", False)]  # type: ignore[attr-defined]
     return {name: value for part in sources for name, value in part.hparams_initial.items() if name != "_class_path"}
+
+
+def _uncompiled(name: str) -> str:
+    """A module's name without the wrappers that torch.compile puts between."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _built_later(pl_module: pl.LightningModule) -> bool:
