@@ -20,6 +20,7 @@ from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_run import run_cells
 from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
+from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
@@ -231,7 +232,13 @@ def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
         for cell in finished
         for what in ("initial_weights", "training_data")
         if cell.result()[what] != first[cell.seed].result()[what]
+        and not (what == "training_data" and is_cut_short(cell, first[cell.seed]))
     ]
+
+
+def is_cut_short(*cells: Cell) -> bool:
+    """Whether a guard stopped one of the finished cells, which saw the beginning of the data only."""
+    return any(cell.result().get("stopped") for cell in cells)
 
 
 def write_tables(
@@ -247,10 +254,15 @@ def write_tables(
     if not rows:
         return None
     logged = sorted({row["metric"] for row in rows})
+    remarks = {
+        "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
+        "Not paired": unpaired_seeds(cells),
+        "Not finished": [cell.label for cell in cells if not cell.is_finished()],
+    }
+    rows = with_stops(rows)
     draw_comparison(rows, names, metrics, output / "curves.png")
     summary = summarise(rows, names, metrics, references)
-    unfinished = [cell.label for cell in cells if not cell.is_finished()]
-    print(write_summary(summary, {"Not paired": unpaired_seeds(cells), "Not finished": unfinished}, output))
+    print(write_summary(summary, remarks, output))
     if absent := [metric for metric in metrics if metric not in logged]:
         near = "".join(did_you_mean(metric, logged) for metric in absent)
         print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)

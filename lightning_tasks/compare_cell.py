@@ -107,6 +107,7 @@ def run_cell(cell: Cell) -> None:
 
     from lightning_tasks.cli import run
     from lightning_tasks.compare_pairing import RecordPairing
+    from lightning_tasks.non_finite import NonFiniteError
     from lightning_tasks.wandb_runs import RunLabels, one_run
 
     torch.set_num_threads(1)
@@ -116,12 +117,17 @@ def run_cell(cell: Cell) -> None:
     pairing = RecordPairing()
     labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
     arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
+    stopped = ""
     with _output_to(cell.log), one_run():
-        cli = run(arguments, callbacks=[pairing], labels=labels)
-        if cell.test:
-            cli.trainer.test(cli.model, datamodule=cli.datamodule)
-    folder = cli.trainer.log_dir
-    if folder is None:
+        try:
+            cli = run(arguments, callbacks=[pairing], labels=labels)
+        except NonFiniteError as error:  # a result too: the same would come of it again
+            stopped = str(error)
+            print(stopped, file=sys.stderr)
+        else:
+            if cell.test:
+                cli.trainer.test(cli.model, datamodule=cli.datamodule)
+    if pairing.folder is None:
         raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
     result = {
         "config": cell.name,
@@ -131,7 +137,8 @@ def run_cell(cell: Cell) -> None:
         "seconds": round(time.monotonic() - started, 1),
         "initial_weights": pairing.initial_weights,
         "training_data": pairing.training_data,
-        "rows": read_metrics(Path(folder) / "metrics.csv"),
+        "stopped": stopped,
+        "rows": read_metrics(Path(pairing.folder) / "metrics.csv"),
     }
     partial = cell.folder / f"{RESULT}.partial"
     partial.write_text(json.dumps(result), encoding="utf-8")

@@ -12,7 +12,7 @@ from attention_modules.hosts.plain import plain_parameters
 
 
 class RecordPairing(Callback):
-    """Digest the parameters before the first step, and every training batch in order.
+    """Digest the parameters before the first step, and every training batch in order; keep the run's folder.
 
     Parameters are digested by name, shape and content as they were before attention was swapped: what a mechanism adds
     has no counterpart in the other run, and the query that one drops is kept beside it.
@@ -20,6 +20,7 @@ class RecordPairing(Callback):
 
     def __init__(self) -> None:
         self.initial_weights = ""
+        self.folder: str | None = None
         self._data = hashlib.sha256()
 
     @property
@@ -29,6 +30,7 @@ class RecordPairing(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Digest the weights, after build, swap and restore."""
+        self.folder = trainer.log_dir
         digest = hashlib.sha256()
         for name, parameter in sorted(plain_parameters(pl_module).items()):
             digest.update(name.encode())

@@ -5,11 +5,15 @@ Below it the differences to the first configuration, seed by seed.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lightning_tasks.divergence import diverged_cells
 
 Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
 
@@ -46,8 +50,22 @@ def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.
             by_step.setdefault(row["step"], []).append(row["value"])
     steps = sorted(by_step)
     means = [float(np.mean(by_step[step])) for step in steps]
-    spreads = [float(np.std(by_step[step], ddof=1)) if len(by_step[step]) > 1 else 0.0 for step in steps]
+    spreads = [_spread(by_step[step]) for step in steps]
     return np.array(steps), np.array(means), np.array(spreads)
+
+
+def _spread(values: Sequence[float]) -> float:
+    if not np.isfinite(values).all():
+        return math.nan
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def diverged_configs(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What the legend adds to a configuration of which runs diverged: " (1 of 3 diverged)"."""
+    cells = {(row["config"], row["seed"]) for row in rows}
+    counts = Counter(config for config, _ in diverged_cells(rows))
+    seeds = Counter(config for config, _ in cells)
+    return {config: f" ({count} of {seeds[config]} diverged)" for config, count in counts.items()}
 
 
 def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[str, Any]]:
@@ -92,6 +110,9 @@ def draw_comparison(
             axes.set_title(f"{metric}{kind}", loc="left", fontsize="medium")
             if kind:
                 axes.axhline(0.0, color="0.5", linewidth=0.8, linestyle=":")
-    figure.axes[0].legend(fontsize="small", frameon=False)
+    legend = figure.axes[0].legend(fontsize="small", frameon=False)
+    diverged = diverged_configs(rows)
+    for text in legend.get_texts():
+        text.set_text(f"{text.get_text()}{diverged.get(text.get_text(), '')}")
     figure.savefig(picture, dpi=110)
     return picture

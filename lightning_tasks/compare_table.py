@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lightning_tasks.divergence import diverged_cells
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,9 @@ class SummaryRow:
     """One metric of one configuration over its seeds; differences are to the configuration `reference`, seed by seed.
 
     `detectable` is the smallest true difference that a paired t-test at level 0.05 finds with probability 0.8, given
-    the spread seen here. The last four are nan where there is no reference or fewer than two seeds are paired.
+    the spread seen here. `difference` to `detectable` are nan where there is no reference or fewer than two seeds are
+    paired, and where a value of a pair is not finite. `diverged` counts the seeds with such a value, or whose run
+    diverged by its losses; `reference_diverged` those of the reference.
     """
 
     metric: str
@@ -31,17 +35,21 @@ class SummaryRow:
     low: float = math.nan
     high: float = math.nan
     detectable: float = math.nan
+    diverged: int = 0
+    reference_diverged: int = 0
 
     @property
     def verdict(self) -> str:
-        """What the paired interval says, in a word or three; empty where nothing is paired.
+        """What the paired interval says, in a word or three; empty where nothing is paired and nothing diverged.
 
         An effect below `detectable` says "budget too small", and which way it points where the interval leaves 0 out.
         """
+        if self.diverged:
+            return "diverged"
         if self.pairs == 0:
             return ""
-        if math.isnan(self.difference):
-            return "diverged"
+        if self.reference_diverged:
+            return "reference diverged"
         if self.difference == self.detectable == 0.0:
             return "equal"
         side = "" if self.low <= 0.0 <= self.high else "lower" if self.difference < 0 else "higher"
@@ -123,27 +131,41 @@ def summarise(
     Those are `configs[0]` for all but itself, and then those that `references` has for the configuration.
     """
     summary = []
+    diverged = diverged_cells(rows)
     for metric in metrics:
         values = last_values(rows, metric)
+        bad = {
+            config: sum(not math.isfinite(value) or (config, seed) in diverged for seed, value in of_seeds.items())
+            for config, of_seeds in values.items()
+        }
         for config in configs:
             if config in values:
                 first = configs[0] if config != configs[0] else ""
                 named = dict.fromkeys([first, *(references or {}).get(config, ())])
-                summary += [_summary_row(metric, config, values, reference) for reference in named]
+                for reference in named:
+                    row = _summary_row(metric, config, values, reference)
+                    summary.append(replace(row, diverged=bad[config], reference_diverged=bad.get(reference, 0)))
     return summary
 
 
 def _summary_row(metric: str, config: str, values: Mapping[str, dict[int, float]], reference: str) -> SummaryRow:
     own, other = values[config], values.get(reference, {})
-    std = float(np.std(list(own.values()), ddof=1)) if len(own) > 1 else math.nan
+    std = _std(list(own.values()))
     row = SummaryRow(metric, config, len(own), float(np.mean(list(own.values()))), std, reference)
     differences = [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
     if len(differences) < 2:
         return row
+    if not np.isfinite(differences).all():
+        return replace(row, pairs=len(differences))
     low, high = paired_interval(differences)
     detectable = minimum_detectable_effect(float(np.std(differences, ddof=1)), len(differences))
     paired = {"pairs": len(differences), "difference": float(np.mean(differences)), "low": low, "high": high}
     return SummaryRow(**{**asdict(row), **paired, "detectable": detectable})
+
+
+def _std(values: Sequence[float]) -> float:
+    """The standard deviation over seeds; nan of one, and where one is not finite."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 and np.isfinite(values).all() else math.nan
 
 
 def markdown(summary: Sequence[SummaryRow]) -> str:
@@ -160,7 +182,8 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
             difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
             detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
             mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
-            cells = (row.config, row.seeds, mean, row.reference, difference, detectable, row.verdict)
+            seeds = f"{row.seeds}, {row.diverged} diverged" if row.diverged else row.seeds
+            cells = (row.config, seeds, mean, row.reference, difference, detectable, row.verdict)
             lines.append(f"| {' | '.join(map(str, cells))} |")
         lines.append("")
     return "\n".join(lines)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""A logged value: config, seed, step, metric, value."""
+Cell = tuple[str, int]
 
 STOPPED = "non_finite/stopped"
 """Logged, as 1, at the step at which :class:`~lightning_tasks.callbacks.NonFiniteGuard` stopped a run."""
@@ -29,3 +35,47 @@ def first_non_finite(log: Path) -> dict[str, int]:
                 if name not in ("step", "epoch") and text and not math.isfinite(float(text)):
                     first.setdefault(name.removesuffix("_step").removesuffix("_epoch"), int(row["step"]))
     return first
+
+
+def with_stops(rows: Sequence[Row]) -> list[Row]:
+    """The rows, and NaN for what a run that a guard stopped would have logged from there on.
+
+    That is where other runs logged the metrics of its configuration, and those of ``train/``, ``val/`` and ``test/``;
+    and at its stop, so that each of these metrics ends with NaN.
+    """
+    stops = {(row["config"], row["seed"]): row["step"] for row in rows if row["metric"] == STOPPED}
+    if not stops:
+        return list(rows)
+    there = {(row["config"], row["seed"], row["metric"], row["step"]) for row in rows}
+    added = []
+    for (config, seed), stop in stops.items():
+        missed = {
+            (row["metric"], max(row["step"], stop))
+            for row in rows
+            if row["config"] == config or row["metric"].startswith(("train/", "val/", "test/"))
+        }
+        added += [
+            {"config": config, "seed": seed, "step": step, "metric": metric, "value": math.nan}
+            for metric, step in sorted(missed)
+            if metric not in (STOPPED, SKIPPED) and (config, seed, metric, step) not in there
+        ]
+    return [*rows, *added]
+
+
+def diverged_cells(rows: Sequence[Row]) -> dict[Cell, str]:
+    """The runs that a guard stopped, or whose last value of a loss is not finite, and which of these it was."""
+    last: dict[tuple[Cell, str], Row] = {}
+    for row in rows:
+        place = (row["config"], row["seed"]), row["metric"]
+        if place not in last or row["step"] >= last[place]["step"]:
+            last[place] = row
+    losses: dict[Cell, list[str]] = {}
+    for (cell, metric), row in last.items():
+        if is_loss(metric) and not math.isfinite(row["value"]):
+            losses.setdefault(cell, []).append(f"{metric} is {row['value']} at step {row['step']}")
+    stopped = {
+        cell: f"stopped at step {row['step']}: a loss or gradient was not finite"
+        for (cell, metric), row in last.items()
+        if metric == STOPPED
+    }
+    return {**{cell: ", ".join(texts) for cell, texts in losses.items()}, **stopped}

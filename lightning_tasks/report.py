@@ -15,6 +15,7 @@ import yaml
 
 from lightning_tasks.compare_picture import looks
 from lightning_tasks.compare_table import last_values
+from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.report_groups import read_all
 from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
@@ -99,7 +100,8 @@ def page(read: Read) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    configs, rows = read.configs, read.rows()
+    configs, diverged = read.configs, diverged_cells(read.rows())
+    rows = with_stops(read.rows())
     settings: dict[str, dict[str, Any] | None] = dict.fromkeys(configs)
     for run in read.runs:
         settings[run.config] = settings[run.config] or run.settings  # the first seed's that are known
@@ -118,7 +120,7 @@ def page(read: Read) -> str:
     return environment.get_template(TEMPLATE).render(
         configs=list(zip(configs, looks(len(configs)), strict=True)),
         runs=read.runs,
-        notes=read.notes,
+        notes=[*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())],
         swapped=[(config, swapped(each)) for config, each in settings.items()],
         unknown=[config for config, each in settings.items() if each is None],
         differences=differences(settings),

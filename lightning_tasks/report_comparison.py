@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_tasks.compare_cell import RESULT
 from lightning_tasks.compare_table import SummaryRow, summarise
+from lightning_tasks.divergence import with_stops
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.report_runs import (
     LOG,
@@ -80,7 +81,7 @@ def summary_of(logged: Logged, written: Sequence[Mapping[str, str]]) -> list[dic
         references.setdefault(row["config"], []).append(row.get("reference") or first)
     named = {config: [other for other in others if other != first] for config, others in references.items()}
     rows = [{"config": config, "seed": seed, **row} for (config, seed), of_cell in logged.items() for row in of_cell]
-    made = summarise(rows, list(configs), list(dict.fromkeys(row["metric"] for row in written)), named)
+    made = summarise(with_stops(rows), list(configs), list(dict.fromkeys(row["metric"] for row in written)), named)
     return [_as_text(row) for row in made]
 
 

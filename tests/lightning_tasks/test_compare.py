@@ -14,6 +14,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -29,8 +30,10 @@ from lightning_tasks.compare import (
     unpaired_seeds,
 )
 from lightning_tasks.compare_cell import RESULT, last_error, read_metrics, run_cell
+from lightning_tasks.compare_picture import curve, diverged_configs
 from lightning_tasks.compare_run import VISIBLE, failure, run_cells, start_worker, worker_devices
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
+from lightning_tasks.divergence import STOPPED, diverged_cells, with_stops
 from lightning_tasks.recipes import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -474,6 +477,8 @@ def test_paired_interval_of_a_known_sample():
         ([0.0, 0.92, 1.84], "budget too small"),
         ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but budget too small"),
         ([0.1, math.nan, 0.2], "diverged"),
+        ([0.1, math.inf, 0.2], "diverged"),
+        ([-math.inf], "diverged"),
     ],
 )
 def test_the_verdict_follows_the_paired_interval(differences, verdict):
@@ -491,6 +496,86 @@ def test_the_verdict_follows_the_paired_interval(differences, verdict):
     _, row = summarise(rows, ["a", "b"], ["m"])
     assert row.verdict == verdict
     assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
+
+
+def logged(config, seed, **values):
+    """Rows of a cell, each metric at its steps: ``val_loss=[(step, value)]``."""
+    names = {"val_loss": "val/loss", "val_top1": "val/top1", "stopped": STOPPED, "entropy": "attention/entropy"}
+    return [
+        {"config": config, "seed": seed, "step": step, "metric": names[name], "value": value}
+        for name, points in values.items()
+        for step, value in points
+    ]
+
+
+DIVERGED = [
+    *logged("a", 0, val_loss=[(5, 2.0), (10, 1.0)], val_top1=[(10, 0.9)]),
+    *logged("a", 1, val_loss=[(5, 2.0), (10, 1.0)], val_top1=[(10, 0.9)], entropy=[(10, 1.0)]),
+    *logged("b", 0, val_loss=[(5, 2.0), (10, math.nan)], val_top1=[(10, 0.1)]),
+    *logged("b", 1, val_loss=[(5, 2.0), (10, 1.5)], val_top1=[(10, 0.8)]),
+    *logged("c", 0, stopped=[(3, 1.0)]),
+    *logged("c", 1, val_loss=[(5, 2.5), (10, 1.2)], val_top1=[(10, 0.7)]),
+]
+
+
+def test_a_run_that_diverged_is_said_to_for_each_of_its_metrics():
+    """By its loss, or by the guard that stopped it; accuracies of NaN are numbers, and say nothing."""
+    texts = {("b", 0): "val/loss is nan at step 10", ("c", 0): "stopped at step 3: a loss or gradient was not finite"}
+    assert diverged_cells(DIVERGED) == texts
+    summary = summarise(
+        with_stops(DIVERGED), ["a", "b", "c"], ["val/loss", "val/top1", "attention/entropy"], {"a": ["b"]}
+    )
+    found = [(row.metric, row.config, row.reference, row.seeds, row.diverged, row.verdict) for row in summary]
+    assert found == [
+        ("val/loss", "a", "", 2, 0, ""),
+        ("val/loss", "a", "b", 2, 0, "reference diverged"),
+        ("val/loss", "b", "a", 2, 1, "diverged"),
+        ("val/loss", "c", "a", 2, 1, "diverged"),
+        ("val/top1", "a", "", 2, 0, ""),
+        ("val/top1", "a", "b", 2, 0, "reference diverged"),
+        ("val/top1", "b", "a", 2, 1, "diverged"),
+        ("val/top1", "c", "a", 2, 1, "diverged"),
+        ("attention/entropy", "a", "", 1, 0, ""),
+        ("attention/entropy", "a", "b", 1, 0, ""),
+    ]
+    assert [row.pairs for row in summary[:4]] == [0, 2, 2, 2]  # no seed is left out
+    assert math.isnan(summary[3].mean)
+    assert "| c | 2, 1 diverged | nan | a | +nan [+nan, +nan] | nan | diverged |" in markdown(summary)
+
+
+def test_a_stopped_run_has_nan_where_others_went_on():
+    rows = with_stops(DIVERGED)
+    assert rows[: len(DIVERGED)] == DIVERGED
+    added = [(row["config"], row["seed"], row["metric"], row["step"]) for row in rows[len(DIVERGED) :]]
+    assert added == [("c", 0, "val/loss", 5), ("c", 0, "val/loss", 10), ("c", 0, "val/top1", 10)]
+    assert all(math.isnan(row["value"]) for row in rows[len(DIVERGED) :])
+    assert with_stops(DIVERGED[:5]) == DIVERGED[:5]
+    steps, means, _ = curve(rows, "val/loss", "c")
+    assert (steps.tolist(), np.isnan(means).tolist()) == ([5, 10], [True, True])
+    assert diverged_configs(rows) == {"b": " (1 of 2 diverged)", "c": " (1 of 2 diverged)"}
+
+
+def test_cells_that_diverge_are_results_of_a_comparison(demo, tmp_path, capsys):
+    guard = {"class_path": "lightning_tasks.callbacks.NonFiniteGuard"}
+    broken = {"model.rate": math.nan}
+    variants = {"whole": None, "unguarded": broken, "guarded": {**broken, "trainer.callbacks+": guard}}
+    path, out = tmp_path / "diverging.yaml", tmp_path / "out"
+    content = {"base": str(demo), "variants": variants, "metrics": ["val/loss"], "test": True}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    main(["compare", str(path), "--seeds", "0", "--output", str(out), "--set", "trainer.log_every_n_steps=1"])
+    printed = capsys.readouterr().out
+    assert "- unguarded seed 0: " in printed
+    assert "- guarded seed 0: stopped at step 1: a loss or gradient was not finite" in printed
+    assert "Not paired" not in printed
+    assert "Not finished" not in printed
+    verdicts = {row["config"]: row["diverged"] for row in csv.DictReader((out / "summary.csv").open())}
+    assert verdicts == {"whole": "0", "unguarded": "1", "guarded": "1"}
+    result = json.loads((out / "cells/guarded/seed_0/result.json").read_text())
+    assert result["stopped"].startswith("step 1 (epoch 0, batch 1): the loss is nan")
+    page = tmp_path / "report.html"
+    main(["report", str(out), "--output", str(page)])
+    assert "not finite" in page.read_text()
+    assert "guarded seed 0 diverged: stopped at step 1" in page.read_text()
 
 
 def test_minimum_detectable_effect_of_the_textbook():
