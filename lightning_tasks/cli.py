@@ -26,7 +26,7 @@ from lightning_tasks.charts import loggers_named
 from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
-from lightning_tasks.loggers import RUNS, release_run_folder, with_csv_logger
+from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
@@ -246,8 +246,10 @@ class AttnswapCLI(LightningCLI):
         if trainer.logger is False or trainer.fast_dev_run:
             return
         root = Path(trainer.default_root_dir or RUNS)
-        trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root)
-        self._claimed = folder, root
+        own_place = self._labels is None
+        kept = existing_part(runs_folder(trainer.logger if own_place else None, self._recipe, root))
+        trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root, own_place)
+        self._claimed = folder, kept
         self._prepare_wandb(wandb_arguments(trainer.logger), section)
 
     def _prepare_wandb(self, runs: list[Any], section: Any) -> None:

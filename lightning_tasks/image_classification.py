@@ -119,7 +119,7 @@ class ImageClassificationTask(BaseTask):
         super().__init__(
             model=check_model_name(model),
             num_classes=num_classes,
-            attention=attention_spec(attention),
+            attention=attention_spec(attention, attention_options),
             attention_options=attention_options,
             attention_layers=attention_layers,
             other_attention=attention_spec(other_attention),

@@ -75,7 +75,7 @@ class LanguageModelingTask(BaseTask):
         super().__init__(
             model=model_spec(model),
             vocab_size=vocab_size,
-            attention=attention_spec(attention),
+            attention=attention_spec(attention, attention_options),
             attention_options=attention_options,
             attention_layers=attention_layers,
             optimizer=optimizer,

@@ -29,12 +29,12 @@ def claim_run_folder(recipe: str, root: Path) -> Path:
             return parent / f"version_{number}"
 
 
-def release_run_folder(folder: Path, root: Path) -> None:
-    """Remove the folder of a run that could not begin, and those above it up to `root`, as far as they are empty."""
+def release_run_folder(folder: Path, kept: Path) -> None:
+    """Remove the folder of a run that could not begin, and those above it that are below `kept`, as far as empty."""
     if getattr(rank_zero_only, "rank", 0) != 0:
         return
     for path in (folder, *folder.parents):
-        if root not in (path, *path.parents):
+        if kept not in path.parents:
             return
         try:
             path.rmdir()
@@ -42,15 +42,25 @@ def release_run_folder(folder: Path, root: Path) -> None:
             return
 
 
-def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], Path]:
+def existing_part(path: Path) -> Path:
+    """The longest part of a path that is there."""
+    return next((part for part in (path, *path.parents) if part.exists()), path)
+
+
+def with_csv_logger(loggers: Any, recipe: str, root: Path, own_place: bool = True) -> tuple[list[Any], Path]:
     """The `trainer.logger` value(s) of a configuration with a CSV logger first, and the folder of the run.
 
     The folder is a new one, also where the configuration names that of a run that was logged: a CSV logger would
-    delete its log. A logger that writes files and names no folder of its own writes into the run's.
+    delete its log. With `own_place` the configuration's CSV logger says where it lies, without it `root` does. A logger
+    that writes files and names no folder of its own writes into the run's.
     """
     given = _listed(loggers)
-    csv, old = _csv_logger_of(given)
-    folder = old if old and not (old / "metrics.csv").exists() else claim_run_folder(*_place(old, recipe, root))
+    csv = _csv_logger_of(given)
+    old = None if csv is None else _folder(csv["init_args"])
+    if own_place and old is not None and not (old / "metrics.csv").exists():
+        folder = old
+    else:
+        folder = claim_run_folder(*_place(csv if own_place else None, recipe, root))
     others = [logger for logger in given if logger is not csv]
     for arguments in [logger["init_args"] for logger in others if "init_args" in logger]:
         if "save_dir" in arguments and arguments["save_dir"] in (None, ".", str(old)):
@@ -60,34 +70,38 @@ def with_csv_logger(loggers: Any, recipe: str, root: Path) -> tuple[list[Any], P
 
 def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:
     """The folder in which :func:`with_csv_logger` makes that of a run, beside those of earlier runs."""
-    name, parent = _place(_csv_logger_of(_listed(loggers))[1], recipe, root)
+    name, parent = _place(_csv_logger_of(_listed(loggers)), recipe, root)
     return parent / name
 
 
 def _listed(loggers: Any) -> list[Any]:
-    return (
-        []
-        if isinstance(loggers, (bool, type(None)))
-        else list(loggers)
-        if isinstance(loggers, (list, tuple))
-        else [loggers]
-    )
+    if loggers is None or isinstance(loggers, bool):
+        return []
+    return list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
 
 
-def _csv_logger_of(loggers: list[Any]) -> tuple[Any, Path | None]:
-    """The CSV logger among the loggers and its folder, None where there is none."""
-    csv = next((logger for logger in loggers if _is_csv(logger)), None)
-    return csv, None if csv is None else _folder(csv["init_args"])
+def _csv_logger_of(loggers: list[Any]) -> Any:
+    """The first CSV logger among the loggers, None where there is none."""
+    return next((one for one in loggers if str(one["class_path"]).rsplit(".", 1)[-1] == CSVLogger.__name__), None)
 
 
-def _place(old: Path | None, recipe: str, root: Path) -> tuple[str, Path]:
-    return (recipe, root) if old is None else (old.parent.name, old.parent.parent)
+def _place(csv: Any, recipe: str, root: Path) -> tuple[str, Path]:
+    """The name under which runs are numbered, and the folder that it is below."""
+    if csv is None:
+        return recipe, root
+    folder = _folder(csv["init_args"])
+    if folder is not None:
+        return folder.parent.name, folder.parent.parent
+    return csv["init_args"].get("name") or "", Path(csv["init_args"]["save_dir"])
 
 
 def _folder(init_args: Any) -> Path | None:
-    if init_args.get("version") is None:
+    """The folder of the run that a CSV logger's arguments name, None where they leave it open."""
+    version = init_args.get("version")
+    if version is None:
         return None
-    return Path(init_args["save_dir"], init_args.get("name") or "", str(init_args["version"]))
+    name = version if isinstance(version, str) else f"version_{version}"
+    return Path(init_args["save_dir"], init_args.get("name") or "", name)
 
 
 def _csv_logger(folder: Path, csv: Any) -> dict[str, Any]:
@@ -95,7 +109,3 @@ def _csv_logger(folder: Path, csv: Any) -> dict[str, Any]:
     given = {} if csv is None else dict(csv["init_args"].items())
     place = {"save_dir": str(folder.parent.parent), "name": folder.parent.name, "version": folder.name}
     return {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {**given, **place}}
-
-
-def _is_csv(logger: Any) -> bool:
-    return str(logger["class_path"]).rsplit(".", 1)[-1] == CSVLogger.__name__

@@ -6,19 +6,21 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from attention_modules.mechanism import Mechanism, mechanism_class
+from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
 from lightning_tasks.hparams import Spec, import_object, plain_spec
 
 
-def attention_spec(value: Any) -> str | Spec:
+def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:
     """A registered short name as it is; a class, function or dotted path as ``{class_path, init_args}``.
 
     Raises:
         ValueError: if a short name is unknown (the nearest are named), or a path names nothing.
-        TypeError: if it cannot be stored in a checkpoint.
+        TypeError: if it cannot be stored in a checkpoint, or what a short name stands for does not take the options.
     """
     if isinstance(value, str) and "." not in value:
-        mechanism_class(value)
+        cls = mechanism_class(value)
+        if options and value != "softmax":  # which takes the layers as they are
+            _check_options(cls, options)
         return value
     if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
         value = {**value, "class_path": mechanism_class(value["class_path"])}
@@ -33,3 +35,14 @@ def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple
     if isinstance(target, type):
         return target, arguments
     return functools.partial(target, **arguments), {}
+
+
+def _check_options(mechanism: type[AttentionMechanism], options: Mapping[str, Any]) -> None:
+    """Refuse options of another mechanism, such as a recipe brings them, with the way to leave them out."""
+    try:
+        check_options(mechanism, options)
+    except TypeError as error:
+        raise TypeError(
+            f"{str(error).rstrip('.')}. Where attention_options={options!r} is a recipe's, for another "
+            "mechanism, --model.attention_options null leaves it out (in YAML attention_options: null)"
+        ) from error

@@ -99,7 +99,7 @@ class SegmentationTask(BaseTask):
             model=description,
             num_classes=num_classes,
             ignore_index=ignore_index,
-            attention=attention_spec(attention),
+            attention=attention_spec(attention, attention_options),
             attention_options=attention_options,
             attention_layers=attention_layers,
             other_attention=attention_spec(other_attention),

@@ -1,12 +1,17 @@
-"""The command: Weights & Biases, with its own traps."""
+"""The command's loggers: their places, and Weights & Biases with its own traps."""
 
+import csv
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from lightning.pytorch.loggers import Logger
 
+from lightning_tasks.__main__ import main
 from tests.lightning_tasks.cli.runs import ROOT, last_run
 
 
@@ -35,3 +40,72 @@ def test_one_wandb_run_a_job_under_ddp(demo):
     assert [path.name for path in Path("runs/demo").iterdir()] == ["version_0"]
     assert len(list(Path("runs/demo/version_0/wandb").glob("offline-run-*"))) == 1
     assert (Path("runs/demo/version_0") / "config.yaml").is_file()
+
+
+# -- places and refusals -----------------------------------------------------------------------------------------------
+
+CSV, WANDB, BOARD = (f"lightning.pytorch.loggers.{kind}Logger" for kind in ("CSV", "Wandb", "TensorBoard"))
+
+
+class OnlyTheMust(Logger):
+    """The abstract methods of a logger, and nothing else."""
+
+    name, version = "mine", "0.1"
+
+    def log_metrics(self, metrics, step=None):
+        """Nothing."""
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        """Nothing."""
+
+
+def fit_with(demo, *loggers):
+    """The files of what `loggers` leave of a run of the command."""
+    before = set(Path.cwd().rglob("*"))
+    main(["fit", "--config", demo, f"--trainer.logger={json.dumps(list(loggers))}"])
+    return {path.relative_to(Path.cwd()).as_posix() for path in set(Path.cwd().rglob("*")) - before if path.is_file()}
+
+
+def test_a_csv_logger_keeps_its_place_and_its_settings(demo):
+    logger = {"class_path": CSV, "init_args": {"save_dir": "here", "name": "a b/ü", "prefix": "mine"}}
+    first = fit_with(demo, logger)
+    before = {path: Path(path).read_bytes() for path in first}
+    second = fit_with(demo, logger)
+    for number, files in enumerate((first, second)):
+        assert {f"here/a b/ü/version_{number}/{name}" for name in ("metrics.csv", "config.yaml")} <= files
+    assert all(Path(path).read_bytes() == content for path, content in before.items())
+    with Path("here/a b/ü/version_0/metrics.csv").open() as file:
+        assert "mine-train/loss" in next(csv.reader(file))
+
+
+def test_any_list_of_loggers(demo):
+    pytest.importorskip("tensorboard", reason="the extra test is not installed")
+    must = {"class_path": f"{__name__}.OnlyTheMust"}
+    board = {"class_path": BOARD, "init_args": {"save_dir": "."}}
+    for number in range(2):
+        files = fit_with(demo, must, board)
+        assert {path.split("/")[2] for path in files} == {f"version_{number}"}
+        assert any(path.rsplit("/", 1)[-1].startswith("events.out") for path in files)
+        assert f"runs/demo/version_{number}/metrics.csv" in files
+    assert "runs/demo/version_2/metrics.csv" in fit_with(demo)  # none is the CSV log alone
+
+
+def test_options_of_another_mechanism_are_refused_with_the_cure_and_leave_no_folder(tmp_path, capsys):
+    tiny = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = {"model_options": tiny, "attention": "rpc", "attention_options": {"iterations": 2}}
+    data = {"class_path": "datamodules.DigitsDataModule"}
+    trainer = {"accelerator": "cpu", "max_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer["logger"] = [{"class_path": WANDB}, {"class_path": CSV, "init_args": {"save_dir": "here"}}]
+    recipe = {"model": {"class_path": "lightning_tasks.ImageClassificationTask", "init_args": model}, "data": data}
+    Path("rpc.yaml").write_text(yaml.safe_dump({**recipe, "trainer": {**trainer, "limit_val_batches": 0}}))
+    before = set(tmp_path.rglob("*"))
+    command = ["fit", "--config", "rpc.yaml", "--model.attention", "scaled"]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "ScaledAttention has no option 'iterations'" in said
+    assert "--model.attention_options null" in said
+    assert "Traceback" not in said
+    assert set(tmp_path.rglob("*")) == before
+    main([*command, "--model.attention_options", "null", "--trainer.logger", "false"])
