@@ -12,6 +12,8 @@ from lightning_tasks.head_figure import draw_heads
 from lightning_tasks.head_table import TABLE, History, read_heads, write_heads
 from lightning_tasks.pictures import run_folder, save_picture
 
+MOST_PENDING = 512  # records on the device, where no validation has them written
+
 
 def stack_sums(sums: Sequence[Tensor | None], num_heads: Sequence[int], device: torch.device) -> Tensor:
     """Sums and counts of layers, ``[2, H]`` each, as ``[2, layers, H]``; zero where nothing was seen, or no head is."""
@@ -23,7 +25,7 @@ def stack_sums(sums: Sequence[Tensor | None], num_heads: Sequence[int], device: 
 
 
 class HeadRecord:
-    """Means of heads by name and step; nothing leaves the device before :meth:`write`. For rank zero alone."""
+    """Means of heads by name and step; they leave the device by :meth:`write`, or many at once. For rank zero alone."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, int, Tensor]] = []
@@ -40,6 +42,8 @@ class HeadRecord:
         if trainer.is_global_zero and trainer.loggers:
             self._layers = list(layers)
             self._pending.append((name, step, sums))
+            if len(self._pending) >= MOST_PENDING:
+                self.write(trainer)
 
     def write(self, trainer: Any) -> None:
         """Append what is kept to ``attention_heads.csv``."""

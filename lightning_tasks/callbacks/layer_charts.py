@@ -8,6 +8,25 @@ from typing import Any
 from lightning_tasks.charts import Curve, log_charts, loggers_named
 from lightning_tasks.current_step import current_step
 
+MOST_POINTS = 4096  # of a line, however long the run: above it every second one goes, and every second new one
+
+
+class _Line:
+    """Points of a line, equally dense from the first to the last."""
+
+    def __init__(self) -> None:
+        self.curve: Curve = ([], [])
+        self._given, self._stride = 0, 1
+
+    def add(self, step: int, value: float) -> None:
+        if self._given % self._stride == 0:
+            self.curve[0].append(step)
+            self.curve[1].append(value)
+            if len(self.curve[0]) > MOST_POINTS:
+                self.curve = self.curve[0][::2], self.curve[1][::2]
+                self._stride *= 2
+        self._given += 1
+
 
 class LayerCharts:
     """Curves by name and layer, logged whole: ``charts/val/attention/entropy`` has a line a layer, and their mean.
@@ -20,7 +39,7 @@ class LayerCharts:
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
-        self._charts: dict[str, dict[str, Curve]] = {}
+        self._charts: dict[str, dict[str, _Line]] = {}
         self._is_new = False  # whether there are values that were never logged
         self._validations = 0
 
@@ -40,9 +59,7 @@ class LayerCharts:
                 stem, line = name.removesuffix("/mean"), "mean"
             else:
                 continue
-            steps, curve = self._charts.setdefault(stem, {}).setdefault(line, ([], []))
-            steps.append(step)
-            curve.append(value)
+            self._charts.setdefault(stem, {}).setdefault(line, _Line()).add(step, value)
             self._is_new = True
 
     def after_validation(self, trainer: Any, prefixes: tuple[str, ...] = ()) -> bool:
@@ -65,6 +82,9 @@ class LayerCharts:
     def log(self, trainer: Any) -> None:
         """Log every chart, in place of those that were logged before, unless these hold all values."""
         if self._is_new:
-            charts = {f"charts/{name}": lines for name, lines in self._charts.items()}
+            charts = {
+                f"charts/{name}": {label: line.curve for label, line in lines.items()}
+                for name, lines in self._charts.items()
+            }
             log_charts(trainer, self._monitor, charts, current_step(trainer))
         self._is_new = False

@@ -1,0 +1,72 @@
+"""What the trial of long runs says of a line, of noise and of what grows; and a short run of it."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_tasks.callbacks import head_record, layer_charts
+from lightning_tasks.callbacks.head_record import HeadRecord
+from lightning_tasks.callbacks.layer_charts import LayerCharts
+from lightning_tasks.head_table import TABLE, read_heads
+from tests.reliability.long_run import COUNTED, Sample, growing, main, slope
+
+
+def samples(**counts):
+    """Thirty of them, all counts 7 but the given."""
+    rows = [{name: 7 for name in COUNTED} | {name: each[index] for name, each in counts.items()} for index in range(30)]
+    return [Sample(10.0 * index, 100.0, **row) for index, row in enumerate(rows)]
+
+
+def test_the_slope_is_that_of_least_squares():
+    seconds = np.arange(0, 3600, 10)
+    noise = np.random.default_rng(0).normal(size=len(seconds))
+    rise, error = slope(seconds, 900 + 5 * seconds / 3600 + noise)
+    assert rise == pytest.approx(np.polyfit(seconds / 3600, 5 * seconds / 3600 + noise, 1)[0])
+    assert abs(rise - 5) < 3 * error
+    assert error == pytest.approx(1 / (np.sqrt(len(seconds)) * np.std(seconds / 3600)), rel=0.1)
+
+
+def test_only_what_goes_on_growing_is_said():
+    assert not growing(samples())
+    waves = [7 + index % 5 for index in range(30)]
+    step = [7] * 3 + [9] * 27  # once, and early
+    assert not growing(samples(tensors=waves, objects=step))
+    assert growing(samples(hooks=list(range(30)))) == {"hooks": [9, 29]}
+
+
+@pytest.mark.slow
+def test_a_short_run_samples_and_fires(tmp_path, capsys):
+    path = tmp_path / "samples.jsonl"
+    assert main(["--minutes", "0.5", "--every", "1", "--limit", "1e9", "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "standard error" in out
+    assert "LipschitzMonitor: 0" not in out
+    assert all(json.loads(line)["hooks"] == 0 for line in path.read_text().splitlines())
+
+
+def test_lines_of_charts_are_bounded_and_whole():
+    charts = LayerCharts("AttentionMonitor")
+    trainer = SimpleNamespace(is_global_zero=True, loggers=[type("WandbLogger", (), {})()])
+    for step in range(3 * layer_charts.MOST_POINTS):
+        charts.add(trainer, step, {"attention/entropy/mean": float(step)})
+    steps, values = charts._charts["attention/entropy"]["mean"].curve
+    assert layer_charts.MOST_POINTS / 2 <= len(steps) <= layer_charts.MOST_POINTS
+    assert values == [float(step) for step in steps]
+    assert set(np.diff(steps)) == {4}
+    assert steps[0] == 0
+
+
+def test_records_of_heads_are_written_without_a_validation(tmp_path):
+    logger = type("CSVLogger", (), {"log_dir": str(tmp_path)})()
+    trainer = SimpleNamespace(is_global_zero=True, loggers=[logger], fast_dev_run=False)
+    record = HeadRecord()
+    for step in range(head_record.MOST_PENDING + 3):
+        record.add(trainer, "attention/entropy", step, [0], torch.ones(2, 1, 2))
+    assert len(record._pending) == 3
+    record.write(trainer)
+    steps, _, values = read_heads(tmp_path / TABLE)["attention/entropy"]
+    assert steps == list(range(head_record.MOST_PENDING + 3))
+    assert (values == 1).all()
