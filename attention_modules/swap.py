@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attention_modules.hosts import describe
-from attention_modules.hosts.base import AttentionLayer, Swapped
+from attention_modules.hosts.base import AttentionLayer, Swapped, hook_refusal
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.query import QueryPart
@@ -242,7 +242,10 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             )
         elif not (swapped and module.dropped_query):
             _raise_for(layer.name, host.query_refusal(module))
-            _raise_for(layer.name, _tied(host.query_parts(module), place, paths))
+            parts = host.query_parts(module)
+            _raise_for(layer.name, _tied(parts, place, paths))
+            for part in parts:
+                _raise_for(layer.name, hook_refusal(module.get_submodule(part.owner)))
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:

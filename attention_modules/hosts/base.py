@@ -223,6 +223,16 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
     return None
 
 
+def hook_refusal(module: nn.Module) -> str | None:
+    """Why a module that accelerate dispatched or offloads cannot be changed, if it is one."""
+    if "_hf_hook" not in module.__dict__:
+        return None
+    return (
+        f"accelerate keeps the {type(module).__name__}'s forward and weights as they are (device_map, dispatch_model "
+        "or offloading): call accelerate.hooks.remove_hook_from_module(model, recurse=True), swap, and dispatch again"
+    )
+
+
 def acting_mechanism(found: Any) -> AttentionMechanism | None:
     """The mechanism, or the copy that peft trains in its place (``modules_to_save``); None where it is neither."""
     if type(found).__module__.startswith("peft.") and hasattr(found, "modules_to_save"):

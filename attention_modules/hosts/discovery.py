@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.base import Host, Swapped, hook_refusal
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
@@ -123,7 +123,7 @@ def _why_not(module: nn.Module) -> str | None:
     near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
     near = near or known_refusal(type(module))
     if near:
-        return near
+        return hook_refusal(module) or near
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
         return None
     if wrapped_by_peft(module):

@@ -81,9 +81,10 @@ def mechanism_attention_forward(
     unseen = [name for name in _UNSEEN if kwargs.get(name) is not None]
     if unseen:
         raise NotImplementedError(f"{type(mechanism).__name__} cannot honour {', '.join(unseen)}: restore this layer")
-    if attention_mask is not None and attention_mask.dim() != 4:
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         raise NotImplementedError(
-            f"a swapped layer takes masks [B, H, N, M], got {tuple(attention_mask.shape)}: call "
+            f"a swapped layer takes masks [B, H, N, M], got {tuple(attention_mask.shape)} "
+            f"({type(attention_mask).__name__}), as another attention implementation makes it: call "
             'model.set_attn_implementation("sdpa")'
         )
     if module.num_groups > 1:

@@ -411,6 +411,25 @@ def test_a_layer_that_stands_in_two_places_is_no_tie() -> None:
     assert restore_attention(model) == ["0.attn"]
 
 
+def test_modules_that_accelerate_hooks_are_refused_for_what_they_are() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    cure = r"remove_hook_from_module\(model, recurse=True\), swap, and dispatch again"
+    model = accelerate.cpu_offload(Block(), execution_device=torch.device("cpu"))
+    with pytest.raises(AttentionSwapError, match=rf"attn \(MultiheadAttention\): accelerate keeps .*{cure}"):
+        swap_attention(model, "softmax")
+    model, x = nn.Sequential(SelfAttention(DIM, HEADS)).eval(), torch.randn(1, 3, DIM)
+    plain = model(x)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    before = state_of(model)
+    with pytest.raises(AttentionSwapError, match=rf"cannot swap '0': accelerate keeps the Linear's .*{cure}"):
+        swap_attention(model, "symmetric")
+    assert state_of(model) == before
+    swap_attention(model, "softmax")  # which leaves the projections as they are
+    torch.testing.assert_close(model(x), plain)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    swap_attention(model, "symmetric")
+
+
 def test_hooks_stay() -> None:
     model, seen = Block(), []
     model.attn.register_forward_hook(lambda *_: seen.append(1))

@@ -296,6 +296,17 @@ def test_softmax_gives_the_attentions_that_are_asked_for_and_no_others(family: s
     assert seen == [False] * len(expected.attentions)
 
 
+def test_flex_attention_set_after_a_swap_is_refused_by_name() -> None:
+    model = causal_model("llama")
+    plain = run_tokens(model, None)
+    swap_attention(model, "softmax")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(NotImplementedError, match=r"\(BlockMask\), as another .*set_attn_implementation\(.sdpa.\)"):
+        run_tokens(model, None)
+    model.set_attn_implementation("sdpa")  # the cure
+    torch.testing.assert_close(run_tokens(model, None), plain, atol=1e-5, rtol=1e-5)
+
+
 def test_untested_classes_are_refused_by_name() -> None:
     model = hugging_face(
         "T5EncoderModel", "T5Config", vocab_size=50, d_model=DIM, d_kv=4, d_ff=32, num_layers=1, num_heads=HEADS
