@@ -130,7 +130,7 @@ def read_parquet(files: list[Path], description: str) -> Pixels:
                         continue
                     if picture.shape[:2] != (_SIZE, _SIZE):
                         raise ValueError(f"{place}: {picture.shape[:2]} pixels, where CIFAR-10 has {_SIZE} x {_SIZE}")
-                    if not isinstance(row["label"], int) or not 0 <= row["label"] < CLASSES:
+                    if type(row["label"]) is not int or not 0 <= row["label"] < CLASSES:  # True is an int, and no class
                         raise ValueError(
                             f"{place}: the label is {row['label']!r}, where CIFAR-10 has integers from 0 to "
                             f"{CLASSES - 1}"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from datamodules.images import whole_labels
+
 Pixels = tuple[np.ndarray, np.ndarray]
 """(pixels `[pictures, 32, 32, 3]` uint8, labels `[pictures]` int64)"""
 
@@ -66,7 +68,7 @@ def parse_binary(content: bytes) -> Pixels:
     if len(content) % (1 + _PICTURE):
         raise ValueError(f"{len(content):,} bytes are no multiple of {1 + _PICTURE:,}")
     rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + _PICTURE)
-    return _pixels(rows[:, 1:], rows[:, 0])
+    return _pixels(rows[:, 1:], whole_labels(rows[:, 0]))
 
 
 def parse_python(content: bytes) -> Pixels:
@@ -75,14 +77,14 @@ def parse_python(content: bytes) -> Pixels:
     data, labels = batch[b"data"], batch[b"labels"]
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), _PICTURE):
         raise ValueError(f"b'data' is no uint8 array of {len(labels)} x {_PICTURE}")
-    return _pixels(data, np.asarray(labels))
+    return _pixels(data, whole_labels(labels))
 
 
 def _pixels(rows: np.ndarray, labels: np.ndarray) -> Pixels:
     if len(labels) and not 0 <= labels.min() <= labels.max() < CLASSES:
         wrong = int(np.flatnonzero((labels < 0) | (labels >= CLASSES))[0])
         raise ValueError(f"picture {wrong} has label {labels[wrong]}: labels must lie in 0 to {CLASSES - 1}")
-    return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels.astype(np.int64)
+    return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
 
 
 def _opened(archive: Path) -> AbstractContextManager[Callable[[str], bytes]]:

@@ -36,15 +36,39 @@ def in_mode(image: Image.Image, mode: str) -> Image.Image:
     return image.convert(mode)
 
 
+def whole_labels(labels: Any) -> np.ndarray:
+    """Labels as int64, `[pictures]`.
+
+    Raises:
+        ValueError: one is no whole number (a cast would make 0.5 class 0, and NaN any), or they are no list of numbers.
+    """
+    given = np.asarray(labels)
+    if given.size == 0:
+        return np.zeros(0, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iuf":
+        raise ValueError(f"labels are {given.dtype} of shape {list(given.shape)}: give one integer a picture")
+    if given.dtype.kind == "f":
+        wrong = np.flatnonzero(~(np.isfinite(given) & (given == np.rint(given))))
+        if len(wrong):
+            raise ValueError(
+                f"picture {wrong[0]} has label {given[wrong[0]]}, which is no whole number ({len(wrong):,} of "
+                f"{len(given):,} labels are none): give the number of a class"
+            )
+    return given.astype(np.int64)
+
+
 class Images(ABC):
     """Pictures by index.
 
     Args:
-        labels: the class of each, `[pictures]`, integers.
+        labels: the class of each, `[pictures]`, whole numbers.
+
+    Raises:
+        ValueError: a label is no whole number.
     """
 
     def __init__(self, labels: Any) -> None:
-        self.labels = np.asarray(labels, dtype=np.int64)
+        self.labels = whole_labels(labels)
 
     def __len__(self) -> int:
         return len(self.labels)

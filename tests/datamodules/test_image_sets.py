@@ -14,6 +14,7 @@ from timm.data import ImageNetInfo
 from datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
 from datamodules.cifar_archive import parse_python
 from datamodules.imagenet import check_wnids
+from datamodules.images import ArrayImages
 from tests.datamodules.pictures import random_pixels, write_class_folders, write_parquet
 
 PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}
@@ -160,6 +161,51 @@ def test_a_label_of_the_archive_that_is_no_class(tmp_path, kind, name):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{kind}: {name} is no whole file .*picture 4 has label 10: .* 0 to 9"):
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (0.5, r"picture 4 has label 0\.5, which is no whole number \(1 of 10 labels are none\)"),
+        (float("nan"), "picture 4 has label nan, which is no whole number"),
+        (float("inf"), "picture 4 has label inf, which is no whole number"),
+        (-1.0, "picture 4 has label -1: .* 0 to 9"),
+        ("4", "labels are <U21 of shape .*10.*: give one integer a picture"),
+        (None, "labels are object of shape"),
+    ],
+)
+def test_a_label_of_the_archive_that_is_no_whole_number(tmp_path, label, said):
+    write_archive(tmp_path / "cifar10", "cifar-10-batches-py")
+    path = tmp_path / "cifar10" / "cifar-10-batches-py" / "data_batch_2"
+    labels = [*range(4), label, *range(5, 10)]
+    rows = random_pixels(10, 32).transpose(0, 3, 1, 2).reshape(10, -1)
+    path.write_bytes(pickle.dumps({b"data": rows, b"labels": labels}, protocol=2))
+    with pytest.raises(ValueError, match=rf"data_batch_2 is no whole file .*{said}"):
+        CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "said"),
+    [(pa.float64(), 0.5, "0.5"), (pa.float64(), float("nan"), "nan"), (pa.bool_(), True, "True")],
+)
+def test_a_label_of_the_hubs_files_that_is_no_whole_number(tmp_path, kind, label, said):
+    for split in ("train", "test"):
+        folder = tmp_path / "cifar10" / "plain_text"
+        write_parquet(folder, split, 5, image="img")
+        path = folder / f"{split}-00000-of-00001.parquet"
+        pq.write_table(pq.read_table(path).set_column(1, "label", pa.array([label] * 5, kind)), path)
+    with pytest.raises(ValueError, match=rf"0\.png: the label is {said}, where CIFAR-10 has integers from 0 to 9"):
+        CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
+
+
+def test_pictures_in_memory_take_whole_labels_only():
+    pixels = random_pixels(2, 8)
+    assert ArrayImages(pixels, np.array([1.0, 2.0])).labels.tolist() == [1, 2]
+    assert ArrayImages(pixels, np.array([1, 2], np.uint8)).labels.dtype == np.int64
+    assert len(ArrayImages(pixels[:0], [])) == 0
+    for labels in ([0.5, 1.0], [float("nan"), 1.0], [[0, 1]], [True, False]):
+        with pytest.raises(ValueError, match=r"whole number|one integer a picture"):
+            ArrayImages(pixels, labels)
 
 
 def test_missing_cifar10_says_where_to_get_it(tmp_path):
