@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dis
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ options:
 
 Errors in what was asked for have no traceback; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
 """
-_TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -43,35 +41,6 @@ def version() -> str:
         if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == "__version__" for t in node.targets):
             return str(ast.literal_eval(node.value))
     raise RuntimeError(f"{source} defines no __version__")
-
-
-def refusal_in(error: BaseException | None) -> BaseException | None:
-    """The error that a `raise` in one of our own packages made, whose text says all that the user needs, if it is one.
-
-    Lightning's words on the trainer's settings pass as ours; jsonargparse wraps what constructors raise.
-    """
-    last = None if error is None else error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if error is None or last is None:
-        return None
-    code = last.tb_frame.f_code
-    module = str(last.tb_frame.f_globals.get("__name__"))
-    package = module.partition(".")[0]
-    if package == "jsonargparse":
-        return refusal_in(error.__cause__)
-    meant = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    ours = package in ("attention_modules", "lightning_tasks", "datamodules")
-    return error if meant and (ours or module.startswith(_TRAINER_SETTINGS)) else None
-
-
-def refusal_text(refusal: BaseException, hint: str = "") -> str:
-    """What the command prints: one line, or the first one and the others indented below it, none of them empty."""
-    lines = [line.rstrip() for line in str(refusal).expandtabs(4).splitlines() if line.strip()]
-    first, *others = lines or [type(refusal).__name__]
-    if not others:
-        return f"attnswap: error: {first}" + (f" ({hint})" if hint else "")
-    return "\n    ".join([f"attnswap: error: {first}", *others, *([f"({hint})"] if hint else [])])
 
 
 def until_closed(show: Callable[[], None]) -> None:
@@ -88,11 +57,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: with code 2 where what was asked for is refused, by the command line or on building and running it;
-            the message is on stderr; with 130 on an interrupt. Errors of other code than ours pass as they are.
+            the message is on stderr; with 130 on an interrupt. Errors of a training step and of the user's own code
+            pass as they are.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     from lightning_tasks.recipes import RecipeError, print_recipes
+    from lightning_tasks.refusals import HINT, library_refusal, refusal_in, refusal_text
 
     try:
         if command in ("-h", "--help"):
@@ -126,10 +97,12 @@ def main(args: Sequence[str] | None = None) -> None:
             raise RecipeError(f"unknown command {command!r}; the commands are {known}")
     except Exception as error:
         refusal = error if isinstance(error, RecipeError) else refusal_in(error)
+        if refusal is None and command not in TRAINER_COMMANDS:  # a fit can fail in its thousandth step
+            refusal = library_refusal(error)
         if refusal is None or os.environ.get("ATTNSWAP_TRACEBACK"):
             raise
         wraps = refusal.__cause__ is not None and not isinstance(error, RecipeError)
-        print(refusal_text(refusal, "ATTNSWAP_TRACEBACK=1 shows where" if wraps else ""), file=sys.stderr)
+        print(refusal_text(refusal, HINT if wraps else ""), file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt:
         if os.environ.get("ATTNSWAP_TRACEBACK"):

@@ -24,8 +24,10 @@ from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
+from lightning_tasks.refusals import refusal_in
 
 RESULTS = "results.csv"
+MAX_SEEDS = 10_000
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
 KEYS = {"base", "variants", "settings", "test", "metrics", "references"}
 FILE_FORM = """\
@@ -65,11 +67,16 @@ def parse_seeds(text: str) -> list[int]:
     try:
         if ":" in text:
             start, stop = (int(part) for part in text.split(":"))
-            seeds = list(range(start, stop))
+            seeds: Sequence[int] = range(start, stop)
         else:
             seeds = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise RecipeError(f"--seeds {text!r} is neither a range such as 0:8 nor a list such as 0,3,5") from error
+    if seeds and (seeds[-1] - seeds[0] >= MAX_SEEDS if isinstance(seeds, range) else len(seeds) > MAX_SEEDS):
+        raise RecipeError(f"--seeds {text!r} names more than {MAX_SEEDS} seeds; compare fewer")
+    seeds = list(seeds)
+    if strange := [seed for seed in seeds if not 0 <= seed < 1 << 32]:
+        raise RecipeError(f"--seeds {text!r}: {strange[0]} is none; a seed is at least 0 and below 2**32")
     if not seeds or len(set(seeds)) < len(seeds):
         raise RecipeError(f"--seeds {text!r} must name at least one seed, and none twice")
     return seeds
@@ -111,7 +118,7 @@ def read_variants(name: str) -> list[Variant]:
         or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
         or not all(value is None or isinstance(value, dict) for value in variants.values())
         or not isinstance(test, bool)
-        or not isinstance(metrics, list)
+        or not (isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics))
     ):
         raise RecipeError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
@@ -183,7 +190,6 @@ def check_cells(cells: Iterable[Cell]) -> None:
     Raises:
         RecipeError: some of them are refused, or cannot be built.
     """
-    from lightning_tasks.__main__ import refusal_in
     from lightning_tasks.cli import check_arguments
     from lightning_tasks.wandb_runs import check_cell_loggers
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tasks.hparams import Spec, build, import_object, plain_spec
+from lightning_tasks.reason import reason
 
 _TIMM_SCHEDULE = "create_scheduler_v2"
 
@@ -129,8 +130,11 @@ def _built(spec: Spec, *args: Any, **extra: Any) -> Any:
     """As :func:`build`; what torch and timm say of values that they refuse is a refusal of ours."""
     try:
         return build(spec, *args, **extra)
-    except ValueError as error:
-        raise ValueError(f"{spec['class_path']} could not be built with {spec['init_args']}: {error}") from error
+    except TypeError:
+        raise
+    except Exception as error:  # a value of another kind can fail in any way
+        text = str(error) if isinstance(error, ValueError) else reason(error)
+        raise ValueError(f"{spec['class_path']} could not be built with {spec['init_args']}: {text}") from error
 
 
 def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:

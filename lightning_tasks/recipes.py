@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
 )
+_MAX_DEPTH = 100  # parsers are recursive: a file of some hundred levels would end them
+_MAX_VALUES = 1_000_000
 _HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
 
 
@@ -66,12 +69,12 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
     Raises:
         RecipeError: nothing is called `name`; the message lists the nearest names.
     """
-    given = Path(name)
-    if given.is_file():
-        return given.resolve()
-    shipped = root / f"{name.removesuffix('.yaml')}.yaml"
-    if shipped.is_file() and shipped.resolve().is_relative_to(root):
-        return shipped
+    given, shipped = Path(name), root / f"{name.removesuffix('.yaml')}.yaml"
+    with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+        if given.is_file():
+            return given.resolve()
+        if shipped.is_file() and shipped.resolve().is_relative_to(root):
+            return shipped
     raise RecipeError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
 
 
@@ -79,17 +82,43 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file.
 
     Raises:
-        RecipeError: it is no YAML, or holds something else than settings by name.
+        RecipeError: it cannot be read, is no YAML, holds something else than settings by name, or is nested too deeply
+            or too large, aliases counted as often as they stand there.
     """
     import yaml  # here, so that the list of recipes does without it
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = _count_values(content, {}, 0)
+    except RecursionError as error:
+        raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, ValueError) as error:  # of a date that is none, say
         raise RecipeError(f"{path} is no YAML: {error}") from error
+    if values > _MAX_VALUES:
+        raise RecipeError(f"{path} stands for more than {_MAX_VALUES} values, as its aliases repeat others")
     if not isinstance(content, dict):
         raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+    if strange := [key for key in content if not isinstance(key, str)]:
+        raise RecipeError(f"{path}: the name {strange[0]!r} is no text; put it into quotes")
     return content
+
+
+def _count_values(node: Any, counted: dict[int, int], depth: int) -> int:
+    """How many values nested data stands for where nothing is shared; what is shared is counted once and kept.
+
+    Raises:
+        RecursionError: it is nested too deeply, or holds itself.
+    """
+    if not isinstance(node, (dict, list)):
+        return 1
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if id(node) not in counted:
+        inner = node.values() if isinstance(node, dict) else node
+        counted[id(node)] = 1 + sum(_count_values(each, counted, depth + 1) for each in inner)
+    return counted[id(node)]
 
 
 def check_recipe(path: Path) -> None:

@@ -31,6 +31,14 @@ def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+def has_begun(trainer: pl.Trainer | None) -> bool:
+    """Whether a trainer has done a whole step, so that its settings fit together."""
+    if trainer is None:
+        return False
+    loops = (trainer.fit_loop.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return any(loop.batch_progress.total.completed > 0 for loop in loops)
+
+
 @contextlib.contextmanager
 def end_in_one_line(trainer: pl.Trainer) -> Iterator[None]:
     """Give an interrupted or failed run its exit code, and name its newest checkpoint on stderr.

@@ -26,6 +26,8 @@ def check_model_name(name: str) -> str:
     Raises:
         ValueError: if timm has no such model; the text has the nearest names.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a backbone or model is the name of a timm model, such as vit_tiny_patch16_224, got {name!r}")
     architecture, _, tag = name.partition(".")
     if name.startswith(_ELSEWHERE) or (timm.is_model(architecture) and not tag):
         return name

@@ -1,0 +1,74 @@
+"""Which errors are what the user asked for, and how they are printed; torch is not imported here."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_tasks.reason import reason
+from lightning_tasks.recipes import RecipeError
+
+HINT = "ATTNSWAP_TRACEBACK=1 shows where"
+_OURS = ("attention_modules", "lightning_tasks", "datamodules")
+_TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."
+_ROOT = Path(__file__).resolve().parent.parent
+_LIBRARIES = ("<", sysconfig.get_paths()["stdlib"], *(f"{_ROOT / name}{os.sep}" for name in _OURS))
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def refusal_in(error: BaseException | None) -> BaseException | None:
+    """The error that a `raise` in one of our own packages made, whose text says all that the user needs, if it is one.
+
+    Lightning's words on the trainer's settings pass as ours; jsonargparse wraps what constructors raise.
+    """
+    frames = [] if error is None else list(traceback.walk_tb(error.__traceback__))
+    if error is None or not frames:
+        return None
+    frame, line = frames[-1]
+    module = str(frame.f_globals.get("__name__"))
+    package = module.partition(".")[0]
+    if package == "jsonargparse":
+        return refusal_in(error.__cause__)
+    # An error that our code did not raise is one that happened to it, which its text alone does not explain.
+    raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return error if raised and (package in _OURS or module.startswith(_TRAINER_SETTINGS)) else None
+
+
+def library_refusal(error: Exception) -> RecipeError | None:
+    """An error of a library that settings led to, as one of ours; None where it is one, or the user's own code ran."""
+    chain = list(_chain(error))
+    if isinstance(error, RecipeError) or refusal_in(error) is not None or any(map(_runs_other_code, chain)):
+        return None
+    return RecipeError(f"{reason(_unwrapped(error))} ({HINT})")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error of a constructor, which jsonargparse quotes among other lines."""
+    wrapped = type(error).__module__.startswith("jsonargparse") or "Does not validate against any" in str(error)
+    return _unwrapped(error.__cause__) if wrapped and error.__cause__ is not None else error
+
+
+def _runs_other_code(error: BaseException) -> bool:
+    """Whether code that is neither ours nor an installed library's took part: its author needs the traceback."""
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return any(not file.startswith(_LIBRARIES) and not _INSTALLED & {*Path(file).parts} for file in files)
+
+
+def refusal_text(refusal: BaseException, hint: str = "") -> str:
+    """What the command prints: one line, or the first one and the others indented below it, none of them empty."""
+    lines = [line.rstrip() for line in str(refusal).expandtabs(4).splitlines() if line.strip()]
+    first, *others = lines or [type(refusal).__name__]
+    if not others:
+        return f"attnswap: error: {first}" + (f" ({hint})" if hint else "")
+    return "\n    ".join([f"attnswap: error: {first}", *others, *([f"({hint})"] if hint else [])])
