@@ -10,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR, NonFiniteGuard
 from lightning_tasks.callbacks import non_finite_guard as guard_module
 from lightning_tasks.divergence import SKIPPED, STOPPED
 from lightning_tasks.non_finite import Flags, NonFiniteError, dataset_indices, plain
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.lightning_tasks.language_data import SMALL, RandomText, trainer
 
 
 def read_metrics(folder):
@@ -166,10 +169,10 @@ def test_skips_are_counted_on_in_a_resumed_run(tmp_path):
     states = {path.name: torch.load(path, weights_only=True)["callbacks"] for path in tmp_path.iterdir()}
     assert not any(name.startswith("NonFiniteGuard") for name in states["step=1.ckpt"])  # as of a run without it
     again = NonFiniteGuard("skip")
-    trainer = import_module("lightning.pytorch").Trainer(
+    run = import_module("lightning.pytorch").Trainer(
         accelerator="cpu", max_epochs=1, logger=False, callbacks=[again], enable_progress_bar=False
     )
-    trainer.fit(Poisoned(at=()), batches(), ckpt_path=tmp_path / "step=5.ckpt")
+    run.fit(Poisoned(at=()), batches(), ckpt_path=tmp_path / "step=5.ckpt")
     assert again.skipped == 1
 
 
@@ -343,9 +346,9 @@ def test_it_belongs_to_both_trees(package):
     demo = import_module(f"{package}.demos.boring_classes").BoringModel()
     demo.training_step = lambda batch, batch_idx: demo(batch).sum() * math.nan
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
-    trainer = library.Trainer(accelerator="cpu", enable_model_summary=False, callbacks=[NonFiniteGuard()], **options)
+    run = library.Trainer(accelerator="cpu", enable_model_summary=False, callbacks=[NonFiniteGuard()], **options)
     with pytest.raises(NonFiniteError, match=r"step 0 .*the loss is nan, .*samples 0 of the training data"):
-        trainer.fit(demo)
+        run.fit(demo)
 
 
 @pytest.mark.parametrize(
@@ -387,3 +390,22 @@ def test_two_processes_decide_alike_and_each_saves_its_batch(tmp_path):
 
 
 SAVED = [("skip", 2, 0), ("skip", 2, 1), ("stop", 1, 0), ("stop", 1, 1)]
+
+
+def test_a_resumed_run_is_bitwise_the_one_without_a_guard(tmp_path):
+    model = {**SMALL, "init_args": {**SMALL["init_args"], "dropout": 0.3}}
+    ends = []
+    for resumes, callbacks in ((False, []), (True, [NonFiniteGuard()])):
+        seed_everything(0, verbose=False)
+        start = None
+        if resumes:
+            first = LanguageModelingTask(model)
+            keep = ModelCheckpoint(tmp_path, filename="{epoch}")
+            trainer(tmp_path, max_epochs=1, callbacks=[NonFiniteGuard(), keep]).fit(first, RandomText(2))
+            start = tmp_path / "epoch=0.ckpt"
+        task = LanguageModelingTask(model)
+        trainer(tmp_path, max_epochs=2, callbacks=callbacks, enable_checkpointing=False).fit(
+            task, RandomText(2), ckpt_path=start
+        )
+        ends.append(weights_of(task))
+    assert torch.equal(*ends)

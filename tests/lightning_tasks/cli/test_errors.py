@@ -222,3 +222,18 @@ def test_a_fault_of_ours_is_no_refusal():
     with pytest.raises(TypeError) as fault:
         TransformerLM(None)
     assert refusal_in(fault.value) is None
+
+
+def test_a_guard_that_stops_ends_the_command_with_an_error_and_its_last_line_says_why(demo, tmp_path, capsys):
+    recipe = yaml.safe_load(Path(demo).read_text())
+    recipe["trainer"]["callbacks"] = [{"class_path": "lightning_tasks.callbacks.NonFiniteGuard"}]
+    Path(demo).write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", demo, "--model.rate=.nan"])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    saved = Path("runs/demo/version_0/non_finite_step_1.pt")
+    assert last.startswith("attnswap: error: step 1 (epoch 0, batch 1): the loss is nan, and the gradient of 2 of 2 ")
+    assert f"the batch is in {saved}" in last
+    assert "batch" in torch.load(saved, weights_only=True)
+    assert "non_finite/stopped" in Path("runs/demo/version_0/metrics.csv").read_text()
