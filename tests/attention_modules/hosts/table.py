@@ -24,9 +24,22 @@ them away, float64 1e-13). Refusals are errors that leave the model as it was:
 
 What else to know:
 
-- Swap before the optimizer is built, and before DDP, FSDP and `torch.compile` (all of which are refused). A mechanism
-  with a query leaves every Parameter the same object; one without shrinks the projection to keys and values, and keeps
-  the query rows beside it, outside `parameters()` and `state_dict()`, for `restore_attention`.
+- Swap before the optimizer is built, and before DataParallel, DDP, FSDP and `torch.compile` (all of which are refused).
+  A mechanism with a query leaves every Parameter the same object; one without shrinks the projection to keys and
+  values: a new Parameter. The report says how many are new. The first step of an optimizer that holds a Parameter of
+  before raises `RuntimeError` instead of leaving the new one as it is; build the optimizer and its scheduler again. A
+  mechanism's own Parameters (`scaled`'s `s`) that no optimizer holds, while one trains their layers, are a warning.
+- The query rows that are taken out are kept beside the projection for `restore_attention`: they follow device, dtype,
+  copies and pickles, and are no Parameters, no buffers (DDP would broadcast them at every forward) and not in
+  `state_dict()`. A swapped checkpoint that is assigned to a model on the meta device brings none, so that
+  `restore_attention` refuses it until a plain one is loaded.
+- Softmax put in for softmax leaves training as it was bit by bit (outputs, gradients, weights, dropout masks and memory
+  layouts), which `tests/attention_modules/hosts/test_layout.py` shows for every host. Layers that write the softmax out
+  themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer, TNT, Hiera in
+  its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention
+  weights draws in another order.
+- In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
+  `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
   query rows: those of the model stay.
 - What no host knows (T5, XCiT, attention pooling, talking heads, ...) is listed in the report with the reason, never
@@ -43,18 +56,21 @@ What else to know:
   train nothing.
 - LeViT has a batch norm behind its joint projection: no query can be split from it, and no W_q and W_k be given. Its
   values, and EfficientFormer's, are wider than its keys, which RPC refuses.
-- `nn.MultiheadAttention` returns None in place of attention weights, whatever `need_weights` says, and Hugging Face
-  layers a map without keys (`[B, H, N, 0]`): a mechanism has no map to give. Swapped encoders leave PyTorch's fused
-  path, and take no nested tensors. It counts as cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim`
-  differ, or where its name has "cross" in it.
+- Attention weights are made where they are asked for, and only then: with softmax, `nn.MultiheadAttention` gives those
+  that `need_weights` (its default!) asks for, and Hugging Face layers those of `output_attentions`. Other mechanisms
+  have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys
+  (`[B, H, N, 0]`). Pass `need_weights=False` where the weights are not read.
+- Swapped encoders leave PyTorch's fused path, and take no nested tensors. `nn.MultiheadAttention` counts as
+  cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim` differ, or where its name has "cross" in it.
 - mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
   sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
   stages but the last come from a reduced image: Lipschitz constants of those layers are refused, as with its keys held
   a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
   which are listed in the report with the reason.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
-  call. Softmax continues from a key-value cache; the others refuse it (`use_cache=False`). Learned positions tell
-  `scaled` how many tokens there are at most; models with rope need its option `num_tokens=N`.
+  call, and flex attention, set before or after a swap, is refused. Softmax continues from a key-value cache; the
+  others refuse it (`use_cache=False`). Learned positions tell `scaled` how many tokens there are at most; models with
+  rope need its option `num_tokens=N`.
 - Saving Hugging Face models: `save_pretrained` of a swapped model writes the swapped weights and, beside them,
   `attnswap.json` with the mechanism and options of each layer; a warning says what a plain model would miss.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class, and
@@ -62,6 +78,8 @@ What else to know:
   transformers then reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each
   swapped layer. The folder holds no query rows, so `restore_attention` refuses such layers afterwards. A mechanism
   without a registered short name is never imported because a file names it: give `mechanism=YourClass`.
+- Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again. A
+  projection that two layers share, as a module or a Parameter, cannot lose its query.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
   first. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
   refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
