@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import attend
+from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide
 from attention_modules.pursuit import clip, pass_inputs
 from attention_modules.rpc import Threshold, check_rpc_options, check_rpc_shapes, pursuit_threshold
@@ -21,6 +21,7 @@ def rpc_diagnostics(
     iterations: int = 4,
     lam: float | None = None,
     threshold: Threshold = "released",
+    num_heads: int | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -28,7 +29,7 @@ def rpc_diagnostics(
     """Four numbers a pass of :func:`attention_modules.rpc_attention`, whose arguments these are.
 
     Self-probability near 1 and entropy near 0 mean that the iteration saturates: gradients vanish with it,
-    and robustness to gradient attacks may then be masking.
+    and robustness to gradient attacks may then be masking. Computed with autocast off.
 
     Returns:
         ``[iterations, B, H]`` each, float32 (float64 for float64 keys): ``"sparsity"``, share of non-zero
@@ -42,21 +43,22 @@ def rpc_diagnostics(
     check_rpc_options(iterations, lam, threshold)
     check_rpc_shapes(k, v)
     k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k, scale)
     attn_mask = hide(attn_mask)
-    limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal)
-    low_ranks: list[Tensor] = []
-    rows: dict[str, list[Tensor]] = {"sparsity": [], "residual": [], "entropy": [], "self_probability": []}
-    norm = torch.linalg.vector_norm(k, dim=(-2, -1))
-    norm = norm.masked_fill(norm == 0, torch.inf)
-    for raw, query in pass_inputs(k, limit, iterations, low_ranks):
-        low_ranks.append(attend(query, query, v, attn_mask, is_causal, 0.0, scale))
-        sparse = raw - clip(raw, limit)
-        rows["sparsity"].append((sparse != 0).to(k.dtype).mean((-2, -1)))
-        rows["residual"].append(torch.linalg.vector_norm(k - low_ranks[-1] - sparse, dim=(-2, -1)) / norm)
-        entropy, own = map_statistics(query, attn_mask, is_causal, scale)
-        rows["entropy"].append(entropy)
-        rows["self_probability"].append(own)
+    with without_autocast(k.device):
+        limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal, num_heads)
+        low_ranks: list[Tensor] = []
+        rows: dict[str, list[Tensor]] = {"sparsity": [], "residual": [], "entropy": [], "self_probability": []}
+        norm = torch.linalg.vector_norm(k, dim=(-2, -1))
+        norm = norm.masked_fill(norm == 0, torch.inf)
+        for raw, query in pass_inputs(k, limit, iterations, low_ranks):
+            low_ranks.append(attend(query, query, v, attn_mask, is_causal, 0.0, scale))
+            sparse = raw - clip(raw, limit)
+            rows["sparsity"].append((sparse != 0).to(k.dtype).mean((-2, -1)))
+            rows["residual"].append(torch.linalg.vector_norm(k - low_ranks[-1] - sparse, dim=(-2, -1)) / norm)
+            entropy, own = map_statistics(query, attn_mask, is_causal, scale)
+            rows["entropy"].append(entropy)
+            rows["self_probability"].append(own)
     return {name: torch.stack(passes) for name, passes in rows.items()}
 
 

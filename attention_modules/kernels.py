@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -61,12 +66,40 @@ def attend(
     return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 
-def _flash_kernels_exist() -> bool:
-    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-    return hasattr(torch, "_fused_sdp_choice") and all(hasattr(torch.ops.aten, name) for name in names)
+# Private operators of PyTorch, by the schema with which they are called here: under another they are not.
+FLASH, FLASH_BACKWARD, EFFICIENT, CHOICE = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_fused_sdp_choice",
+)
+SCHEMAS = {
+    FLASH: "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+    "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    FLASH_BACKWARD: "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    EFFICIENT: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
+    "float dropout_p=0., bool is_causal=False, *, float? scale=None) -> "
+    "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    CHOICE: "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> int",
+}
 
 
-HAS_FLASH_KERNELS = _flash_kernels_exist()
+@cache
+def private_operator(name: str) -> Callable[..., Any] | None:
+    """The private operator ``aten::NAME``, or None where this PyTorch lacks it or gives it another schema."""
+    operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
+    if operator is None or str(operator._schema) != f"aten::{name}{SCHEMAS[name]}":
+        return None
+    return operator
+
+
+def has_flash_kernels() -> bool:
+    """Whether :func:`flash` and :func:`flash_backward` exist, and PyTorch can be asked when SDPA takes them."""
+    known = all(private_operator(name) is not None for name in (FLASH, FLASH_BACKWARD, CHOICE))
+    return known and hasattr(torch, "_fused_sdp_choice")  # the operator, faster to call
 
 
 def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None) -> bool:
@@ -75,7 +108,7 @@ def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: boo
     False on devices other than the CPU, where the kernels are missing, under
     ``sdpa_kernel(SDPBackend.MATH)``, in compiled or traced code and under transforms.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not HAS_FLASH_KERNELS or k.device.type != "cpu":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_flash_kernels() or k.device.type != "cpu":
         return False
     if type(k) not in (Tensor, nn.Parameter) or type(v) not in (Tensor, nn.Parameter) or transforms_active():
         return False
@@ -98,9 +131,7 @@ def flash(
     q: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """attention(q, q, v) and the logarithm of each row's sum of exponentials, ``[B, H, N, d]`` and ``[B, H, N]``."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, q, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )
+    return _operator(FLASH)(q, q, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
 
 
 def flash_backward(
@@ -113,16 +144,62 @@ def flash_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`flash` for q (as query and as key together) and v."""
-    grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, q, v, out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    """Gradients of :func:`flash` for q (as query and as key together) and v.
+
+    The gradient of row i's logits, P_ij (g_i·v_j - g_i·o_i), sums to 0. Where the row attends to itself only, its entry
+    j = i is the difference of nearly equal numbers, and the rounding of o outgrows the whole gradient. There that entry
+    is made minus the sum of the others: a column of ones beside the keys, which the logits do not see, brings the sum
+    out of the same kernel.
+    """
+    operator = _operator(FLASH_BACKWARD)
+    if not _saturated(q, logsumexp, scale):
+        grad_query, grad_key, grad_value = operator(
+            grad, q, q, v, out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return grad_query.add_(grad_key), grad_value
+    width = q.shape[-1]
+    ones = nn.functional.pad(q, (0, 1), value=1.0)
+    grad, query, v, out = (nn.functional.pad(x, (0, 1)) for x in (grad, q, v, out))
+    scale = width**-0.5 if scale is None else scale
+    grad_query, grad_key, grad_value = operator(
+        grad, query, ones, v, out, logsumexp, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
-    return grad_query.add_(grad_key), grad_value
+    excess = grad_query[..., width:]
+    both = grad_query[..., :width] + grad_key[..., :width]
+    return both.addcmul_(excess, q, value=-2), grad_value[..., :width]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    operator = private_operator(name)
+    if operator is None:
+        raise RuntimeError(f"aten::{name} is not what it was; use attend")
+    return operator
+
+
+def _saturated(q: Tensor, logsumexp: Tensor, scale: float | None) -> bool:
+    """Whether in some head a quarter of the rows give others so little that the rounding of the rest may drown it.
+
+    Reads a number, which waits for no device: the kernels are the CPU's.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # -ln of what each row gives to itself, about the share of the others where that is small; any number where a mask
+    # hides the row from itself.
+    others = logsumexp.sub(q.to(logsumexp.dtype).square().sum(-1), alpha=scale)  # [B, H, N]
+    full = others.abs_() < torch.finfo(q.dtype).eps ** 0.5
+    return bool(4 * full.sum(-1).max() >= q.shape[-2])
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast, for sums that half precision does not hold."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def autocast(x: Tensor) -> Tensor:
     """The tensor in the dtype in which autocast would run attention; itself outside autocast."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(device))

@@ -46,14 +46,18 @@ def check_causal(is_causal: bool, q: Tensor, k: Tensor) -> None:
         )
 
 
-def combine_masks(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
-    """Check a mask and fold ``is_causal`` into it where both are given.
+def combine_masks(
+    attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor, scale: float | None = None
+) -> tuple[Tensor | None, bool]:
+    """Check a mask and fold ``is_causal`` into it where both are given, or where ``scale`` is not positive.
 
     Args:
         attn_mask: boolean or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
+        scale: factor on the logits. PyTorch's CPU kernel multiplies the -inf of ``is_causal`` by it, which is NaN for 0
+            and visible for less: there causality becomes a mask.
 
     Returns:
         The mask, ``[B|1, H|1, N|1, M|1]``, and what is left of ``is_causal``: never both.
@@ -64,7 +68,9 @@ def combine_masks(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tenso
     check_mask(attn_mask, q, k)
     check_causal(is_causal, q, k)
     if attn_mask is None:
-        return None, is_causal
+        if not is_causal or scale is None or scale > 0:
+            return None, is_causal
+        attn_mask = torch.ones(1, 1, dtype=torch.bool, device=q.device)
     # PyTorch's fused attention takes two or four dimensions, and leaves three to its slow form.
     attn_mask = attn_mask.view((1,) * (q.dim() - attn_mask.dim()) + tuple(attn_mask.shape))
     if not is_causal:
@@ -83,5 +89,8 @@ def hide(attn_mask: Tensor | None) -> Tensor | None:
 
 
 def visible(attn_mask: Tensor) -> Tensor:
-    """Which keys a mask lets each row see, boolean, in the mask's shape (our reading: a bias above -1e4)."""
-    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > HIDDEN
+    """Which keys a mask lets each row see, boolean, in the mask's shape.
+
+    The one rule for mechanisms and statistics (our reading): True, or a bias above -1e4.
+    """
+    return attn_mask if attn_mask.dtype == torch.bool else ~(attn_mask <= HIDDEN)  # NaN is seen

@@ -26,7 +26,7 @@ def pursue(
     Args:
         k: keys ``[B, H, N, d]``.
         v: values ``[B, H, N, d]``.
-        limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None for no threshold.
+        limit: soft threshold, broadcastable to ``[B, H, N, 1]``, or None for no threshold; may be of a wider dtype.
         iterations: number of softmax passes.
         attn_mask: boolean or additive, ``[B|1, H|1, N|1, N|1]``; not together with ``is_causal``.
         is_causal: row i sees keys 0 to i only.
@@ -44,8 +44,11 @@ def pursue(
 
 
 def clip(x: Tensor, limit: Tensor | None) -> Tensor:
-    """x clamped to [-limit, limit]; x itself where there is no limit."""
-    return x if limit is None else torch.clamp(x, -limit, limit)
+    """x clamped to [-limit, limit], in the dtype of x; x itself where there is no limit."""
+    if limit is None:
+        return x
+    limit = limit.to(x.dtype)
+    return torch.clamp(x, -limit, limit)
 
 
 def pass_inputs(
@@ -162,7 +165,8 @@ def pursuit_gradients(
         if limit is not None and grad_limit is not None:
             clipped = clip(raw, limit)
             side = torch.sub(raw, clipped, out=clipped).sign_()  # -1 or 1 where clipped, else 0
-            grad_limit += torch.linalg.vecdot(grad_raw, side).unsqueeze(-1).sum_to_size(limit.shape)
+            slope = torch.linalg.vecdot(grad_raw, side).to(limit.dtype)  # summed over rows in the limit's dtype
+            grad_limit += slope.unsqueeze(-1).sum_to_size(limit.shape)
             stopped = side.square_().mul_(grad_raw)
             grad_raw.sub_(stopped)
             grad_low.add_(stopped)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import autocast
+from attention_modules.kernels import autocast, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.pursuit import pursue
@@ -81,10 +81,12 @@ def pursuit_threshold(
     threshold: Threshold = "released",
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    num_heads: int | None = None,
 ) -> Tensor | None:
     """The soft threshold t of Principal Attention Pursuit, a row.
 
-    ``"released"``: t = lam·mu, mu = |V|·H·d/(4 Σ‖k‖₁), as in the released code; lam is 4 where None.
+    ``"released"``: t = lam·mu, mu = |V|·H·d/(4 Σ‖k‖₁), as in the released code; lam is 4 where None. H is
+    ``num_heads``, the heads of the whole layer, of which k may hold some (tensor parallelism); those of k where None.
     ``"ratio"``: t = lam/mu, mu = |V|·d/(4 Σ‖k‖₁), the threshold of standard Principal Component Pursuit
     (our reading); lam is 1/√max(|V|, d) where None. V are the keys that the row sees (masks and
     causality: our reading).
@@ -95,7 +97,9 @@ def pursuit_threshold(
     if lam == math.inf:
         return None
     heads, _, head_dim = k.shape[-3:]
-    total, count = visible_norm(k, attn_mask, is_causal)
+    heads = heads if num_heads is None else num_heads
+    with without_autocast(k.device):  # it would take the sums to half precision, which ends at 65,504
+        total, count = visible_norm(k, attn_mask, is_causal)
     if threshold == "ratio":
         factor = count.clamp(min=head_dim).rsqrt() if lam is None else lam
         return factor * 4 * total / (count.clamp(min=1) * head_dim)
@@ -112,6 +116,7 @@ def rpc_attention(
     iterations: int = 4,
     lam: float | None = None,
     threshold: Threshold = "released",
+    num_heads: int | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
@@ -131,6 +136,7 @@ def rpc_attention(
         lam: factor of the threshold, at least 0; None for the default of :func:`pursuit_threshold`; with
             inf nothing is sparse, and one pass is symmetric attention.
         threshold: ``"released"`` or ``"ratio"``, see :func:`pursuit_threshold`.
+        num_heads: heads of the whole layer where k holds some of them only, see :func:`pursuit_threshold`.
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout, in the last pass only.
@@ -145,12 +151,11 @@ def rpc_attention(
     """
     check_rpc_options(iterations, lam, threshold)
     check_rpc_shapes(k, v)
-    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k, scale)
     attn_mask = hide(attn_mask)
-    limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal)
+    limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal, num_heads)
     k, v = autocast(k), autocast(v)
     attn_mask = None if attn_mask is None else autocast(attn_mask)
-    limit = None if limit is None else limit.to(k.dtype)
     return pursue(k, v, limit, iterations, attn_mask, is_causal, dropout_p, scale)
 
 
@@ -213,6 +218,7 @@ class RPCAttention(AttentionMechanism):
             iterations=self.iterations,
             lam=self.lam,
             threshold=self.threshold,
+            num_heads=self.spec.num_heads,
             attn_mask=attn_mask,
             is_causal=is_causal,
             dropout_p=dropout_p,

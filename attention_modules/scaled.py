@@ -33,12 +33,12 @@ def apply_matrix(s: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causa
         s = s.tril()
     if attn_mask is not None:
         seen = visible(attn_mask)
-        if seen.shape[0] > 1 and seen.shape[2] == 1:  # padding: hide values, not a matrix a sample
-            v = v * seen.transpose(-2, -1)
-        elif seen.shape[0] > 1:
-            return (s * seen) @ v
-        else:
+        if seen.shape[0] == 1:
             s = s * seen[0]
+        elif seen.shape[2] == 1:  # padding: hide values, not a matrix a sample
+            v = v * seen.transpose(-2, -1)
+        else:
+            return (s * seen) @ v
     batch, heads, tokens, width = v.shape
     flat = v.permute(1, 2, 0, 3).reshape(heads, tokens, batch * width)
     return (s @ flat).view(heads, tokens, batch, width).permute(2, 0, 1, 3)
@@ -81,7 +81,7 @@ def scaled_attention(
     matrix = s.dim() == 3
     if not (s.shape == (heads, tokens, tokens) if matrix else s.shape in ((), (1,))):
         raise ValueError(f"s must be a scalar or [heads, N, N] = {(heads, tokens, tokens)}, got {tuple(s.shape)}")
-    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     attn_mask = hide(attn_mask)
     if matrix:
         correction = apply_matrix(s, v, attn_mask, is_causal)

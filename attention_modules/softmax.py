@@ -43,7 +43,7 @@ class SoftmaxAttention(AttentionMechanism):
             TypeError: if the mask is neither boolean nor floating.
             ValueError: if its shape does not fit, or ``is_causal`` meets a key-value cache.
         """
-        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
         if weights is None:
             return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
         if is_causal:

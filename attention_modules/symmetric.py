@@ -47,7 +47,7 @@ def symmetric_attention(
     Raises:
         TypeError, ValueError: if the mask's dtype or shape does not fit.
     """
-    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k, scale)
     return attend(k, k, v, hide(attn_mask), is_causal, dropout_p, scale)
 
 

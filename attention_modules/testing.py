@@ -225,17 +225,27 @@ def check_single_token(subject: Subject, check: str = "single token") -> None:
 
 
 def check_dtypes(subject: Subject, check: str = "dtypes") -> None:
-    """Half precision, as inputs and under autocast, is finite forward and backward, and near float32."""
-    exact = subject.build()(**subject.inputs(), is_causal=True).detach()
-    for dtype, tolerance in HALF_TOLERANCE.items():
-        for case in ("autocast", "inputs"):
-            module = subject.build(dtype=dtype if case == "inputs" else torch.float32)
-            inputs = subject.inputs(dtype=dtype if case == "inputs" else torch.float32)
-            with torch.autocast("cpu", dtype, enabled=case == "autocast"):
-                out = module(**inputs, is_causal=True)
-            _require_finite(out, inputs, module, check, f"{dtype} ({case})")
-            error = ((out.detach().float() - exact).norm() / exact.norm()).item()
-            _require(error <= tolerance, check, f"{dtype} ({case}) is {error:.2g} from float32, limit {tolerance}")
+    """Half precision, as inputs and under autocast, with and without a mask, is finite both ways and near float32."""
+    masked = _past() & (torch.arange(TOKENS) != 1)
+    masks: dict[str, dict[str, Any]] = {
+        "is_causal": {"is_causal": True},
+        "a boolean mask": {"attn_mask": masked},
+        "an additive mask": {"attn_mask": _additive(masked)},
+        "a mask of -1e4": {"attn_mask": torch.zeros(masked.shape).masked_fill(~masked, -1e4)},
+    }
+    for mask, case in masks.items():
+        exact = subject.build()(**subject.inputs(), **case).detach()
+        for dtype, tolerance in HALF_TOLERANCE.items():
+            for way in ("autocast", "inputs"):
+                kind = dtype if way == "inputs" else torch.float32
+                module, inputs = subject.build(dtype=kind), subject.inputs(dtype=kind)
+                given = {n: x.to(kind) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in case.items()}
+                with torch.autocast("cpu", dtype, enabled=way == "autocast"):
+                    out = module(**inputs, **given)
+                what = f"{dtype} ({way}) under {mask}"
+                _require_finite(out, inputs, module, check, what)
+                error = ((out.detach().float() - exact).norm() / exact.norm()).item()
+                _require(error <= tolerance, check, f"{what} is {error:.2g} from float32, limit {tolerance}")
 
 
 def check_modes(subject: Subject, check: str = "modes") -> None:

@@ -29,7 +29,7 @@ class UniformAttention(AttentionMechanism):
         scale: float | None = None,
     ) -> Tensor:
         check_dropout(dropout_p)
-        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
         if attn_mask is not None:
             attn_mask = visible(attn_mask)
         return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)

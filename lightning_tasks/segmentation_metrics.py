@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from attention_modules.precision import to_float64
+
 SCORES = ("miou", "mean_accuracy", "overall_accuracy")
 
 
@@ -27,13 +29,15 @@ def class_iou(confusion: Tensor) -> Tensor:
     Args:
         confusion: pixels ``[K, K]``, a row a true class.
     """
-    hit = confusion.diagonal().double()
+    confusion = to_float64(confusion)
+    hit = confusion.diagonal()
     return hit / (confusion.sum(0) + confusion.sum(1) - hit)
 
 
 def class_accuracy(confusion: Tensor) -> Tensor:
     """Share of each class's pixels that are found, ``[K]``, nan where there are none."""
-    return confusion.diagonal().double() / confusion.sum(1)
+    confusion = to_float64(confusion)
+    return confusion.diagonal() / confusion.sum(1)
 
 
 def scores(confusion: Tensor) -> dict[str, float]:
@@ -45,10 +49,11 @@ def scores(confusion: Tensor) -> dict[str, float]:
     Args:
         confusion: pixels ``[K, K]``, a row a true class.
     """
+    confusion = to_float64(confusion)
     values = (
         class_iou(confusion).nanmean(),
         class_accuracy(confusion).nanmean(),
-        confusion.diagonal().sum().double() / confusion.sum(),
+        confusion.diagonal().sum() / confusion.sum(),
     )
     return dict(zip(SCORES, torch.stack(values).tolist(), strict=True))
 

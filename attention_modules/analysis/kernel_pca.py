@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_modules.masks import combine_masks
+from attention_modules.masks import combine_masks, visible
+from attention_modules.precision import to_float64
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ def projection_loss(
     if q.shape != k.shape:
         raise ValueError(f"q and k must be alike, got {tuple(q.shape)} and {tuple(k.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
-    q, k, h = q.double(), k.double(), h.double()
+    q, k, h = (to_float64(x) for x in (q, k, h))
     logits = _scale(q, scale) * q @ k.mT
     if attn_mask is not None:
         if bool(attn_mask.isnan().any()):
             raise ValueError("attn_mask holds NaN")
-        hidden = ~attn_mask if attn_mask.dtype == torch.bool else None
-        logits = logits + attn_mask.double() if hidden is None else logits.masked_fill(hidden, -torch.inf)
+        mask = attn_mask.to(logits.device)
+        logits = logits.masked_fill(~visible(mask), -torch.inf)
+        logits = logits if mask.dtype == torch.bool else logits + mask
     if is_causal:
         logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
     lse = logits.logsumexp(-1)
@@ -122,7 +124,7 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
             f"{tokens} tokens have at most {tokens - 1} principal components, {components} are needed (the width of a "
             "head): give longer sequences"
         )
-    kernel, log_g = _kernel(k.double(), scale)
+    kernel, log_g = _kernel(to_float64(k), scale)
     if bool((k == k[:, :, :1]).flatten(2).all(-1).any()):
         raise ValueError("the keys of a head are all alike: they have no principal component")
     eigenvalues, vectors = torch.linalg.eigh(_centred(kernel))
@@ -157,7 +159,7 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
     _check(v=v, predicted=predicted)
     if v.shape != predicted.shape:
         raise ValueError(f"v and predicted must be alike, got {tuple(v.shape)} and {tuple(predicted.shape)}")
-    v, predicted = v.double(), predicted.double()
+    v, predicted = to_float64(v), to_float64(predicted)
     cosines = _unit(v) @ _unit(predicted).mT  # [B, H, N, N]
     by_column = (_unit(v) * _unit(predicted)).mean(-2)  # [B, H, d]: a sign changes no other column, and no norm
     grams = [each @ each.mT for each in (v, predicted)]
@@ -193,9 +195,9 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
         ValueError: if shapes do not fit, or a key is so long that 1/g is 0 in float64.
     """
     _check(k=k, v=v)
-    kernel, log_g = _kernel(k.double(), scale)
+    kernel, log_g = _kernel(to_float64(k), scale)
     # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
-    a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * v.double()
+    a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * to_float64(v)
     a = _unit(a - a.mean(-2, keepdim=True), dim=-2)
     image = _centred(kernel) @ a
     rayleigh = (a * image).sum(-2, keepdim=True)

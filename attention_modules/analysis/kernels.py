@@ -5,23 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_modules.kernels import EFFICIENT, FLASH, private_operator
+
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where visible, -inf where not."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _cpu(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
+    flash = private_operator(FLASH)
+    if flash is None:
+        return None
     mask = None if visible is None else _additive(visible, q.dtype)
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = call(q, k, k, 0.0, is_causal, attn_mask=mask, scale=scale)
+    out, lse = flash(q, k, k, 0.0, is_causal, attn_mask=mask, scale=scale)
     return lse, out
 
 
-def _cuda(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
+    efficient = private_operator(EFFICIENT)
+    if efficient is None:
+        return None
     bias = None if visible is None else _additive(visible, q.dtype).expand(*q.shape[:3], k.shape[2])
-    call = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = call(q, k, k, bias, True, 0.0, is_causal, scale=scale)
+    out, lse, *_ = efficient(q, k, k, bias, True, 0.0, is_causal, scale=scale)
     return lse[..., : q.shape[2]], out  # the kernel pads the rows of lse
 
 
@@ -33,7 +39,8 @@ def lse_and_mean_key(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-sum-exp of each row ``[B, H, N]`` and A K ``[B, H, N, d]`` from one attention call, without gradients.
 
-    None where no kernel of this PyTorch takes these arguments, as a mask together with causality, or an empty batch.
+    None where no kernel of this PyTorch takes these arguments, as a mask together with causality, causality with
+    a scale of 0 or less (NaN on the CPU), or an empty batch.
     Rows that see nothing hold unspecified values.
 
     Args:
@@ -44,9 +51,9 @@ def lse_and_mean_key(
         scale: factor on the logits.
     """
     kernel = _KERNELS.get(q.device.type)
-    if kernel is None or not len(q) or (visible is not None and is_causal):
+    if kernel is None or not len(q) or (is_causal and (visible is not None or scale <= 0)):
         return None
     try:
         return kernel(q.detach(), k.detach(), visible, is_causal, scale)
-    except (AttributeError, TypeError, RuntimeError):  # gone, another signature, or a shape that it does not take
+    except (AttributeError, TypeError, RuntimeError):  # a shape or dtype that it does not take
         return None

@@ -175,14 +175,14 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_i
     right[:, 0] = v
     for step in range(max_iter):
         if step:
-            small[:, step - 1, step] = beta.double().cpu()
+            small[:, step - 1, step] = beta.cpu().double()
         out = jacobian.times(right[:, step]) if step else first
         alpha, u = _normalised(out - beta.unsqueeze(1) * u, largest)
         largest = largest.maximum(alpha)
         v = jacobian.transposed_times(u) - alpha.unsqueeze(1) * right[:, step]
         beta, right[:, step + 1] = _normalised(_orthogonalised(v, right[:, : step + 1]), largest)
         largest = largest.maximum(beta)
-        small[:, step, step] = alpha.double().cpu()
+        small[:, step, step] = alpha.cpu().double()
         u_small, singular, _ = torch.linalg.svd(small[:, : step + 1, : step + 1])
         value = singular[:, 0].to(beta)
         residual = beta * u_small[:, step, 0].abs().to(beta)

@@ -13,6 +13,7 @@ from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.precision import to_float64
 from attention_modules.softmax import SoftmaxAttention
 
 # By name, so that nothing of timm or Hugging Face is loaded here.
@@ -61,18 +62,18 @@ def lipschitz_bound(
         raise ValueError(f"radius must be a finite number of at least 0, got {radius!r}")
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens must be an integer of at least 1, got {num_tokens!r}")
-    w_q, w_k, w_v = (weight.detach().double() for weight in (w_q, w_k, w_v))
+    w_q, w_k, w_v = (to_float64(weight.detach()) for weight in (w_q, w_k, w_v))
     scale = w_q.shape[1] ** -0.5 if scale is None else _number("scale", scale)
     # ‖W_kᵀ W_q‖₂ = ‖R_k R_qᵀ‖₂, with the triangular factors of W_kᵀ and W_qᵀ: d x d in the place of dim x dim.
     r_q, r_k = (torch.linalg.qr(weight.mT, mode="r").R for weight in (w_q, w_k))
     a = abs(scale) * torch.linalg.matrix_norm(r_k @ r_q.mT, 2)  # [H]
     c = torch.zeros_like(a)
     if b_q is not None:
-        c = abs(scale) * (w_k.mT @ b_q.detach().double().unsqueeze(-1)).squeeze(-1).norm(dim=-1)
+        c = abs(scale) * (w_k.mT @ to_float64(b_q.detach()).unsqueeze(-1)).squeeze(-1).norm(dim=-1)
     squared = a.new_tensor(radius).square()
     inner = num_tokens + (a * squared).square() + 4 * num_tokens * squared * (a * radius + c).square()
     heads = math.sqrt(3) * torch.linalg.matrix_norm(w_v, 2) * inner.sqrt()
-    bound = heads.norm() if w_o is None else (heads * torch.linalg.matrix_norm(w_o.detach().double(), 2)).sum()
+    bound = heads.norm() if w_o is None else (heads * torch.linalg.matrix_norm(to_float64(w_o.detach()), 2)).sum()
     if not bool(bound.isfinite()):
         raise ValueError(f"the bound is beyond float64 at radius {radius!r} and scale {scale!r}: give smaller ones")
     return bound

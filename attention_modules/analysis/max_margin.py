@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.precision import to_float64
+
 _ACTIVE = 1e-6  # how far above its right side a constraint still counts as active
 _CERTAIN = 1e8  # infeasible means: no solution has a norm below this, in units of 1 / the least strict difference
 _TRIES = 10  # scipy 1.15 (the last for Python 3.10) ends early on 1 problem in 100, unsaid
@@ -39,7 +41,7 @@ def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
         return rows.new_zeros(rows.shape[-1])
     largest = rows.abs().amax(-1)
     kept = largest > 0
-    equal = (strict & ~kept).double()
+    equal = to_float64(strict & ~kept)
     if equal.any():
         raise NotSeparableError(f"{what}: tokens to be told apart are equal", equal / equal.sum())
     # Rows of length 1, by the largest entry first, as squares underflow; right sides in units of the largest of them.
@@ -133,12 +135,12 @@ def _check_direction(p: Tensor, keys: Tensor) -> Tensor:
     if p.shape != keys.shape[-1:]:
         raise ValueError(f"p must be [d] = [{keys.shape[-1]}] as the keys, got {tuple(p.shape)}")
     _check_finite(p=p)
-    return p.detach().double().cpu()
+    return p.detach().cpu().double()
 
 
 def _differences(keys: Tensor, selected: Tensor) -> Tensor:
     """k_{i,selected_i} - k_{i,t} for every t, ``[n, T, d]``, in float64 on the CPU; zero at the selected token."""
-    keys, selected = keys.detach().double().cpu(), selected.cpu()
+    keys, selected = keys.detach().cpu().double(), selected.cpu()
     return keys.take_along_dim(selected.view(-1, 1, 1), 1) - keys
 
 
@@ -180,7 +182,7 @@ def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | No
     """
     _check(keys, selected)
     others = _others(keys, selected)
-    right = (~_relaxed(relaxed, selected)).double().unsqueeze(-1).expand(others.shape)
+    right = to_float64(~_relaxed(relaxed, selected)).unsqueeze(-1).expand(others.shape)
     return _least_norm(_differences(keys, selected)[others], right[others], "max_margin_direction")
 
 
@@ -209,7 +211,7 @@ def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
     _check_finite(tokens=tokens)
     if labels.abs().ne(1).any():
         raise ValueError(f"labels must be 1 or -1, got {sorted(set(labels.tolist()))}")
-    rows = labels.double().cpu().unsqueeze(-1) * tokens.detach().double().cpu()
+    rows = labels.cpu().double().unsqueeze(-1) * tokens.detach().cpu().double()
     return _least_norm(rows, rows.new_ones(len(rows)), "max_margin_head")
 
 
@@ -264,7 +266,7 @@ def locally_optimal(
     least = lead[strict & others].min().item() if (strict & others).any() else 1.0
     if not least > 0:
         raise ValueError(f"p is no solution: it leaves a margin of {least:.3g} where it must keep one above 0")
-    active = (lead / least <= strict.double() + _ACTIVE) & others
+    active = (lead / least <= to_float64(strict) + _ACTIVE) & others
     scores = scores.detach().cpu()
     ahead = scores.gather(1, selected.cpu().unsqueeze(-1)) > scores
     return (ahead | ~active).all(-1)

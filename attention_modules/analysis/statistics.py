@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_modules.analysis.kernels import lse_and_mean_key
+from attention_modules.masks import visible
 
 Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
@@ -71,9 +72,8 @@ def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]
     """(visible, bias) of a mask; the bias of a boolean one is None."""
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return attn_mask, None
-    # Libraries hide a key by -inf or by the least number of the mask's own type.
-    visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
-    return visible, attn_mask.float().masked_fill(~visible, 0.0)
+    seen = visible(attn_mask)
+    return seen, attn_mask.float().masked_fill(~seen, 0.0)
 
 
 def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[str]) -> None:
@@ -159,8 +159,8 @@ def attention_statistics(
 
     ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: H_i / ln|V_i|, over rows with at least two
     visible keys. ``effective_support``: 1 / Σ_j A_ij², from 1 (one key) to |V_i| (uniform). ``largest_probability``:
-    max_j A_ij. As in the entropy-collapse literature; which rows are left out, and that an additive mask hides a key
-    from half the least number of its type downwards, are our reading.
+    max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an additive mask hides
+    (:func:`attention_modules.masks.visible`), are our reading.
 
     The entropy is lse_i - scale · q_i·(A K)_i, from one attention call with the keys as values. Where gradients are
     wanted, the mask carries a finite bias or comes with ``is_causal``, or PyTorch lacks the call, it is summed in

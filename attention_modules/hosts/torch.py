@@ -123,7 +123,8 @@ class SwappedMultiheadAttention(Swapped):
             key_padding_mask = key_padding_mask[None]
         weights: list[Tensor] = []
         asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
-        hinted = is_causal and key_padding_mask is None and not asked  # it stands for the mask, as in the plain layer
+        # As in the plain layer: there the hint stands for the mask, whatever it holds.
+        hinted = is_causal and key_padding_mask is None and not need_weights
         mask = _merge_masks(None if hinted else attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)

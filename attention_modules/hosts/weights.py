@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+# What a weight is read from: float8 is scaled by a number that stands elsewhere.
+READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq")  # packages whose Tensors hold codes under a floating dtype
 
 
 def wrapped_by_peft(module: nn.Module) -> bool:
@@ -34,14 +39,18 @@ class Rows:
     blocks: int = 1
 
     def weight(self) -> Tensor:
-        """``[blocks * (stop - start), in]``, differentiable in the current values (LoRA: the effective weight)."""
+        """``[blocks * (stop - start), in]``, differentiable in the current values (LoRA: the effective weight).
+
+        Raises:
+            ValueError: if the weight is quantized, or an adapter's update has no additive form.
+        """
         owner: Any = self.owner
         if wrapped_by_peft(owner):
-            full = owner.base_layer.weight
+            full = _plain(owner.base_layer.weight, owner.base_layer)
             for adapter in _acting_adapters(owner):
                 full = full + owner.get_delta_weight(adapter)
         else:
-            full = getattr(owner, self.tensor)
+            full = _plain(getattr(owner, self.tensor), owner)
         full = full.t() if self.transposed else full.flatten(1)  # a 1 x 1 convolution's is [out, in, 1, 1]
         return full.unflatten(0, (self.blocks, -1))[:, self.start : self.stop].flatten(0, 1)
 
@@ -55,6 +64,20 @@ class Rows:
             getattr(owner, side)[name].weight for name in _acting_adapters(owner) for side in ("lora_A", "lora_B")
         ]
         return [owner.base_layer.weight, *factors]
+
+
+def _plain(weight: Any, owner: nn.Module) -> Tensor:
+    """The weight, refused where its numbers are the codes of a quantized one."""
+    # A subclass of Tensor may call itself floating and hold codes (torchao, quanto); a Parameter's own class is fine.
+    own = isinstance(weight, Tensor) and type(weight).__module__.partition(".")[0] not in QUANTIZERS
+    if own and weight.dtype in READABLE:
+        return weight
+    kind = str(weight.dtype) if isinstance(weight, Tensor) else "no tensor"
+    raise ValueError(
+        f"the weight of {type(owner).__name__} is quantized ({type(weight).__name__}, {kind}): its numbers are codes, "
+        "not weights; load the model unquantized, or dequantize it first (Hugging Face: model.dequantize()), or leave "
+        "this layer out"
+    )
 
 
 def _acting_adapters(owner: Any) -> list[str]:

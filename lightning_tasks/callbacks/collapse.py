@@ -95,7 +95,8 @@ PURSUIT_SIGNS = (
         0.98,
         False,
         "entropy collapse: each token attends to itself only in the last pass, the iteration saturates, gradients "
-        "vanish with it, and robustness to gradient attacks may be masking; take fewer iterations",
+        "vanish with it (in half precision what is left of the keys' may be rounding), and robustness to gradient "
+        "attacks may be masking; take fewer iterations",
     ),
     Sign(
         "sparsity",

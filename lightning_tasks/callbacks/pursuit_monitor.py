@@ -156,6 +156,7 @@ class PursuitMonitor(LayerObserver):
             iterations=mechanism.iterations,
             lam=mechanism.lam,
             threshold=mechanism.threshold,
+            num_heads=mechanism.spec.num_heads,
             attn_mask=mask,
             is_causal=kwargs.get("is_causal", False),
             scale=kwargs.get("scale"),

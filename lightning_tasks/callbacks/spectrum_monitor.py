@@ -147,7 +147,7 @@ class SpectrumMonitor(Callback):
         by_layer: dict[str, list[Tensor]] = {name: [] for name in STATISTICS}
         for layer in attention_layers(pl_module, self.where, self.layers, self.exclude):
             # Small and rare: double precision on the CPU, where eigenvalues need no device of their own.
-            w_q, w_k = (whole(weight).double().cpu() for weight in layer.qk_weights())
+            w_q, w_k = (whole(weight).cpu().double() for weight in layer.qk_weights())
             spectrum = qk_spectrum(w_q, w_k)
             spectra[layer_label(layer)] = spectrum.eigenvalues.real.flatten().numpy()
             self._bad[layer.name] = sum(int((~weight.isfinite()).sum()) for weight in (w_q, w_k))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from attention_modules.precision import to_float64
 from datamodules.images import ImageDataset, collate_images
 from lightning_tasks.robustness.attack_table import GRADIENT, AttackSetting
 from lightning_tasks.robustness.class_folders import class_folders, class_subset, files_digest, folder_images
@@ -87,14 +88,14 @@ class Subject:
                     with held_still(self.model, gradients=False):
                         labels = logits_of(self.model, images).argmax(1)
                 pairs.append(torch.stack(input_gradient_norms(self.model, images, labels)))
-            first, second = torch.cat(pairs, 1).double().mean(1).tolist()
+            first, second = to_float64(torch.cat(pairs, 1)).mean(1).tolist()
             self._norms[own] = (first, second)
         return self._norms[own]
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
     """Share of the rows ``[N, classes]`` whose highest logit is that of the label."""
-    return (logits.argmax(1) == labels).double().mean().item()
+    return to_float64(logits.argmax(1) == labels).mean().item()
 
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:

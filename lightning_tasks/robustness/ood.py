@@ -10,13 +10,15 @@ from torchmetrics.functional.classification import (
     binary_specificity_at_sensitivity,
 )
 
+from attention_modules.precision import to_float64
+
 OOD_METRICS = ("auroc", "aupr", "fpr95")
 
 
 def anomaly_scores(logits: Tensor) -> Tensor:
     """1 - the largest softmax probability of each row of ``[N, classes]``, ``[N]`` in float64."""
     # 1 - max p = Σ of the others: sure predictions, which 1 - p rounds to 0, keep their order.
-    probabilities = logits.double().softmax(1)
+    probabilities = to_float64(logits).softmax(1)
     highest = probabilities.argmax(1, keepdim=True)
     return probabilities.scatter(1, highest, 0.0).sum(1)
 
@@ -37,7 +39,8 @@ def detection_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
     """
     if not len(inside) or not len(outside):
         raise ValueError(f"{len(inside)} images inside and {len(outside)} outside: at least one of each is needed")
-    scores = torch.cat([inside, outside]).double()
+    inside, outside = to_float64(inside), to_float64(outside)
+    scores = torch.cat([inside, outside])
     if not (scores.min() >= 0 and scores.max() <= 1):
         raise ValueError(f"scores are in [{scores.min():g}, {scores.max():g}]: give them in [0, 1]")
     target = torch.cat([torch.zeros_like(inside, dtype=torch.int64), torch.ones_like(outside, dtype=torch.int64)])

@@ -41,7 +41,7 @@ class Text:
             parts = []
             for index, rows in enumerate(self._slices()):
                 batch = (inputs[rows].to(self.device), targets[rows].to(self.device))
-                parts.append(self.task.predict_step(batch, index).double().cpu())
+                parts.append(self.task.predict_step(batch, index).cpu().double())
                 advance(len(parts[-1]) / len(inputs))
         return torch.cat(parts)
 

@@ -76,3 +76,14 @@ def test_the_iteration_saturates():
 def test_zero_keys_are_finite():
     k, v = random_heads("kv").values()
     assert all(x.isfinite().all() for x in rpc_diagnostics(torch.zeros_like(k), v).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype):
+    k, v = random_heads("kv", (2, 3, 40, 16), dtype=torch.float32).values()
+    mask = (torch.arange(40) < 33).view(1, 1, 1, 40)
+    expected = rpc_diagnostics(k, v, lam=1.0, attn_mask=mask)
+    with torch.autocast("cpu", dtype):
+        found = rpc_diagnostics(k, v, lam=1.0, attn_mask=mask)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

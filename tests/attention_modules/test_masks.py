@@ -1,7 +1,11 @@
 import pytest
 import torch
 
+from attention_modules import AttentionSpec
+from attention_modules.analysis import projection_loss
+from attention_modules.analysis.statistics import attention_row_sums
 from attention_modules.masks import combine_masks, hide, visible
+from attention_modules.mechanism import build_mechanism
 
 
 def tokens(n: int = 4, m: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,3 +43,32 @@ def test_every_way_to_hide_becomes_minus_infinity(low):
     mask = torch.tensor([0.5, low, -3.0])
     assert hide(mask).tolist() == [0.5, -torch.inf, -3.0]
     assert visible(mask).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.5])
+def test_causality_with_a_scale_that_is_not_positive_is_a_mask(scale):
+    combined, is_causal = combine_masks(None, True, *tokens(), scale)
+    assert not is_causal
+    assert torch.equal(combined, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
+    assert combine_masks(None, True, *tokens(), 0.5) == (None, True)
+
+
+@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4, -1e3])
+def test_mechanisms_and_statistics_agree_on_what_is_hidden(low):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=generator)
+    mask = torch.zeros(5, 5)
+    mask[1:, 3] = low
+    mask[2] = low  # sees nothing where low hides
+    shown = visible(mask)
+    out = build_mechanism("symmetric", AttentionSpec(8, 2, 4))(q, k, v, mask)
+    rows = attention_row_sums(q, k, attn_mask=mask, statistics=["entropy", "normalised_entropy"])
+    assert (out[:, :, 2] == 0).all() == (not shown[2].any())
+    assert rows["entropy"][1].eq(shown.any(-1).sum()).all()
+    assert projection_loss(q, k, v, attn_mask=mask).h.allclose(v.double().square().sum(-1)[..., shown.any(-1)].mean(-1))
+
+
+def test_a_nan_in_a_mask_hides_nothing():
+    mask = torch.tensor([0.0, torch.nan])
+    assert visible(mask).tolist() == [True, True]
+    assert hide(mask).isnan().tolist() == [False, True]

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_modules import AttentionSpec, RPCAttention, SelfAttention, kernels, rpc_attention, symmetric_attention
+from attention_modules import (
+    AttentionSpec,
+    RPCAttention,
+    SelfAttention,
+    kernels,
+    rpc_attention,
+    rpc_diagnostics,
+    symmetric_attention,
+)
 from attention_modules.pursuit import FusedPursuit
 from attention_modules.rpc import pursuit_threshold
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
@@ -42,7 +50,7 @@ def test_equals_its_equations(setting, case, form, monkeypatch, fused_calls):
     kwargs = {**SETTINGS[setting], **masks()[case]}
     inputs = random_heads("kv", seed=3)
     expected = values_and_gradients(lambda k, v: naive_rpc(k, v, **kwargs), inputs)
-    monkeypatch.setattr(kernels, "HAS_FLASH_KERNELS", form == "fused")
+    monkeypatch.setattr(kernels, "has_flash_kernels", lambda: form == "fused")
     with sdpa_kernel(list(SDPBackend.__members__.values())[1:] if form != "math" else SDPBackend.MATH):
         actual = values_and_gradients(lambda k, v: rpc_attention(k, v, **kwargs), inputs)
     assert_same(actual, expected, TOLERANCE)
@@ -282,3 +290,67 @@ def test_the_module_is_the_function_and_copies():
     expected = rpc_attention(k, v, iterations=2, lam=0.3, threshold="ratio", scale=0.5, is_causal=True)
     assert torch.equal(copy.deepcopy(mechanism)(q, k, v, scale=0.5, is_causal=True), expected)
     assert repr(mechanism) == "RPCAttention(iterations=2, lam=0.3, threshold='ratio')"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["padding", "a sample", "a head", "additive"])
+def test_sums_behind_the_threshold_exceed_half_precision(mask, dtype):
+    """Σ|k| is about 1e5 here; autocast took it to half precision as a product, in which it is inf."""
+    tokens = 2048
+    k, v = random_heads("kv", (1, 2, tokens, 64), dtype=torch.float32).values()
+    seen = torch.rand(1, 2, tokens, tokens, generator=torch.Generator().manual_seed(1)) > 0.1
+    form = {"padding": seen[:, :1, :1], "a sample": seen[:, :1], "a head": seen[0], "additive": seen[:, :1, :1]}[mask]
+    if mask == "additive":
+        form = torch.zeros(form.shape).masked_fill(~form, -1e4)
+    exact = pursuit_threshold(k.double(), attn_mask=form.view(1, -1, *form.shape[-2:]))
+    with torch.autocast("cpu", dtype):
+        found = pursuit_threshold(k, attn_mask=form.view(1, -1, *form.shape[-2:]))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0.0)
+    if mask == "padding":
+        with torch.no_grad():
+            expected = rpc_attention(k.double(), v.double(), iterations=2, lam=2.0, attn_mask=form)
+            with torch.autocast("cpu", dtype):
+                out = rpc_attention(k, v, iterations=2, lam=2.0, attn_mask=form)
+        assert (out.double() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_width_is_the_whole_layers_where_heads_are_split():
+    """Under tensor parallelism a process holds some of the heads, and C is still that of all of them."""
+    k, v = random_heads("kv", (2, 4, 9, 8)).values()
+    mechanism = RPCAttention(AttentionSpec(32, 4, 8), lam=0.1)
+    whole = mechanism(k, k, v)
+    assert torch.equal(mechanism(k[:, 1:3], k[:, 1:3], v[:, 1:3]), whole[:, 1:3])
+    assert (rpc_attention(k[:, 1:3], v[:, 1:3], lam=0.1) - whole[:, 1:3]).abs().max() > 1e-2
+    diagnosed = rpc_diagnostics(k[:, 1:3], v[:, 1:3], lam=0.1, num_heads=4)
+    assert torch.equal(diagnosed["sparsity"], rpc_diagnostics(k, v, lam=0.1)["sparsity"][..., 1:3])
+
+
+def key_gradients(std, dtype, **kwargs):
+    """The gradient for k of the fused form, and in float64, ``[B, H, N * d]`` each."""
+    k, v, w = (x.to(dtype) for x in random_heads("kvw", (2, 3, 197, 64), dtype=torch.float32).values())
+    k = k * std
+    found = []
+    for kind, backend in ((dtype, SDPBackend.FLASH_ATTENTION), (torch.float64, SDPBackend.MATH)):
+        leaves = [x.to(kind).requires_grad_() for x in (k, v)]
+        with sdpa_kernel(backend):
+            out = rpc_attention(*leaves, **kwargs)
+        found.append(torch.autograd.grad(out, leaves, w.to(kind))[0].double().flatten(2))
+    return found
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("dtype", "std"), [(torch.bfloat16, 0.9), (torch.bfloat16, 1.0), (torch.float32, 0.95)])
+def test_saturated_keys_have_a_gradient_and_no_noise(dtype, std, is_causal, fused_calls):
+    """A row that attends to itself only: what is left of the gradient is a millionth of its terms."""
+    found, exact = key_gradients(std, dtype, is_causal=is_causal)
+    assert fused_calls
+    whole = torch.nn.functional.cosine_similarity(found.flatten(), exact.flatten(), 0)
+    assert whole > 0.95
+    if std < 1:  # each head's own, which has its own rows of W_k
+        assert torch.nn.functional.cosine_similarity(found, exact, -1).min() > 0.8
+
+
+def test_meta_tensors_pass():
+    k = torch.empty(2, 3, 5, 8, device="meta")
+    mask = torch.ones(5, 5, dtype=torch.bool, device="meta")
+    assert rpc_attention(k, k, attn_mask=mask).shape == k.shape

@@ -76,3 +76,10 @@ def test_wrong_shapes_are_errors():
         scaled_attention(q, k, v, torch.zeros(9, 9))
     with pytest.raises(ValueError, match=r"scaled.*1 queries and 9 keys"):
         scaled_attention(q[..., :1, :], k, v, torch.zeros(1))
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 1, 5), (0, 1, 5, 5), (1, 1, 5, 5)])
+def test_an_empty_batch_with_a_mask_a_sample(shape):
+    q, k, v = torch.randn(3, 0, 2, 5, 4)
+    for s in (torch.randn(2, 5, 5), torch.randn(1)):
+        assert scaled_attention(q, k, v, s, attn_mask=torch.ones(shape, dtype=torch.bool)).shape == v.shape

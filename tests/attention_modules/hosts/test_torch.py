@@ -182,3 +182,18 @@ def test_lightnings_transformer_is_swapped_unchanged() -> None:
     assert "cross-attention" in report.skipped[0].reason
     swap_attention(model, "symmetric")
     model(tokens, tokens).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_hint_about_another_mask_means_what_it_means_in_the_plain_layer(need_weights: bool) -> None:
+    """There the hint stands for the mask only where no weights are wanted, as by default they are."""
+    module, x = layer(batch_first=True), features()
+    other = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    other[1:, 0] = True
+    for padding in (None, padding_mask()):
+        given = {"attn_mask": other, "is_causal": True, "need_weights": need_weights, "key_padding_mask": padding}
+        plain = module(x, x, x, **given)[0]
+        swap_attention(module, "softmax")
+        torch.testing.assert_close(module(x, x, x, **given)[0], plain, atol=1e-5, rtol=1e-5)
+        restore_attention(module)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.scaled import ScaledAttention
 from attention_modules.softmax import SoftmaxAttention
@@ -307,3 +308,34 @@ def test_adapters_keep_a_mechanism_s_parameters_where_modules_to_save_names_it(t
     assert attention_layers(again)[0].mechanism.s.any()
     with model.disable_adapter():
         assert not layer.mechanism.s.any()
+
+
+class Codes(nn.Parameter):
+    """A quantizer's tensor that calls itself floating."""
+
+
+Codes.__module__ = "torchao.dtypes"
+
+
+@pytest.mark.parametrize("how", ["int8", "float8", "torchao", "a method"])
+def test_quantized_weights_are_refused_by_name(how: str) -> None:
+    projection = nn.Linear(8, 8)
+    weight = projection.weight.data
+    if how == "int8":
+        projection.weight = nn.Parameter((weight * 127).to(torch.int8), requires_grad=False)
+    elif how == "float8":
+        projection.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+    elif how == "torchao":
+        projection._parameters["weight"] = Codes(weight)
+    else:  # torch.ao.nn.quantized.dynamic.Linear
+        del projection._parameters["weight"]
+        projection.weight = lambda: weight
+    with pytest.raises(ValueError, match=r"Linear is quantized .*dequantize"):
+        Rows(projection, 0, 4).weight()
+
+
+def test_a_monitor_is_refused_where_keys_are_int8() -> None:
+    model = nn.MultiheadAttention(DIM, 2)
+    model.in_proj_weight = nn.Parameter(torch.ones(3 * DIM, DIM, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="int8"):
+        attention_layers(model)[0].qk_weights()
