@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from attention_modules.precision import widest
+
 
 def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
     """Which rows ``[rows]`` of a batch a :class:`DistributedSampler` added to make all processes' shares equal.
@@ -37,8 +39,7 @@ class EpochSums:
 
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum and of how many it is, scalars; in float64 where the device has it, as counts grow large."""
-        kind = torch.float32 if total.device.type == "mps" else torch.float64
-        both = torch.stack([total, count.to(total.device)]).to(kind)
+        both = torch.stack([total, count.to(total.device)]).to(widest(total.device))
         self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     def join(self, trainer: Any, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
@@ -49,7 +50,7 @@ class EpochSums:
         sums, self._sums = self._sums, {}
         if not names:
             return {}
-        none = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        none = torch.zeros(3, dtype=widest(device), device=device)
         rows = [torch.cat([sums[name].to(none), none[:1] + 1]) if name in sums else none for name in names]
         whole = trainer.strategy.reduce(torch.stack(rows), reduce_op="sum")  # [names, 3]
         means = (whole[:, 0] / whole[:, 1]).float()
