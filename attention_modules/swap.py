@@ -16,6 +16,7 @@ from attention_modules.hosts.discovery import Found, Selector, Survey, check_mod
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
+from attention_modules.hosts.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import owned_parameters, remember_made
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
@@ -27,7 +28,6 @@ _WRAPPERS = {
     "DataParallel": "swap before wrapping the model in DataParallel",
     "DistributedDataParallel": "swap before wrapping the model in DistributedDataParallel",
     "FullyShardedDataParallel": "swap before wrapping the model in FullyShardedDataParallel",
-    "FSDPModule": "swap before fully_shard()",
     "OptimizedModule": "swap before torch.compile()",
     "ScriptModule": "swap before torch.jit.script() or trace()",
 }
@@ -64,7 +64,8 @@ def swap_attention(
 
     Raises:
         AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, or the model is
-            wrapped (DDP, FSDP, torch.compile). The model is then unchanged.
+            wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and the mechanism would change which
+            Parameters it has. The model is then unchanged.
         ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
             model is then unchanged.
     """
@@ -165,7 +166,10 @@ def restore_attention(model: nn.Module) -> list[str]:
     """
     _refuse_wrapped(model)
     swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]
+    sharded = is_sharded(model)
     for layer in swapped:
+        if sharded:
+            _raise_for(layer.name, sharded_refusal(layer.module, None))
         _raise_for(layer.name, layer.host.query_return_refusal(layer.module))
     _restore(model, swapped)
     return [layer.name for layer in swapped]
@@ -225,11 +229,14 @@ def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
 def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) -> None:
     """Refuse, before anything changes, what any layer cannot take."""
     paths = _paths(model)
+    sharded = is_sharded(model)
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
         _raise_for(layer.name, host.refusal(module))
         _raise_for(layer.name, host.mechanism_refusal(module, built))
+        if sharded:
+            _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:
             _raise_for(layer.name, host.missing_query(module))
             if swapped:

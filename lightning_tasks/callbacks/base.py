@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 try:
     from pytorch_lightning import Callback as _StandaloneCallback
@@ -26,3 +27,10 @@ class Callback(*_BASES):  # type: ignore[misc]
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that FSDP2 has sharded, gathered (every process must call this), differentiably; others as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2 free the whole weights that an evaluation may have left, so that modules hold what is trained."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -56,6 +56,23 @@ def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action
     actions[id(owner)] = action
 
 
+def before_sharding(pl_module: pl.LightningModule) -> None:
+    """Have the trainer's callbacks swap attention now: call it in ``configure_model``, before ``fully_shard``.
+
+    Left alone they act at the end of ``configure_model``, when a module that shards itself there (for Lightning's
+    ``ModelParallelStrategy``) has Parameters that no swap may change any more. They then find their work done. Nothing
+    happens without a trainer, or where no callback swaps::
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = build()
+                before_sharding(self)
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+    """
+    for action in list((_pending_actions(pl_module) or {}).values()):
+        action(pl_module)
+
+
 def forget_actions(pl_module: pl.LightningModule, owner: Callback) -> None:
     """Undo :func:`after_configure_model` for an owner."""
     actions = _pending_actions(pl_module)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
-from lightning_tasks.callbacks.base import Callback, Where, whole
+from lightning_tasks.callbacks.base import Callback, Where, reshard, whole
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.limits import check_choice, check_number
 
@@ -110,6 +110,7 @@ class LocAteR(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Again: since on_fit_start the module may have frozen weights, and a strategy loaded the checkpoint.
+        reshard(pl_module)
         self._choose(trainer, pl_module)
         self._backward_passes = 0
         warn_of_caveats("LocAteR", self._layers)

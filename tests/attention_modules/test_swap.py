@@ -219,13 +219,12 @@ def one_process(tmp_path):
 
 
 def test_wrapped_models_are_refused(one_process: None) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     for wrap, text in [
         (nn.DataParallel, "is a DataParallel.*swap before wrapping the model in DataParallel"),
         (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
         (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
-        (lambda model: fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,))), "fully_shard"),
         (lambda model: torch.compile(model, backend="eager"), "OptimizedModule.*swap before torch.compile"),
     ]:
         model = wrap(Block())
@@ -237,6 +236,26 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
     model.compile(backend="eager")
     with pytest.raises(AttentionSwapError, match="compiled"):
         swap_attention(model, "softmax")
+
+
+def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = dist.init_device_mesh("cpu", (1,)), torch.randn(2, 3, DIM)
+    model = fully_shard(Block().eval(), mesh=mesh)
+    before, held = model(x).detach(), set(map(id, model.parameters()))
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(x), before)
+    for mechanism in (NoisyWithoutQuery, "scaled"):
+        options = {"variant": "scalar"} if mechanism == "scaled" else {}
+        with pytest.raises(AttentionSwapError, match=r"cannot swap 'attn'.*would make others.*before_shard"):
+            swap_attention(model, mechanism, **options)
+    assert restore_attention(model) == ["attn"]
+    assert set(map(id, model.parameters())) == held
+    swapped = Block()
+    swap_attention(swapped, NoisyWithoutQuery)
+    with pytest.raises(AttentionSwapError, match="fully_shard"):
+        restore_attention(fully_shard(swapped, mesh=mesh))
 
 
 def test_no_parameter_goes_unused_under_ddp(one_process: None) -> None:
