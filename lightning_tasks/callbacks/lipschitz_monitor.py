@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts.sharded import is_sharded
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import listed
@@ -45,7 +46,7 @@ class LipschitzMonitor(LayerObserver):
 
     A firing costs some ``3 * max_iter`` backward passes of each layer alone at most, in float32 (float64 where the
     input is), on ``num_samples`` samples of ``max_tokens`` tokens, with plain attention maps, and holds
-    max_iter + 1 copies of their input. Sharded (FSDP) layers are not supported.
+    max_iter + 1 copies of their input. Sharded (FSDP) layers are refused.
 
     Args:
         every_n_validations: validations from one firing to the next; the first fires, the sanity check does not.
@@ -106,7 +107,7 @@ class LipschitzMonitor(LayerObserver):
         self._validations = state_dict["validations"]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._chosen(pl_module)  # refused here, before anything is written
+        self._check(pl_module)  # refused here, before anything is written
         self._charts.restart()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -118,7 +119,7 @@ class LipschitzMonitor(LayerObserver):
         self._charts.log(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._chosen(pl_module)
+        self._check(pl_module)
         self._validations += not trainer.sanity_checking
         self._found = {}
 
@@ -158,6 +159,14 @@ class LipschitzMonitor(LayerObserver):
                 self._warn(layer.name, "sample", "it got no sample in the first batch, and nothing is logged of it")
             elif not trainer.sanity_checking:
                 self._log(pl_module, layer_label(layer), total / samples, residual)
+
+    def _check(self, pl_module: pl.LightningModule) -> None:
+        self._chosen(pl_module)
+        if is_sharded(pl_module):
+            raise ValueError(
+                "LipschitzMonitor calls layers on their own, whose weights fully_shard() spread over processes: leave "
+                "it out, and run `attnswap analyze lipschitz` on a whole checkpoint"
+            )
 
     def _fires(self) -> bool:
         return (self._validations - 1) % self.every_n_validations == 0
