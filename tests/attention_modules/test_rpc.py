@@ -354,3 +354,8 @@ def test_meta_tensors_pass():
     k = torch.empty(2, 3, 5, 8, device="meta")
     mask = torch.ones(5, 5, dtype=torch.bool, device="meta")
     assert rpc_attention(k, k, attn_mask=mask).shape == k.shape
+
+
+def test_an_empty_batch_has_gradients():
+    k = torch.zeros(0, 2, 5, 8, requires_grad=True)
+    assert torch.autograd.grad(rpc_attention(k, k).sum(), k)[0].shape == k.shape
