@@ -63,8 +63,14 @@ class CacheEntry:
         return self._fault(checksums=False) is None
 
     def tokens(self, split: str) -> np.ndarray:
-        """The ids of `split`, `[tokens]`, as a read-only memory map."""
+        """The ids of `split`, `[tokens]`, as a read-only memory map.
+
+        Raises:
+            ValueError: if the entry says that they are no integers; objects would be addresses in memory.
+        """
         dtype = json.loads((self.folder / "tokens.json").read_text())[split]
+        if np.dtype(dtype).kind not in "iu":
+            raise ValueError(f"{self.folder / 'tokens.json'}: ids of {split} are {dtype!r}; delete this folder")
         return np.memmap(self.folder / f"{split}.bin", dtype=dtype, mode="r")
 
     def _is_whole(self) -> bool:

@@ -49,19 +49,28 @@ def import_object(path: str, *modules: ModuleType) -> Any:
         looked = " or ".join(module.__name__ for module in modules) or "nowhere: write the whole dotted path"
         near = did_you_mean(path, [name for module in modules for name in vars(module) if not name.startswith("_")])
         raise ValueError(f"no {path!r} was found; looked in {looked}.{near}")
+    found, names = find_module(path)
+    try:
+        return functools.reduce(getattr, names, found)
+    except AttributeError as error:
+        raise ValueError(f"{path!r} was not found: {error}") from error
+
+
+def find_module(path: str) -> tuple[ModuleType, list[str]]:
+    """The longest beginning of a dotted path that is a module, and the names after it.
+
+    Raises:
+        ValueError: if there is none.
+    """
     parts = path.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:size])
         try:
-            found = importlib.import_module(name)
+            return importlib.import_module(name), parts[size:]
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue
             raise
-        try:
-            return functools.reduce(getattr, parts[size:], found)
-        except AttributeError as error:
-            raise ValueError(f"{path!r} was not found: {error}") from error
     raise ValueError(f"{path!r} was not found: there is no module {parts[0]!r}; check the spelling or install it")
 
 

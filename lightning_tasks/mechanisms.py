@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
-from lightning_tasks.hparams import Spec, import_object, plain_spec
+from lightning_tasks.hparams import Spec, import_object
+from lightning_tasks.trust import check_kind, checked_spec
 
 
 def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:
@@ -15,7 +16,8 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
 
     Raises:
         ValueError: if a short name is unknown (the nearest are named), or a path names nothing.
-        TypeError: if it cannot be stored in a checkpoint, or what a short name stands for does not take the options.
+        TypeError: if it cannot be stored in a checkpoint, what a short name stands for does not take the options, or a
+            path names something else than a mechanism or a function of the user's that makes one.
     """
     if isinstance(value, str) and "." not in value:
         cls = mechanism_class(value)
@@ -24,7 +26,7 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
         return value
     if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
         value = {**value, "class_path": mechanism_class(value["class_path"])}
-    return plain_spec(value, what="attention")
+    return checked_spec(value, place="attention")
 
 
 def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
@@ -32,6 +34,7 @@ def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple
     if isinstance(spec, str):
         return spec, dict(options or {})
     target, arguments = import_object(spec["class_path"]), {**spec["init_args"], **(options or {})}
+    check_kind(target, "attention", spec["class_path"])
     if isinstance(target, type):
         return target, arguments
     return functools.partial(target, **arguments), {}

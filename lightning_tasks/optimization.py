@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from lightning_tasks.hparams import Spec, build, import_object, plain_spec
+from lightning_tasks.hparams import Spec, import_object
 from lightning_tasks.reason import reason
+from lightning_tasks.trust import checked_build, checked_spec
 
 _TIMM_SCHEDULE = "create_scheduler_v2"
 
@@ -123,13 +124,13 @@ def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
     Raises:
         TypeError, ValueError: if it does not take its arguments, or their values; the text shows them.
     """
-    return _built(spec, groups)
+    return _built(spec, "optimizer", groups)
 
 
-def _built(spec: Spec, *args: Any, **extra: Any) -> Any:
-    """As :func:`build`; what torch and timm say of values that they refuse is a refusal of ours."""
+def _built(spec: Spec, place: str, *args: Any, **extra: Any) -> Any:
+    """As :func:`checked_build`; what torch and timm say of values that they refuse is a refusal of ours."""
     try:
-        return build(spec, *args, **extra)
+        return checked_build(spec, place, *args, **extra)
     except TypeError:
         raise
     except Exception as error:  # a value of another kind can fail in any way
@@ -144,17 +145,34 @@ def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
     """
     arguments = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}  # a parser's blank
     if "schedulers" in arguments:
-        inner = [plain_spec(entry, lr_scheduler, what="scheduler") for entry in arguments["schedulers"]]
-        arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in inner]
-    built = _built({**spec, "init_args": {**length, **arguments}}, optimizer=optimizer)
+        arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in _inner_schedules(spec)]
+    built = _built({**spec, "init_args": {**length, **arguments}}, "scheduler", optimizer=optimizer)
     return built[0] if isinstance(built, tuple) else built  # create_scheduler_v2 adds the number of epochs
 
 
 def optimizer_spec(value: Any) -> Spec:
-    """Plain data of an optimizer; bare names are those of :mod:`torch.optim`. Raises as :func:`plain_spec`."""
-    return plain_spec(value, torch.optim, what="optimizer")
+    """Plain data of an optimizer; bare names are those of :mod:`torch.optim`. Raises as :func:`checked_spec`."""
+    return checked_spec(value, torch.optim, place="optimizer")
 
 
 def scheduler_spec(value: Any) -> Spec | None:
-    """Plain data of a schedule or None; bare names are those of :mod:`torch.optim.lr_scheduler`."""
-    return None if value is None else plain_spec(value, lr_scheduler, what="scheduler")
+    """Plain data of a schedule or None, with those inside it checked.
+
+    Bare names are those of :mod:`torch.optim.lr_scheduler`. Raises as :func:`checked_spec`.
+    """
+    if value is None:
+        return None
+    spec = checked_spec(value, lr_scheduler, place="scheduler")
+    _inner_schedules(spec)
+    return spec
+
+
+def _inner_schedules(spec: Spec) -> list[Spec]:
+    """Plain data of the schedules that one is made of, at any depth."""
+    entries = spec["init_args"].get("schedulers") or []
+    inner = [
+        checked_spec(entry, lr_scheduler, place=f"scheduler.schedulers[{index}]") for index, entry in enumerate(entries)
+    ]
+    for each in inner:
+        _inner_schedules(each)
+    return inner

@@ -136,7 +136,7 @@ def _pretrained_tokenizer(name: str) -> tuple[Callable[[Sequence[str]], list[lis
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many kinds, as for models
         raise ValueError(
             f"no tokenizer could be loaded from {name}: give --tokenizer bpe (or word), trained on the text, or the "

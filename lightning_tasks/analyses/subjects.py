@@ -109,13 +109,14 @@ def _load(name: str, random: bool) -> nn.Module:
     def build() -> nn.Module:
         model: Any
         if not random:
-            model, loaded = AutoModel.from_pretrained(name, output_loading_info=True)
+            model, loaded = AutoModel.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
             missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)  # which is after all layers
             if missing:
                 raise ValueError(f"{len(missing)} parameters have no weights there, and would be random: {missing[0]}")
         else:
             known = name in CONFIG_MAPPING
-            model = AutoModel.from_config(AutoConfig.for_model(name) if known else AutoConfig.from_pretrained(name))
+            config = AutoConfig.for_model(name) if known else AutoConfig.from_pretrained(name, trust_remote_code=False)
+            model = AutoModel.from_config(config, trust_remote_code=False)
         model.config.use_cache = False
         return model
 

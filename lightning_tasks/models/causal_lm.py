@@ -14,9 +14,10 @@ from torch.nn import functional
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
-from lightning_tasks.hparams import Spec, build, import_object, plain_data, plain_spec
+from lightning_tasks.hparams import Spec, import_object, plain_data
 from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.reason import reason
+from lightning_tasks.trust import checked_build, checked_spec
 
 
 def model_spec(value: Any) -> str | Spec:
@@ -41,7 +42,7 @@ def model_spec(value: Any) -> str | Spec:
     if isinstance(value, str) and ("/" in value or Path(value).is_dir()):
         return value
     try:
-        return plain_spec(value, own_models, what="model")
+        return checked_spec(value, own_models, place="model")
     except ValueError:
         if isinstance(value, str):
             return value
@@ -63,8 +64,8 @@ def build_causal_lm(
         extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
         if "attention" in accepted:
             chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
-            return build(spec, **extra, **chosen)
-        model = build(spec, **extra)
+            return checked_build(spec, "model", **extra, **chosen)
+        model = checked_build(spec, "model", **extra)
     else:
         model = _hugging_face(spec, vocab_size)
     if attention != "softmax":
@@ -76,9 +77,13 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(spec, dict):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}), trust_remote_code=False
+        )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(spec).train()  # it comes in eval mode, without dropout
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            spec, trust_remote_code=False
+        ).train()  # it comes in eval mode
     except Exception as error:  # of the hub's client, its transport, or a folder that holds something else
         raise ValueError(
             f"{spec!r} names no class of lightning_tasks.models, and could not be loaded as a pretrained Hugging Face "

@@ -35,6 +35,16 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
     assert entry.tokens("train").tolist() == [vocab_size - 1]
 
 
+@pytest.mark.parametrize("dtype", ["O", "float32", "V8"])
+def test_ids_that_are_no_integers_are_refused(tmp_path, dtype):
+    """A memory map of objects would read addresses from the file."""
+    entry = entry_in(tmp_path)
+    entry.prepare(write)
+    (entry.folder / "tokens.json").write_text(f'{{"train": "{dtype}"}}')
+    with pytest.raises(ValueError, match=r"tokens.json: ids of train are .*; delete this folder"):
+        entry.tokens("train")
+
+
 def test_entries_differ_by_what_they_are_made_from(tmp_path):
     assert CacheEntry.of(tmp_path, "text", {"source": 1}) != CacheEntry.of(tmp_path, "text", {"source": 2})
 

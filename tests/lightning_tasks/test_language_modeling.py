@@ -277,7 +277,7 @@ def test_windows_longer_than_the_model_takes_are_refused(model, data, tmp_path):
 def test_a_pretrained_model_that_cannot_be_reached_names_the_cure(monkeypatch):
     transformers = pytest.importorskip("transformers")
 
-    def fail(name):
+    def fail(name, **options):
         raise OSError(f"no network\nfor {name}")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)

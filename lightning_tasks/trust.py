@@ -1,0 +1,368 @@
+"""What a name in a file may stand for: the rule for every `class_path`, wherever it comes from.
+
+What a name stands for is looked at before it is called: it must be of the kind that its place asks for
+(:func:`check_kind`). What a checkpoint names is looked at before it is imported too, as importing a module runs it
+(:func:`check_origin`): only packages that are known here count, and those that the user's own configuration names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from attention_modules.mechanism import ENTRY_POINT_GROUP
+from lightning_tasks.hparams import Spec, build, find_module, import_object, plain_spec
+
+LIBRARIES = frozenset(
+    {"attention_modules", "lightning_tasks", "datamodules", "attnswap"}
+    | {"torch", "torchvision", "lightning", "pytorch_lightning", "timm", "transformers"}
+)
+"""Packages whose classes a checkpoint may name."""
+
+_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+_CURE = "if you trust the file, give --trust_checkpoint (in Python: trust_checkpoint=True)"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a place takes.
+
+    Args:
+        words: how messages call it.
+        classes: dotted paths of base classes; one that is not imported yet has no subclass.
+        others: dotted paths of base classes whose subclasses belong elsewhere.
+        factories: functions, by the module and name that they were defined with, which build one from plain data.
+        readers: further ones, which read files or run what they download: not from a checkpoint.
+    """
+
+    words: str
+    classes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    factories: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+
+    def takes(self, target: type) -> bool:
+        """Whether a class is of this kind."""
+        return issubclass(target, _imported(self.classes)) and not issubclass(target, _imported(self.others))
+
+
+_TASKS = ("lightning.pytorch.LightningModule", "pytorch_lightning.LightningModule")
+_DATA = ("lightning.pytorch.LightningDataModule", "pytorch_lightning.LightningDataModule")
+_CALLBACKS = ("lightning.pytorch.Callback", "pytorch_lightning.Callback")
+_SCHEDULES = ("torch.optim.lr_scheduler.LRScheduler", "timm.scheduler.scheduler.Scheduler")
+_MECHANISM = Kind("a subclass of AttentionMechanism", ("attention_modules.mechanism.AttentionMechanism",))
+_MODEL = Kind(
+    "a subclass of torch.nn.Module (and no LightningModule)",
+    ("torch.nn.Module",),
+    others=_TASKS,
+    readers=(
+        "timm.models._factory.create_model",
+        "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+        "transformers.models.auto.auto_factory._BaseAutoModelClass.from_pretrained",
+        "transformers.modeling_utils.PreTrainedModel.from_pretrained",
+    ),
+)
+_OPTIMIZER = Kind(
+    "a subclass of torch.optim.Optimizer",
+    ("torch.optim.Optimizer",),
+    factories=("timm.optim._optim_factory.create_optimizer_v2",),
+)
+_SCHEDULER = Kind(
+    "a subclass of torch.optim.lr_scheduler.LRScheduler or timm.scheduler.Scheduler",
+    _SCHEDULES,
+    factories=(
+        "timm.scheduler.scheduler_factory.create_scheduler_v2",
+        "transformers.optimization.get_scheduler",
+        *(
+            f"transformers.optimization.get_{name}"
+            for name in (
+                *("constant_schedule", "constant_schedule_with_warmup", "linear_schedule_with_warmup"),
+                *("cosine_schedule_with_warmup", "cosine_with_hard_restarts_schedule_with_warmup"),
+                *("polynomial_decay_schedule_with_warmup", "inverse_sqrt_schedule", "wsd_schedule"),
+                *("cosine_with_min_lr_schedule_with_warmup", "reduce_on_plateau_schedule"),
+            )
+        ),
+    ),
+)
+_TASK = Kind("a subclass of LightningModule", _TASKS)
+
+KINDS = {
+    "_class_path": _TASK,
+    "task": _TASK,
+    "model": _MODEL,
+    "optimizer": _OPTIMIZER,
+    "scheduler": _SCHEDULER,
+    "schedulers": _SCHEDULER,
+    "attention": _MECHANISM,
+    "other_attention": _MECHANISM,
+    "mechanism": _MECHANISM,
+    "callbacks": Kind("a subclass of lightning.pytorch.Callback", _CALLBACKS),
+    "data": Kind("a subclass of lightning.pytorch.LightningDataModule", _DATA),
+}
+"""What each place takes, by its name; a string there is a name as well."""
+
+_ANY = Kind(
+    "a subclass of nn.Module, Optimizer, LRScheduler, Callback or LightningDataModule",
+    ("torch.nn.Module", "torch.optim.Optimizer", *_SCHEDULES, *_CALLBACKS, *_DATA),
+)
+
+
+def check_kind(target: Any, place: str, path: str = "") -> None:
+    """Check that what a name stands for is of the kind that its place takes, before it is called.
+
+    A function counts where it is one of the named factories, or the user's own: one of Python, neither of the standard
+    library nor of a package of `LIBRARIES`. What it returns is then checked as well (:func:`check_built`).
+
+    Args:
+        target: what the name stands for.
+        place: "optimizer", "scheduler.schedulers[0]", ...; the last name in it is looked up in `KINDS`.
+        path: the name.
+
+    Raises:
+        TypeError: if it is not of this kind.
+    """
+    kind = kind_of(place)
+    if isinstance(target, type):
+        if kind.takes(target):
+            return
+    elif kind is not _ANY and (_defined_as(target) in kind.factories + kind.readers or _is_users_own(target)):
+        return
+    raise TypeError(
+        f"{place} names {path or _defined_as(target)!r}, which is {_described(target)}: it must be {kind.words}"
+        f"{_or_factory(kind)}. It was not called"
+    )
+
+
+def checked_spec(value: Any, *modules: ModuleType, place: str) -> Spec:
+    """As :func:`~lightning_tasks.hparams.plain_spec`, of the kind that its place takes.
+
+    Raises:
+        TypeError, ValueError: as there, and as :func:`check_kind`.
+    """
+    spec = plain_spec(value, *modules, what=place)
+    check_kind(import_object(spec["class_path"]), place, spec["class_path"])
+    return spec
+
+
+def checked_build(spec: Spec, place: str, *args: Any, **extra: Any) -> Any:
+    """As :func:`~lightning_tasks.hparams.build`, of the kind that its place takes: what is called, and what it returns.
+
+    Raises:
+        TypeError: as there, and as :func:`check_kind`.
+    """
+    path = spec["class_path"]
+    check_kind(import_object(path), place, path)
+    built = build(spec, *args, **extra)
+    first = built[0] if isinstance(built, tuple) and built else built  # create_scheduler_v2 adds the number of epochs
+    if not kind_of(place).takes(type(first)):
+        raise TypeError(f"{place}: {path} built a {type(first).__name__}; it must build {kind_of(place).words}")
+    return built
+
+
+def check_origin(path: str, allowed: Collection[str], place: str) -> None:
+    """Check that a checkpoint may have this name imported.
+
+    Args:
+        path: the dotted path.
+        allowed: top-level packages beside `LIBRARIES`, see :func:`allowed_packages`.
+        place: where it stands.
+
+    Raises:
+        ValueError: if it is in another package, or private there.
+    """
+    package, *parts = path.split(".")
+    _check_package(package, path, allowed, place)
+    if any(part.startswith("_") or not part for part in parts):
+        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {_CURE}")
+
+
+def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
+    """What a name in a checkpoint stands for: of an allowed package, and of the kind that its place takes.
+
+    Raises:
+        ValueError: as :func:`check_origin`, also where an allowed module has the name from another package.
+        TypeError: as :func:`check_kind`.
+    """
+    if not isinstance(path, str):
+        raise TypeError(f"{place} has {path!r} where a dotted path is needed")
+    check_origin(path, allowed, place)
+    found: Any
+    found, names = find_module(path)
+    for name in names:
+        if not isinstance(found, (ModuleType, type)) or not hasattr(found, name):
+            raise ValueError(f"{place} names {path!r}, which was not found: {found!r} has no {name!r}")
+        found = getattr(found, name)
+        home = found.__name__ if isinstance(found, ModuleType) else str(getattr(found, "__module__", None))
+        _check_package(home.partition(".")[0], path, allowed, place)
+    kind = kind_of(place)
+    if not isinstance(found, type) and _defined_as(found) not in kind.factories:
+        raise TypeError(
+            f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}. It was "
+            f"not called; give the same in your own configuration, or, {_CURE}"
+        )
+    check_kind(found, place, path)
+    return found
+
+
+def _check_package(package: str, path: str, allowed: Collection[str], place: str) -> None:
+    if package not in LIBRARIES and package not in allowed and not _is_users_module(package):
+        raise ValueError(
+            f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
+            "attnswap, torch, torchvision, lightning, timm nor transformers, nor does your own configuration name it. "
+            f"It was not called; {_CURE}"
+        )
+
+
+def check_stored(value: Any, allowed: Collection[str] | None, place: str, given: Any = None) -> None:
+    """Check everything that data of a checkpoint names, at any depth, before it is used.
+
+    Args:
+        value: the data, e.g. hyper-parameters.
+        allowed: see :func:`check_origin`; None where the file is trusted.
+        place: what errors call it.
+        given: what the user gave in its place; what is equal there came from her, and is not looked at.
+
+    Raises:
+        ValueError, TypeError: as :func:`stored_object`, and where something would run code of another origin: Hugging
+            Face's remote code, a configuration of mmsegmentation that is a file of Python.
+    """
+    if allowed is None:
+        return
+    if isinstance(value, Mapping):
+        known = given if isinstance(given, Mapping) else {}
+        for key, entry in value.items():
+            if isinstance(entry, (str, Mapping)) and known.get(key) == entry:
+                continue
+            _check_remote_code(str(key), entry, place)
+            if key == "class_path":
+                if not isinstance(entry, str) or "." in entry:  # a bare name is one of the place's own modules
+                    stored_object(entry, allowed, place)
+            elif key == "_instantiator":
+                if entry not in _INSTANTIATORS:
+                    raise ValueError(f"{place}.{key} is {entry!r}, which is not called; {_CURE}")
+            else:
+                check_stored(entry, allowed, place if key == "init_args" else f"{place}.{key}", known.get(key))
+    elif isinstance(value, (list, tuple)):
+        before = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
+        for index, entry in enumerate(value):
+            check_stored(entry, allowed, f"{place}[{index}]", before[index])
+    elif isinstance(value, str) and value != given and _is_name(value, _last_name(place)):
+        stored_object(value, allowed, place)
+
+
+def allowed_packages(*named: Any) -> frozenset[str]:
+    """Top-level packages that a checkpoint may name beside `LIBRARIES`.
+
+    They are those of mechanisms that installed packages offer, and those that the user named.
+
+    Args:
+        named: configurations of hers, at any depth, and classes.
+    """
+    offered = {entry.value.partition(":")[0].partition(".")[0] for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return frozenset(offered.union(*(set(_packages(each)) for each in named)))
+
+
+def kind_of(place: str) -> Kind:
+    """The kind of a place, by the last name in it."""
+    return KINDS.get(_last_name(place), _ANY)
+
+
+def _last_name(place: str) -> str:
+    return place.rpartition(".")[2].partition("[")[0]
+
+
+def _packages(value: Any, name: str = "") -> Iterator[str]:
+    """Top-level packages of the paths in a configuration."""
+    if isinstance(value, type):
+        yield value.__module__.partition(".")[0]
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _packages(entry, str(key))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _packages(entry, name)
+    elif isinstance(value, str) and "." in value and (name in KINDS or name == "class_path"):
+        yield value.partition(".")[0]
+
+
+def _check_remote_code(key: str, entry: Any, place: str) -> None:
+    """Refuse settings by which Hugging Face or mmsegmentation would run code that a file or a hub holds."""
+    remote = key in ("auto_map", "trust_remote_code") and entry
+    kernels = key.endswith("_implementation") and "/" in str(entry)  # Hugging Face gets compiled code of that name
+    python = key == "mmseg_config" and ("/" in str(entry) or str(entry).endswith(".py"))
+    classes = key == "cfg_options" and any(name in ("type", "_scope_") for name in _option_names(entry))
+    if remote or kernels or python or classes:
+        raise ValueError(
+            f"{place}.{key} is {entry!r}, by which code would be run that is not attnswap's; give it in your own "
+            f"configuration, or, {_CURE}"
+        )
+
+
+def _option_names(options: Any) -> Iterator[str]:
+    """The last parts of all keys in options by dotted path."""
+    if isinstance(options, Mapping):
+        for key, entry in options.items():
+            yield str(key).rpartition(".")[2]
+            yield from _option_names(entry)
+    elif isinstance(options, (list, tuple)):
+        for entry in options:
+            yield from _option_names(entry)
+
+
+def _imported(paths: tuple[str, ...]) -> tuple[type, ...]:
+    """The classes at these paths, as far as their modules are imported."""
+    pairs = ((sys.modules.get(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths)
+    return tuple(getattr(module, name) for module, name in pairs if module is not None and hasattr(module, name))
+
+
+def _defined_as(target: Any) -> str:
+    function = target.__func__ if isinstance(target, MethodType) else target
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(target).__name__)}"
+
+
+def _is_users_own(target: Any) -> bool:
+    """Whether it is a function of Python, neither of the standard library nor of a package of `LIBRARIES`."""
+    package = _defined_as(target).partition(".")[0]
+    known = package in sys.stdlib_module_names and package != "__main__"
+    return isinstance(target, (FunctionType, MethodType)) and not known and package not in LIBRARIES
+
+
+def _is_users_module(package: str) -> bool:
+    """Whether the running program imported this package, and it is not installed: its own code, which ran already."""
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if package == "__main__":
+        return True
+    if module is None or file is None or package in sys.stdlib_module_names:
+        return False
+    folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+    return not any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def _is_name(value: str, place: str) -> bool:
+    """Whether a string at a place would be imported; the name of a timm model may have a dot too."""
+    if place not in KINDS or "." not in value:
+        return False
+    try:
+        return place != "model" or importlib.util.find_spec(value.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _described(target: Any) -> str:
+    if isinstance(target, type):
+        return "another class"
+    return "a function" if callable(target) else f"a {type(target).__name__}"
+
+
+def _or_factory(kind: Kind) -> str:
+    known = [name.rpartition(".")[2] for name in (*kind.factories, *kind.readers)]
+    return f", or one of {', '.join(known)} or a function of your own" if known else ""
