@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import _load
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -22,7 +24,11 @@ from lightning_tasks.optimization import (
 )
 from lightning_tasks.random_state import gather_random_states, set_random_state
 from lightning_tasks.resumed_optimizer import refuse_other_settings
-from lightning_tasks.resuming import refuse_other_layout
+from lightning_tasks.resuming import read_checkpoint, refuse_other_layout
+from lightning_tasks.stored_names import allowed_packages, check_checkpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
 Buildable = str | dict[str, Any] | Callable[..., Any]
@@ -82,6 +88,35 @@ class BaseTask(LightningModule):
             if isinstance(module, Metric) and module.dtype in _HALF:
                 module._apply(_in_32_bits)
         return self
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        trust_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """As Lightning's; what the file names is checked before it is imported.
+
+        Args:
+            checkpoint_path: the file.
+            map_location, hparams_file, strict, **kwargs: as Lightning's.
+            weights_only: False for a file that may run any code; True where left out, for a URL too.
+            trust_checkpoint: whether what the file names may be imported and called wherever it comes from, see
+                :func:`~lightning_tasks.load_swapped`.
+
+        Raises:
+            ValueError: if the file cannot be read, or names what it may not.
+        """
+        if weights_only is not False:
+            content = _content(checkpoint_path)
+            check_checkpoint(content, None if trust_checkpoint else allowed_packages(cls, kwargs), str(checkpoint_path))
+        safe = weights_only is not False
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, safe, **kwargs)
 
     def build_model(self) -> nn.Module:
         """The model, from ``self.hparams`` (and ``self.trainer.datamodule`` where one is attached)."""
@@ -158,6 +193,14 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
     for count in (epochs["total"], epochs["current"]):
         if count["processed"] > count["completed"]:
             count["processed"] -= 1
+
+
+def _content(file: str | Path | IO[bytes]) -> dict[str, Any]:
+    if isinstance(file, (str, Path)):
+        return _load(file, "cpu", weights_only=True) if "://" in str(file) else read_checkpoint(file)
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    file.seek(0)
+    return content
 
 
 def _in_32_bits(tensor: Tensor) -> Tensor:

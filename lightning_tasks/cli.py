@@ -33,6 +33,8 @@ from lightning_tasks.refusals import library_refusal
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line, has_begun
+from lightning_tasks.stored_names import allowed_packages, check_stored
+from lightning_tasks.trust import build_typed_classes_only, is_allowed
 from lightning_tasks.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
@@ -157,7 +159,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class AttnswapCLI(LightningCLI):
-    """LightningCLI with `--init_from`, one folder a run, and checkpoint hyper-parameters that override nothing."""
+    """LightningCLI with `--init_from`, one folder a run, and checkpoints that override nothing and run no code."""
 
     def __init__(self, *args: Any, labels: RunLabels | None = None, **kwargs: Any) -> None:
         """Parse, build and run; a run that cannot begin leaves no folder."""
@@ -180,7 +182,7 @@ class AttnswapCLI(LightningCLI):
         return {self._asked: LightningCLI.subcommands()[self._asked]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--init_from`."""
+        """Add `--init_from` and `--trust_checkpoint`."""
         parser.add_argument(
             "--init_from",
             type=str | None,
@@ -188,6 +190,12 @@ class AttnswapCLI(LightningCLI):
             help="Checkpoint to take the weights from, and nothing else (--ckpt_path resumes the whole run). What "
             "a classifier's or segmenter's head has for each class is left out where the classes are others, with a "
             "warning.",
+        )
+        parser.add_argument(
+            "--trust_checkpoint",
+            action="store_true",
+            help="Import and call whatever the checkpoint of --ckpt_path names. Without it, only classes of attnswap, "
+            "torch, torchvision, lightning, timm, transformers and the packages that your own configuration names.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -215,7 +223,9 @@ class AttnswapCLI(LightningCLI):
         stored = _stored_model(section.get("ckpt_path"), self.config.subcommand)
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
-        model = fill(given, stored)
+        allowed = None if section.trust_checkpoint else allowed_packages(section_given)
+        model = fill(given, stored, allowed)
+        check_stored(model, allowed, f"--ckpt_path {section.get('ckpt_path')}", given=given)
         if model != given and "class_path" in model:
             self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 
@@ -240,11 +250,14 @@ class AttnswapCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
         section = self.config[self.config.subcommand]
+        section.pop("trust_checkpoint", None)  # in no saved configuration, which may run with another file
         arguments = section.model.get("init_args") or {}
         for name in list(arguments.keys()):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
+        if section.weights_only is None:  # left open, Lightning would run the code that a pickle of a URL holds
+            section.weights_only = True
         elif self.config.subcommand != "fit" and not section.ckpt_path:
             rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
         if self.config.subcommand == "fit" and section.ckpt_path:
@@ -274,13 +287,13 @@ class AttnswapCLI(LightningCLI):
         go_offline_without_key()
 
 
-def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+def fill(given: dict[str, Any], stored: dict[str, Any], allowed: frozenset[str] | None = None) -> dict[str, Any]:
     """`given` with what it leaves open taken from `stored`, level by level; arguments of another class stay out.
 
     The levels are those of classes: a plain dictionary that is given is whole. Options of a mechanism stay out where
-    the mechanism itself is given.
+    the mechanism itself is given. `allowed` are the packages that may be imported to compare classes; None for any.
     """
-    if not _same_class(given.get("class_path"), stored.get("class_path")):
+    if not _same_class(given.get("class_path"), stored.get("class_path"), allowed):
         return given
     arguments, kept = given.get("init_args") or {}, dict(stored.get("init_args") or {})
     for name in [name for name in arguments if f"{name}_options" in kept and arguments[name] != kept.get(name)]:
@@ -290,17 +303,22 @@ def fill(given: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
             isinstance(value, dict) and {"class_path", "init_args"} & value.keys()
             for value in (arguments[name], kept[name])
         ):
-            kept[name] = fill(arguments[name], kept[name])
+            kept[name] = fill(arguments[name], kept[name], allowed)
         else:
             kept[name] = arguments[name]
     filled = {**stored, **given}
     return {**filled, "init_args": {**kept, **{name: arguments[name] for name in arguments.keys() - kept.keys()}}}
 
 
-def _same_class(one: str | None, other: str | None) -> bool:
-    """Whether two paths name one class (a package and its module may both export it), or one of them is open."""
+def _same_class(one: str | None, other: Any, allowed: frozenset[str] | None) -> bool:
+    """Whether two paths name one class (a package and its module may both export it), or one of them is open.
+
+    The other one comes from a checkpoint: of a package that is not allowed, it is not imported, and is another class.
+    """
     if one is None or other is None or one == other:
         return True
+    if not isinstance(other, str) or (allowed is not None and not is_allowed(other, allowed)):
+        return False
     try:
         return import_object(one) is import_object(other)
     except ValueError:
@@ -377,6 +395,7 @@ def check_arguments(arguments: Sequence[str]) -> Any:
 def _command_line(
     kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback], **options: Any
 ) -> AttnswapCLI:
+    build_typed_classes_only()
     expanded = spell_out_classes(expand_recipe_names(arguments))
     return kind(
         save_config_callback=SaveConfig,

@@ -7,16 +7,18 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
+from lightning_tasks.base import BaseTask
 from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import carry_out, saved_plans
 from lightning_tasks.hparams import import_object
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.resuming import read_checkpoint
+from lightning_tasks.stored_names import allowed_packages, check_checkpoint, check_stored
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
 
-def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
+def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool = False, **kwargs: Any) -> Module:
     """A module from a checkpoint that a trainer with :class:`SwapAttention` wrote, swapped as it was there.
 
     The network must be built by ``__init__`` or ``configure_model``, as ``cls.load_from_checkpoint`` asks too: only a
@@ -25,14 +27,22 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
     Args:
         cls: the module's own class, of either Lightning package.
         path: the checkpoint.
+        trust_checkpoint: whether what the checkpoint names may be imported and called wherever it comes from. Without
+            it, only classes of attnswap, torch, torchvision, lightning, timm, transformers, the package of ``cls`` and
+            modules of the user's that are imported already.
         **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only`` and hyper-parameters.
 
     Raises:
-        ValueError: if the checkpoint holds no swap, the network is not there before ``setup``, or its class is a
-            subclass with a ``configure_model`` of its own.
+        ValueError: if the checkpoint holds no swap or names what it may not, the network is not there before
+            ``setup``, or its class is a subclass with a ``configure_model`` of its own.
     """
     weights_only = kwargs.get("weights_only") is not False
-    plans = saved_plans(read_checkpoint(path, weights_only))
+    content = read_checkpoint(path, weights_only)
+    trusted = trust_checkpoint or not weights_only
+    check_checkpoint(content, None if trusted else allowed_packages(cls, kwargs), path)
+    if issubclass(cls, BaseTask):
+        kwargs["trust_checkpoint"] = trusted
+    plans = saved_plans(content)
     if not plans:
         raise ValueError(
             f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"
@@ -74,24 +84,37 @@ def load_swapped(cls: type[Module], path: str | Path, **kwargs: Any) -> Module:
     return module
 
 
-def load_module(path: str | Path, default: type[pl.LightningModule] | None = None) -> pl.LightningModule:
+def load_module(
+    path: str | Path, default: type[pl.LightningModule] | None = None, trust_checkpoint: bool = False
+) -> pl.LightningModule:
     """The module in a checkpoint, swapped as it was there.
 
     Its class is the one that the checkpoint names, else ``default``, else that in the config.yaml of the run whose
     folder ``checkpoints`` it lies in.
 
+    Args:
+        path: the checkpoint.
+        default: the class where it names none.
+        trust_checkpoint: as for :func:`load_swapped`.
+
     Raises:
         ValueError: if there is no class, and as :func:`load_swapped`.
     """
     content = read_checkpoint(path)
+    check_checkpoint(content, None if trust_checkpoint else allowed_packages(default), path)
     named = content.get("hyper_parameters", {}).get("_class_path")
     if named is None and default is None:
-        named = _class_path_of_run(Path(path).resolve().parent.parent)
+        run = Path(path).resolve().parent.parent
+        named = _class_path_of_run(run)
+        if not trust_checkpoint:
+            check_stored({"_class_path": named}, allowed_packages(), run / "config.yaml", "model")
     cls = default if named is None else import_object(named)
     if cls is None:
         raise ValueError(f"{path} does not say what module it holds: leave it in its run's folder, beside config.yaml")
     if saved_plans(content):
-        return load_swapped(cls, path, map_location="cpu")
+        return load_swapped(cls, path, trust_checkpoint=trust_checkpoint, map_location="cpu")
+    if issubclass(cls, BaseTask):
+        return cls.load_from_checkpoint(path, trust_checkpoint=trust_checkpoint, map_location="cpu")
     return cls.load_from_checkpoint(path, map_location="cpu")
 
 

@@ -16,7 +16,9 @@ from lightning_tasks.checkpoint_files import refuse_damaged
 
 
 def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint file, on the CPU; it can hold no code.
+    """The content of a checkpoint file, on the CPU: tensors and plain data, and no code that is run by reading it.
+
+    What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.stored_names`.
 
     Raises:
         FileNotFoundError: no such file.

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_tasks.hparams import import_object
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings
+from lightning_tasks.trust import build_typed_classes_only
 
 
 def data_section(recipe: str) -> tuple[dict[str, Any], int | None]:
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> None:
         RecipeError: no data module was given, or one whose batches are no pictures.
         SystemExit: arguments that the parser refuses.
     """
+    build_typed_classes_only()
     parser = LightningArgumentParser(
         prog="attnswap show-batch", description="Draw the first pictures of a data module, as the model will get them."
     )

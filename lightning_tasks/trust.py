@@ -7,17 +7,16 @@ What a name stands for is looked at before it is called: it must be of the kind 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from attention_modules.mechanism import ENTRY_POINT_GROUP
+import jsonargparse
+
 from lightning_tasks.hparams import Spec, build, find_module, import_object, plain_spec
 
 LIBRARIES = frozenset(
@@ -26,8 +25,7 @@ LIBRARIES = frozenset(
 )
 """Packages whose classes a checkpoint may name."""
 
-_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-_CURE = "if you trust the file, give --trust_checkpoint (in Python: trust_checkpoint=True)"
+TRUST_IT = "if you trust the file, give --trust_checkpoint (in Python: trust_checkpoint=True)"
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ _TASK = Kind("a subclass of LightningModule", _TASKS)
 
 KINDS = {
     "_class_path": _TASK,
-    "task": _TASK,
+    "hyper_parameters": _TASK,
     "model": _MODEL,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
@@ -180,7 +178,7 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
     package, *parts = path.split(".")
     _check_package(package, path, allowed, place)
     if any(part.startswith("_") or not part for part in parts):
-        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {_CURE}")
+        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {TRUST_IT}")
 
 
 def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
@@ -205,7 +203,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
     if not isinstance(found, type) and _defined_as(found) not in kind.factories:
         raise TypeError(
             f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}. It was "
-            f"not called; give the same in your own configuration, or, {_CURE}"
+            f"not called; give the same in your own configuration, or, {TRUST_IT}"
         )
     check_kind(found, place, path)
     return found
@@ -216,104 +214,35 @@ def _check_package(package: str, path: str, allowed: Collection[str], place: str
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
             "attnswap, torch, torchvision, lightning, timm nor transformers, nor does your own configuration name it. "
-            f"It was not called; {_CURE}"
+            f"It was not called; {TRUST_IT}"
         )
 
 
-def check_stored(value: Any, allowed: Collection[str] | None, place: str, given: Any = None) -> None:
-    """Check everything that data of a checkpoint names, at any depth, before it is used.
+def is_allowed(path: str, allowed: Collection[str]) -> bool:
+    """Whether :func:`check_origin` lets a name pass."""
+    try:
+        check_origin(path, allowed, "")
+    except ValueError:
+        return False
+    return True
 
-    Args:
-        value: the data, e.g. hyper-parameters.
-        allowed: see :func:`check_origin`; None where the file is trusted.
-        place: what errors call it.
-        given: what the user gave in its place; what is equal there came from her, and is not looked at.
 
-    Raises:
-        ValueError, TypeError: as :func:`stored_object`, and where something would run code of another origin: Hugging
-            Face's remote code, a configuration of mmsegmentation that is a file of Python.
+def build_typed_classes_only() -> None:
+    """Have the command line build a class only where an argument's type asks for one, as jsonargparse 5 will.
+
+    Until then it calls whatever a "class_path" names, functions too, inside arguments that are annotated Any.
     """
-    if allowed is None:
-        return
-    if isinstance(value, Mapping):
-        known = given if isinstance(given, Mapping) else {}
-        for key, entry in value.items():
-            if isinstance(entry, (str, Mapping)) and known.get(key) == entry:
-                continue
-            _check_remote_code(str(key), entry, place)
-            if key == "class_path":
-                if not isinstance(entry, str) or "." in entry:  # a bare name is one of the place's own modules
-                    stored_object(entry, allowed, place)
-            elif key == "_instantiator":
-                if entry not in _INSTANTIATORS:
-                    raise ValueError(f"{place}.{key} is {entry!r}, which is not called; {_CURE}")
-            else:
-                check_stored(entry, allowed, place if key == "init_args" else f"{place}.{key}", known.get(key))
-    elif isinstance(value, (list, tuple)):
-        before = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
-        for index, entry in enumerate(value):
-            check_stored(entry, allowed, f"{place}[{index}]", before[index])
-    elif isinstance(value, str) and value != given and _is_name(value, _last_name(place)):
-        stored_object(value, allowed, place)
-
-
-def allowed_packages(*named: Any) -> frozenset[str]:
-    """Top-level packages that a checkpoint may name beside `LIBRARIES`.
-
-    They are those of mechanisms that installed packages offer, and those that the user named.
-
-    Args:
-        named: configurations of hers, at any depth, and classes.
-    """
-    offered = {entry.value.partition(":")[0].partition(".")[0] for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return frozenset(offered.union(*(set(_packages(each)) for each in named)))
+    jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
 
 def kind_of(place: str) -> Kind:
     """The kind of a place, by the last name in it."""
-    return KINDS.get(_last_name(place), _ANY)
+    return KINDS.get(last_name(place), _ANY)
 
 
-def _last_name(place: str) -> str:
+def last_name(place: str) -> str:
+    """The name by which a place is known: "schedulers" of "scheduler.schedulers[0]"."""
     return place.rpartition(".")[2].partition("[")[0]
-
-
-def _packages(value: Any, name: str = "") -> Iterator[str]:
-    """Top-level packages of the paths in a configuration."""
-    if isinstance(value, type):
-        yield value.__module__.partition(".")[0]
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _packages(entry, str(key))
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _packages(entry, name)
-    elif isinstance(value, str) and "." in value and (name in KINDS or name == "class_path"):
-        yield value.partition(".")[0]
-
-
-def _check_remote_code(key: str, entry: Any, place: str) -> None:
-    """Refuse settings by which Hugging Face or mmsegmentation would run code that a file or a hub holds."""
-    remote = key in ("auto_map", "trust_remote_code") and entry
-    kernels = key.endswith("_implementation") and "/" in str(entry)  # Hugging Face gets compiled code of that name
-    python = key == "mmseg_config" and ("/" in str(entry) or str(entry).endswith(".py"))
-    classes = key == "cfg_options" and any(name in ("type", "_scope_") for name in _option_names(entry))
-    if remote or kernels or python or classes:
-        raise ValueError(
-            f"{place}.{key} is {entry!r}, by which code would be run that is not attnswap's; give it in your own "
-            f"configuration, or, {_CURE}"
-        )
-
-
-def _option_names(options: Any) -> Iterator[str]:
-    """The last parts of all keys in options by dotted path."""
-    if isinstance(options, Mapping):
-        for key, entry in options.items():
-            yield str(key).rpartition(".")[2]
-            yield from _option_names(entry)
-    elif isinstance(options, (list, tuple)):
-        for entry in options:
-            yield from _option_names(entry)
 
 
 def _imported(paths: tuple[str, ...]) -> tuple[type, ...]:
@@ -345,16 +274,6 @@ def _is_users_module(package: str) -> bool:
     folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     return not any(Path(file).is_relative_to(folder) for folder in folders)
-
-
-def _is_name(value: str, place: str) -> bool:
-    """Whether a string at a place would be imported; the name of a timm model may have a dot too."""
-    if place not in KINDS or "." not in value:
-        return False
-    try:
-        return place != "model" or importlib.util.find_spec(value.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _described(target: Any) -> str:

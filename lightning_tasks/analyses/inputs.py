@@ -42,6 +42,12 @@ class Inputs:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model, its layers and what it is shown."""
     parser.add_argument("--model", required=True, help="Hugging Face or timm model (folder or name), or a .ckpt file")
+    parser.add_argument(
+        "--trust_checkpoint",
+        action="store_true",
+        help="import and call whatever the .ckpt file names; without it, only classes of attnswap, torch, torchvision, "
+        "lightning, timm and transformers",
+    )
     parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
     parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of names (default: all)")

@@ -256,7 +256,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, least in (("samples", 1), ("length", 2)):
         if getattr(options, name) < least:
             raise RecipeError(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    subject = load_subject(options.model, options.random, options.seed)
+    subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
     names = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.samples, options.length)
     seen = observe(subject, inputs.values, names)

@@ -219,7 +219,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(list(arguments))
     _check(options)
     lengths = parse_lengths(options.lengths)
-    subject = load_subject(options.model, options.random, options.seed)
+    subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
     layers = choose_layers(subject.model, options.layers)
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)

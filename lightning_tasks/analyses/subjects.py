@@ -64,19 +64,20 @@ class Layer:
     num_heads: int | None
 
 
-def load_subject(name: str, random: bool = False, seed: int = 0) -> Subject:
+def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False) -> Subject:
     """A model by name or path.
 
     A checkpoint (``.ckpt``) of one of our tasks, a timm model by name, or a Hugging Face model by name or folder;
     where ``random``, initialised with ``seed``, and then a Hugging Face model type ("bert", "gpt2") with its default
-    sizes is a name too. The global random state is not touched.
+    sizes is a name too. The global random state is not touched. What a checkpoint may name is said at
+    :func:`~lightning_tasks.load_swapped`.
 
     Raises:
         ValueError: if it cannot be loaded, or takes neither text nor pictures.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _load(name, random).float().eval().requires_grad_(False)
+        model: Any = _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
         return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
@@ -90,7 +91,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0) -> Subject:
     return Subject(model, model, None, position_limit(model if task is None else task))
 
 
-def _load(name: str, random: bool) -> nn.Module:
+def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
     if name.endswith(".ckpt"):
         from lightning_tasks.loading import load_module
 
@@ -98,7 +99,7 @@ def _load(name: str, random: bool) -> nn.Module:
             raise ValueError(f"{name} is a checkpoint, which is trained: leave out --random, or name a model")
         if not Path(name).is_file():
             raise ValueError(f"--model {name}: no such file; give the path of a .ckpt file")
-        return load_module(name)
+        return load_module(name, trust_checkpoint=trust_checkpoint)
     if _is_timm(name):
         return _or_refuse(name, lambda: build_timm_model(check_model_name(name), 1000, not random, {}))
     try:

@@ -16,12 +16,13 @@ from lightning_tasks.resuming import adopt_plain_weights, read_checkpoint
 class InitFromCheckpoint(Callback):
     """Load the weights of the checkpoint at `path` once the model is built and swapped; optimizer and step stay new.
 
-    The file is read with `weights_only=True`: it can hold no code. It is a Lightning checkpoint, a bare state_dict, or
-    one beside other plain data (the layout of OpenMMLab's files), of the module or of its `model`. Where the head
-    (the modules and Parameters in `head_names` of the module) has another number of classes in the file, or is not
-    there, it stays as it was made, with a warning; all else must fit. Weights of plain attention also fill layers that
-    are built with another mechanism (which layers is said): without a query its rows are left out, and what the
-    mechanism alone has stays as it is. Put it after the callbacks that change the model.
+    The file is read with `weights_only=True`, and of it the weights alone are used. It is a Lightning checkpoint, a
+    bare state_dict, or one beside other plain data (the layout of OpenMMLab's files), of the module or of its
+    `model`. Where the head (the modules and Parameters in `head_names` of the module) has another number of classes
+    in the file, or is not there, it stays as it was made, with a warning; all else must fit. Weights of plain
+    attention also fill layers that are built with another mechanism (which layers is said): without a query its
+    rows are left out, and what the mechanism alone has stays as it is. Put it after the callbacks that change the
+    model.
 
     Raises:
         FileNotFoundError: no file at `path`.

@@ -17,7 +17,7 @@ from attention_modules.swap import swap_attention
 from lightning_tasks.hparams import Spec, import_object, plain_data
 from lightning_tasks.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.reason import reason
-from lightning_tasks.trust import checked_build, checked_spec
+from lightning_tasks.trust import check_kind, checked_build, checked_spec
 
 
 def model_spec(value: Any) -> str | Spec:
@@ -60,7 +60,9 @@ def build_causal_lm(
         ValueError: if a pretrained model cannot be loaded, or has fewer token ids than ``vocab_size``.
     """
     if isinstance(spec, dict) and "class_path" in spec:
-        accepted = inspect.signature(import_object(spec["class_path"])).parameters
+        target = import_object(spec["class_path"])
+        check_kind(target, "model", spec["class_path"])
+        accepted = inspect.signature(target).parameters
         extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
         if "attention" in accepted:
             chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
@@ -81,15 +83,14 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
             AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}), trust_remote_code=False
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            spec, trust_remote_code=False
-        ).train()  # it comes in eval mode
+        model: Any = AutoModelForCausalLM.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:  # of the hub's client, its transport, or a folder that holds something else
         raise ValueError(
             f"{spec!r} names no class of lightning_tasks.models, and could not be loaded as a pretrained Hugging Face "
             f"model ({reason(error)}). Check the name, the network and $HF_HUB_OFFLINE; or give the folder of a saved "
             "model, or a configuration (a dict with 'model_type') to start from new weights"
         ) from error
+    model.train()  # it comes in eval mode, without dropout
     known = model.get_input_embeddings().weight.size(0)
     if known < vocab_size:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attention_modules import AttentionSwapError, swap_attention
 from datamodules.base import check_at_least
 from lightning_tasks.models.mmseg_config import (
+    check_types,
     config_file,
     load_mmseg,
     model_config,
@@ -92,6 +93,7 @@ class MMSegBuilder(SegmentationBuilder):
 
         config = copy.deepcopy(self.config)
         set_num_classes(config, num_classes)
+        check_types(config)
         try:
             with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
                 network: Any = revert_sync_batchnorm(MODELS.build(config))

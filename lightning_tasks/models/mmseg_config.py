@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_tasks.hparams import import_object
 from lightning_tasks.models.mmcv_ops import provide_ops
+from lightning_tasks.trust import check_kind
 
 _TEST_CFG = ("mode", "crop_size", "stride")
 
@@ -103,6 +107,28 @@ def model_config(file: Path, options: Mapping[str, Any]) -> Any:
     if "backbone" not in config.model:
         raise ValueError(f"mmseg_config={file}: its model ({config.model.get('type')}) has no `backbone`; give another")
     return config.model
+
+
+def check_types(config: Any) -> None:
+    """Check every "type" that is a dotted path: mmengine would import and call whatever it names.
+
+    Raises:
+        ValueError: if it names nothing.
+        TypeError: if it is neither registered nor a module of torch.
+    """
+    from mmengine.registry import MODELS
+
+    for section in _sections(config):
+        name = section.get("type")
+        if not isinstance(name, str) or "." not in name:
+            continue
+        scope, _, registered = name.partition(".")
+        if scope != MODELS.scope and scope not in MODELS.children:
+            with suppress(ImportError):
+                import_module(f"{scope}.registry")  # as mmengine does for a library of OpenMMLab's
+        registry = MODELS if scope == MODELS.scope else MODELS.children.get(scope)
+        if registry is None or registered not in registry.module_dict:
+            check_kind(import_object(name), "model", name)
 
 
 def without_pretrained(config: Any) -> None:
