@@ -224,8 +224,10 @@ class AttnswapCLI(LightningCLI):
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
         allowed = None if section.trust_checkpoint else allowed_packages(section_given)
+        file = f"--ckpt_path {section.get('ckpt_path')}"
+        check_stored({"class_path": stored.get("class_path", "")}, allowed, file, given=given)
         model = fill(given, stored, allowed)
-        check_stored(model, allowed, f"--ckpt_path {section.get('ckpt_path')}", given=given)
+        check_stored(model, allowed, file, given=given)
         if model != given and "class_path" in model:
             self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
 

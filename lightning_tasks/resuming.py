@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, An
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only)
     except Exception as error:  # a file of another kind can fail in any way
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise ValueError(
+                f"{path} holds {found[1]}, which is neither tensor nor plain data: building it could run a program, "
+                "and it was not built; where you trust the file, take a file of its state_dict alone"
+            ) from error
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is another kind of file, is cut short, or holds more than "
             "tensors and plain data; give a whole .ckpt file, or, where you trust one with other objects in it, a file "

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import jsonargparse
 
@@ -115,8 +115,9 @@ _ANY = Kind(
 def check_kind(target: Any, place: str, path: str = "") -> None:
     """Check that what a name stands for is of the kind that its place takes, before it is called.
 
-    A function counts where it is one of the named factories, or the user's own: one of Python, neither of the standard
-    library nor of a package of `LIBRARIES`. What it returns is then checked as well (:func:`check_built`).
+    A function counts where it is one of the named factories, one of code of the user's that is not installed, or one of
+    an installed package that is annotated to return the kind; none of the standard library, and no other one of
+    `LIBRARIES`. What it returns is then checked as well (:func:`checked_build`).
 
     Args:
         target: what the name stands for.
@@ -130,7 +131,7 @@ def check_kind(target: Any, place: str, path: str = "") -> None:
     if isinstance(target, type):
         if kind.takes(target):
             return
-    elif kind is not _ANY and (_defined_as(target) in kind.factories + kind.readers or _is_users_own(target)):
+    elif kind is not _ANY and (_defined_as(target) in kind.factories + kind.readers or _is_users_own(target, kind)):
         return
     raise TypeError(
         f"{place} names {path or _defined_as(target)!r}, which is {_described(target)}: it must be {kind.words}"
@@ -256,11 +257,17 @@ def _defined_as(target: Any) -> str:
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(target).__name__)}"
 
 
-def _is_users_own(target: Any) -> bool:
-    """Whether it is a function of Python, neither of the standard library nor of a package of `LIBRARIES`."""
+def _is_users_own(target: Any, kind: Kind) -> bool:
+    """Whether it is a function of the user's own code, or an installed one that is annotated to return this kind."""
     package = _defined_as(target).partition(".")[0]
-    known = package in sys.stdlib_module_names and package != "__main__"
-    return isinstance(target, (FunctionType, MethodType)) and not known and package not in LIBRARIES
+    known = package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
+    if not isinstance(target, (FunctionType, MethodType)) or known:
+        return False
+    try:
+        returned = get_type_hints(target).get("return")
+    except Exception:  # annotations that cannot be evaluated
+        returned = None
+    return _is_users_module(package) or (isinstance(returned, type) and kind.takes(returned))
 
 
 def _is_users_module(package: str) -> bool:

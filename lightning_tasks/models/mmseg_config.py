@@ -114,7 +114,7 @@ def check_types(config: Any) -> None:
 
     Raises:
         ValueError: if it names nothing.
-        TypeError: if it is neither registered nor a module of torch.
+        TypeError: if it is neither registered nor a class of modules.
     """
     from mmengine.registry import MODELS
 
@@ -128,7 +128,7 @@ def check_types(config: Any) -> None:
                 import_module(f"{scope}.registry")  # as mmengine does for a library of OpenMMLab's
         registry = MODELS if scope == MODELS.scope else MODELS.children.get(scope)
         if registry is None or registered not in registry.module_dict:
-            check_kind(import_object(name), "model", name)
+            check_kind(import_object(name), "type", name)
 
 
 def without_pretrained(config: Any) -> None:

@@ -1,0 +1,213 @@
+"""Checkpoints, recipes and folders that try to run a program; `hostile_files` makes them, and opens 200."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask, load_swapped
+from lightning_tasks.__main__ import main
+from lightning_tasks.hparams import build
+from lightning_tasks.loading import load_module
+from lightning_tasks.stored_names import check_stored
+from tests.lightning_tasks.language_data import VOCAB
+from tests.reliability import hostile_files
+from tests.reliability.hostile_files import PACKAGE, Case, Reduced, cases, opened, quiet, trapped
+
+IN_CI = 60
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory):
+    with trapped(tmp_path_factory.mktemp("trap")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, trap):
+    monkeypatch.chdir(tmp_path)
+    trap.sprung()
+
+
+def test_no_hostile_file_runs_a_program(trap):
+    chosen = cases(IN_CI)
+    assert {case.place for case in chosen} == {*hostile_files.PLACES, *hostile_files.ENDS}
+    assert {case.spelling for case in chosen} == set(trap.spellings())
+    assert [fault for case in chosen if (fault := opened(case, trap))] == []
+
+
+def test_each_spelling_would_run_its_program(trap):
+    """Called as they are, all but those that need further arguments write the canary."""
+    silent = []
+    for name, (path, arguments) in trap.spellings().items():
+        trap.sprung()
+        with quiet():
+            try:
+                built = build({"class_path": path, "init_args": arguments})
+                getattr(built, "wait", lambda: None)()
+            except Exception as error:
+                print(name, error)
+        if not trap.sprung():
+            silent.append(name)
+    assert silent == ["pickle of a library"]
+
+
+def test_each_door_opens_for_an_honest_file(trap):
+    """So that the refusals are those of hostile names."""
+    honest = Case("model", "program", "spec", "")
+    content = hostile_files.checkpoint_of(honest, trap)
+    content["hyper_parameters"]["model"] = hostile_files._language_model()["model"]
+    task = LanguageModelingTask(**{k: v for k, v in content["hyper_parameters"].items() if k != "_class_path"})
+    task.configure_model()
+    content["state_dict"] = task.state_dict()
+    plan = {
+        "mechanism": "attention_modules.RPCAttention",
+        "options": {},
+        "selection": "",
+        "layers": ["model.layers.0.attn"],
+    }
+    for name, door in hostile_files.DOORS.items():
+        content["callbacks"] = {"SwapAttention{}": {"plan": plan}} if name == "load_swapped" else {}
+        with quiet():
+            door(copy.deepcopy(content), trap.folder)
+
+
+def checkpoint(**hparams):
+    task = LanguageModelingTask(
+        model={"class_path": "lightning_tasks.models.TransformerLM", "init_args": {"num_layers": 1, "dim": 8}},
+        vocab_size=VOCAB,
+    )
+    task.configure_model()
+    content = {"pytorch-lightning_version": "2.6.0", "state_dict": task.state_dict(), "epoch": 0, "global_step": 0}
+    torch.save({**content, "hyper_parameters": {**task.hparams, **hparams}}, "a.ckpt")
+    return "a.ckpt"
+
+
+MINE = {"optimizer": {"class_path": f"{PACKAGE}.Steps", "init_args": {}}}
+
+
+def test_the_error_names_the_path_the_place_and_the_cure(trap):
+    text = (
+        rf"a\.ckpt: hyper_parameters\.optimizer names '{PACKAGE}\.Steps'.*the package '{PACKAGE}'.*--trust_checkpoint"
+    )
+    with pytest.raises(ValueError, match=text):
+        LanguageModelingTask.load_from_checkpoint(checkpoint(**MINE))
+    assert not trap.sprung()
+
+
+def test_a_trusted_checkpoint_may_name_any_package(trap):
+    path = checkpoint(**MINE)
+    assert (
+        LanguageModelingTask.load_from_checkpoint(path, trust_checkpoint=True).hparams["optimizer"] == MINE["optimizer"]
+    )
+    assert trap.sprung()
+    assert load_module(path, LanguageModelingTask, trust_checkpoint=True)
+
+
+def test_trust_is_no_kind(trap):
+    path = checkpoint(optimizer={"class_path": "os.system", "init_args": {"command": trap.command}})
+    with pytest.raises(TypeError, match=r"optimizer names '.*system'.*must be a subclass of torch.optim.Optimizer"):
+        LanguageModelingTask.load_from_checkpoint(path, trust_checkpoint=True)
+    assert not trap.sprung()
+
+
+COMMAND = ["validate", "--data", "tests.lightning_tasks.demo.DemoText", "--trainer.accelerator=cpu"]
+COMMAND += ["--trainer.limit_val_batches=1", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+
+
+def test_the_command_trusts_when_told_and_what_the_user_names(trap, capsys):
+    path = checkpoint(**MINE, _class_path="lightning_tasks.LanguageModelingTask")
+    model = ["--model", "lightning_tasks.LanguageModelingTask"]
+    with pytest.raises(SystemExit) as stop:
+        main([*COMMAND, *model, "--ckpt_path", path])
+    assert stop.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert f"--ckpt_path a.ckpt: hyper_parameters.optimizer names '{PACKAGE}.Steps'" in line
+    assert "--trust_checkpoint" in line
+    assert not trap.sprung()
+    with quiet():
+        main([*COMMAND, *model, "--ckpt_path", path, "--trust_checkpoint"])
+        main([*COMMAND, *model, "--model.optimizer", f"{PACKAGE}.Steps", "--ckpt_path", path])
+
+
+def test_the_configuration_beside_a_checkpoint_is_a_file_too(trap, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    shutil.move(checkpoint(), tmp_path / "run/checkpoints/a.ckpt")
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump({"model": {"class_path": f"{PACKAGE}.Task"}}))
+    with pytest.raises(ValueError, match=r"config\.yaml: model\._class_path names 'hostile_package\.Task'"):
+        load_module(tmp_path / "run/checkpoints/a.ckpt")
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_that_holds_a_call_is_not_run(trap, legacy, capsys):
+    torch.save({"state_dict": Reduced(trap.command)}, "p.ckpt", _use_new_zipfile_serialization=not legacy)
+    for load in (
+        LanguageModelingTask.load_from_checkpoint,
+        load_module,
+        lambda path: load_swapped(LanguageModelingTask, path),
+    ):
+        with pytest.raises(ValueError, match=r"p\.ckpt holds (posix|nt)\.system, which is neither tensor nor"):
+            load("p.ckpt")
+    model = ["--model", "lightning_tasks.LanguageModelingTask"]
+    for option in ("--ckpt_path", "--init_from"):
+        with pytest.raises(SystemExit):
+            main([*COMMAND, *model, option, "p.ckpt", f"--model.vocab_size={VOCAB}"])
+        assert "p.ckpt holds posix.system, which is neither tensor nor plain data" in capsys.readouterr().err
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"model": {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "a--b.C"}}},
+        {"model": {"model_type": "gpt2", "trust_remote_code": True}},
+        {"model": {"model_type": "gpt2", "_attn_implementation": "somebody/kernels"}},
+        {"model": {"model_type": "a", "text_config": {"attn_implementation": {"text": "somebody/kernels"}}}},
+        {"model": {"mmseg_config": "evil.py"}},
+        {"model": {"mmseg_config": "a/evil"}},
+        {"model": {"mmseg_config": "fcn", "cfg_options": {"model.backbone.type": "os.system"}}},
+        {"model": {"mmseg_config": "fcn", "cfg_options": {"model": {"backbone": [{"type": "os.system"}]}}}},
+        {"_instantiator": "os.system"},
+        {"optimizer": {"class_path": ["os.system"]}},
+    ],
+)
+def test_what_else_runs_code_is_refused_from_a_checkpoint(value):
+    with pytest.raises(ValueError, match=r"^a\.ckpt: hyper_parameters"):
+        check_stored(value, (), "a.ckpt")
+    check_stored(value, None, "a.ckpt")
+    if "model" in value:
+        check_stored(value, (), "a.ckpt", given=value)
+
+
+def test_remote_code_of_a_folder_is_not_run(trap):
+    pytest.importorskip("transformers")
+    with quiet(), pytest.raises(ValueError, match="could not be loaded as a pretrained"):
+        LanguageModelingTask(model=str(trap.folder), vocab_size=5).configure_model()
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("kind", ["subprocess.check_output", "mmengine.load"])
+def test_a_type_of_mmsegmentation_that_is_no_module_is_not_built(trap, kind):
+    pytest.importorskip("mmseg")
+    program = (
+        {"args": ["sh", "-c", trap.command]} if kind.startswith("sub") else {"file": str(trap.folder / "code.pkl")}
+    )
+    options = {"model.decode_head.loss_decode": {"type": kind, **program}}
+    model = {"mmseg_config": "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512", "cfg_options": options}
+    task = SegmentationTask(model=model, num_classes=3)
+    with pytest.raises(TypeError, match=rf"names '{kind}', which is a function: it must be a subclass"):
+        task.configure_model()
+    assert not trap.sprung()
+
+
+def test_what_an_honest_checkpoint_names_passes():
+    """A timm model with a dot in its name, a factory of timm's, and text that nothing imports."""
+    schedule = {"class_path": "timm.scheduler.create_scheduler_v2", "init_args": {"sched": "cosine"}}
+    model = "vit_tiny_patch16_224.augreg_in21k"
+    task = ImageClassificationTask(
+        model=model, num_classes=2, scheduler=schedule, attention="attention_modules.RPCAttention"
+    )
+    check_stored({**task.hparams, "note": "os.system"}, (), "a.ckpt")
