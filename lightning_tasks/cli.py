@@ -253,13 +253,13 @@ class AttnswapCLI(LightningCLI):
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
         section = self.config[self.config.subcommand]
         section.pop("trust_checkpoint", None)  # in no saved configuration, which may run with another file
+        if section.weights_only is None:  # left open, it depends on the environment and on where the file is
+            section.weights_only = True
         arguments = section.model.get("init_args") or {}
         for name in list(arguments.keys()):
             arguments[name] = join_arguments(arguments[name])
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
-        if section.weights_only is None:  # left open, Lightning would run the code that a pickle of a URL holds
-            section.weights_only = True
         elif self.config.subcommand != "fit" and not section.ckpt_path:
             rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
         if self.config.subcommand == "fit" and section.ckpt_path:
