@@ -48,7 +48,7 @@ class CacheEntry:
             if self.folder.exists():
                 warnings.warn(f"{self.folder} is corrupt and is made again: {self._fault()}", stacklevel=2)
             temporary = self.folder.with_name(f".{self.folder.name}.new")
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            _remove(temporary)  # of a process that was killed
             temporary.mkdir()
             try:
                 write(temporary)
@@ -56,7 +56,7 @@ class CacheEntry:
                 _remove(self.folder)
                 os.replace(temporary, self.folder)
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                _remove(temporary)
 
     def exists(self) -> bool:
         """Whether the entry is there and every file has its size; the checksums are read by `prepare` alone."""
@@ -116,8 +116,8 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file in its place."""
-    if path.is_dir():
+    """Remove a folder, or a file in its place; of a symbolic link only the link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -10,10 +10,12 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare_cell import Cell
@@ -27,6 +29,7 @@ from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, rec
 from lightning_tasks.refusals import refusal_in
 
 RESULTS = "results.csv"
+LOCK = ".compare.lock"
 MAX_SEEDS = 10_000
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
 KEYS = {"base", "variants", "settings", "test", "metrics", "references"}
@@ -313,7 +316,31 @@ def main(arguments: Sequence[str]) -> None:
     metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
     check_cells(cell for cell in cells if not cell.is_finished())
     make_output_folder(options.output)
-    names = [variant.name for variant in variants]
+    with only_comparison(options.output):
+        _run_and_write(cells, [variant.name for variant in variants], metrics, options)
+
+
+@contextlib.contextmanager
+def only_comparison(output: Path) -> Iterator[None]:
+    """Hold the folder of a comparison; the lock of one that was killed is free.
+
+    Raises:
+        RecipeError: another process holds it.
+    """
+    try:
+        with FileLock(output / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise RecipeError(
+            f"--output {output}: another `attnswap compare` is at work there; wait for it, or give another folder"
+        ) from None
+
+
+def _run_and_write(
+    cells: Sequence[Cell], names: Sequence[str], metrics: Sequence[str], options: argparse.Namespace
+) -> None:
+    for cell in cells:
+        cell.refuse_links()
     try:
         failures = run_cells(cells, options.jobs)
     except KeyboardInterrupt:

@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.recipes import RecipeError
+
 RESULT = "result.json"
 _MOST_BYTES = 200  # of the 255 that file systems take
 
@@ -70,6 +72,29 @@ class Cell:
         asked = [content, self.arguments[3:], *(["test"] if self.test else [])]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
+    def refuse_links(self) -> None:
+        """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.
+
+        Raises:
+            RecipeError: one is.
+        """
+        for folder in (self.folder, *self.folder.parents[:2]):
+            if folder.is_symlink():
+                raise RecipeError(
+                    f"{folder} is a symbolic link, and cells that are not finished are deleted: remove the link, or "
+                    "give another --output"
+                )
+
+    def clear(self) -> None:
+        """Make the folder anew, without what an interrupted run of this cell left.
+
+        Raises:
+            RecipeError: as :meth:`refuse_links`.
+        """
+        self.refuse_links()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
     def is_finished(self) -> bool:
         """Whether a result of exactly this cell is there."""
         path = self.folder / RESULT
@@ -111,8 +136,7 @@ def run_cell(cell: Cell) -> None:
     from lightning_tasks.wandb_runs import RunLabels, one_run
 
     torch.set_num_threads(1)
-    shutil.rmtree(cell.folder, ignore_errors=True)  # what an interrupted run of this cell left
-    cell.folder.mkdir(parents=True)
+    cell.clear()
     started = time.monotonic()
     pairing = RecordPairing()
     labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
