@@ -22,6 +22,7 @@ import yaml
 from lightning_tasks.recipes import RecipeError
 
 RESULT = "result.json"
+_MOST_STEPS = 2**53
 _MOST_BYTES = 200  # of the 255 that file systems take
 
 
@@ -172,22 +173,29 @@ def run_cell(cell: Cell) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows {step, metric, value} of a CSV log of Lightning; nan stays, as that of a run that diverged.
 
+    A last line that has no end is left out: it was cut while it was written, and so may be its last number.
+
     Raises:
-        ValueError: the run logged nothing.
+        ValueError: the run logged nothing, or the file is no log.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = csv.DictReader(file)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.DictReader(line for line in file if line.endswith(("\n", "\r")))
         names = lines.fieldnames or ["step"]  # an empty file is a log of nothing
         if "step" not in names:
             raise ValueError(f"it has no column step, but {', '.join(names)}: no log of Lightning's CSVLogger")
-        return [
-            {"step": int(line["step"]), "metric": metric, "value": float(text)}
-            for line in lines
-            for metric, text in line.items()
-            if metric not in ("step", "epoch") and text
-        ]
+        return [row for line in lines for row in _values(line, lines.line_num)]
+
+
+def _values(line: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """The values of a line of a log."""
+    if None in line:
+        raise ValueError(f"line {number} has more values than there are columns")
+    values = {metric: text for metric, text in line.items() if metric not in ("step", "epoch") and text}
+    if values and abs(int(line["step"])) > _MOST_STEPS:
+        raise ValueError(f"line {number} has the step {line['step']}, more than any run takes")
+    return [{"step": int(line["step"]), "metric": metric, "value": float(text)} for metric, text in values.items()]
 
 
 def last_error(text: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from lightning_tasks.divergence import diverged_cells
 
 Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
+_LARGEST = 1e100  # that an axis takes: differences and squares are finite too
 
 
 def looks(count: int) -> list[Look]:
@@ -43,7 +44,10 @@ def draw_curve(axes: Any, rows: Sequence[dict[str, Any]], metric: str, config: s
 
 
 def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, means and standard deviations over seeds (0 for one seed) of a metric, each ``[steps]``."""
+    """Steps, means and standard deviations over seeds (0 for one seed) of a metric, each ``[steps]``.
+
+    What is too large for an axis is nan, a gap in the curve.
+    """
     by_step: dict[int, list[float]] = {}
     for row in rows:
         if row["metric"] == metric and row["config"] == config:
@@ -51,7 +55,8 @@ def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.
     steps = sorted(by_step)
     means = [float(np.mean(by_step[step])) for step in steps]
     spreads = [_spread(by_step[step]) for step in steps]
-    return np.array(steps), np.array(means), np.array(spreads)
+    shown = np.abs(means) < _LARGEST
+    return np.array(steps), np.where(shown, means, np.nan), np.where(shown, spreads, np.nan)
 
 
 def _spread(values: Sequence[float]) -> float:

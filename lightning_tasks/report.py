@@ -24,6 +24,7 @@ from lightning_tasks.report_settings import differences, swapped
 from lightning_tasks.robustness.table import figure
 
 TEMPLATE = "report.html.j2"
+MOST_CURVES = 100  # of a page, each of which takes a good part of a second
 _FIRST = ("loss", "perplexity", "top1", "accuracy", "miou")  # what is looked for first
 
 
@@ -49,9 +50,9 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 def final_table(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[Any]:
     """For each metric its name and, for each configuration, the last value over its seeds, and how many they are."""
-    table = []
+    table, by_metric = [], _by_metric(rows)
     for metric in metrics:
-        last = last_values(_of(rows, metric), metric)
+        last = last_values(by_metric.get(metric, []), metric)
         cells = [list(last.get(config, {}).values()) for config in configs]
         table.append((metric, [(mean_and_std(cell), len(cell)) if cell else None for cell in cells]))
     return table
@@ -109,6 +110,10 @@ def page(read: Read) -> str:
     for row in rows:
         steps.setdefault(row["metric"], set()).add(row["step"])
     plain = order([metric for metric in steps if "/layer_" not in metric and not metric.startswith("robustness/")])
+    by_metric, curves = _by_metric(rows), [metric for metric in plain if len(steps[metric]) > 1]
+    notes = [*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())]
+    if len(curves) > MOST_CURVES:
+        notes.append(f"drawn are the first {MOST_CURVES} curves of {len(curves)}; the table has the last values of all")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -120,17 +125,13 @@ def page(read: Read) -> str:
     return environment.get_template(TEMPLATE).render(
         configs=list(zip(configs, looks(len(configs)), strict=True)),
         runs=read.runs,
-        notes=[*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())],
+        notes=notes,
         swapped=[(config, swapped(each)) for config, each in settings.items()],
         unknown=[config for config, each in settings.items() if each is None],
         differences=differences(settings),
         final=final_table(rows, configs, plain),
         summary=read.summary,
-        curves=[
-            (metric, Markup(curves_svg(_of(rows, metric), configs, metric)))
-            for metric in plain
-            if len(steps[metric]) > 1
-        ],
+        curves=[(metric, Markup(curves_svg(by_metric[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs),
         settings=[
@@ -146,8 +147,11 @@ def _number(text: str) -> str:
         return text
 
 
-def _of(rows: Sequence[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["metric"] == metric]
+def _by_metric(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["metric"], []).append(row)
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -146,5 +146,5 @@ def readable(path: Path, read: Callable[[Path], _T]) -> _T:
     """
     try:
         return read(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise RecipeError(f"{path} cannot be read: {reason(error)}") from error
