@@ -55,7 +55,7 @@ class Flags:
     def __init__(self, losses: Sequence[Tensor], parameters: Sequence[nn.Parameter], shared: bool) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
         self._losses = len(losses)
-        gradients = [_held(parameter.grad) for parameter in self.parameters]  # type: ignore[arg-type]
+        gradients = [local_part(parameter.grad) for parameter in self.parameters]  # type: ignore[arg-type]
         self._flags, self._copied = self._to_host(_not_finite(losses, gradients, shared))
 
     @staticmethod
@@ -78,10 +78,10 @@ class Flags:
         return any(flags[: self._losses]), found
 
 
-def _held(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that this process has."""
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+def local_part(tensor: Tensor) -> Tensor:
+    """The numbers of a gradient or parameter that this process has."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def _not_finite(losses: Sequence[Tensor], gradients: Sequence[Tensor], shared: bool) -> Tensor:

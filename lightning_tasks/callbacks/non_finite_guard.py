@@ -22,6 +22,7 @@ from lightning_tasks.non_finite import (
     dataset_indices,
     described,
     listed,
+    local_part,
     save_sample,
 )
 from lightning_tasks.pictures import run_folder
@@ -238,7 +239,7 @@ class NonFiniteGuard(Callback):
         losses = [float(loss) * factor for loss in sample.losses]
         indices = self._indices(trainer, sample)
         said = f"step {sample.step} (epoch {sample.epoch}, batch {sample.batch_idx}): {described(losses, names, count)}"
-        broken = [name for name, each in pl_module.named_parameters() if not each.detach().isfinite().all()]
+        broken = [name for name, each in pl_module.named_parameters() if not local_part(each.detach()).isfinite().all()]
         if broken and not reads_late(pl_module):  # late, they may be what this step made of them
             said += f"; parameters were not finite before: {listed(broken)}"
         if indices is not None:

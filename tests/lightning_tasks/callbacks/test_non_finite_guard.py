@@ -409,3 +409,22 @@ def test_a_resumed_run_is_bitwise_the_one_without_a_guard(tmp_path):
         )
         ends.append(weights_of(task))
     assert torch.equal(*ends)
+
+
+def test_flags_of_sharded_gradients_are_joined(tmp_path):
+    """One process, whose shard is the whole; the reduction and the local part of a DTensor are the same calls."""
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = [torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Shard(0)])) for _ in range(2)]
+        for parameter, value in zip(parameters, (1.0, math.nan), strict=True):
+            parameter.grad = DTensor.from_local(torch.full((3,), value), mesh, [Shard(0)])
+        loss, bad = Flags([torch.tensor(1.0)], parameters, shared=True).read()
+        assert not loss
+        assert [id(parameter) for parameter in bad] == [id(parameters[1])]
+    finally:
+        distributed.destroy_process_group()
