@@ -137,11 +137,14 @@ class SwappedMultiheadAttention(Swapped):
 
     def _sequence_first(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[N, B, C]`` from whichever layout the layer was called with; what was one tensor stays one."""
-        turned: dict[int, Tensor] = {}
-        for x in (query, key, value):
-            if id(x) not in turned:
-                turned[id(x)] = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1) if self.batch_first else x
-        return turned[id(query)], turned[id(key)], turned[id(value)]
+        first = self._turned(query)
+        # By `is`: compiled code would take an id() for a number that each call changes, and compile anew.
+        second = first if key is query else self._turned(key)
+        third = first if value is query else second if value is key else self._turned(value)
+        return first, second, third
+
+    def _turned(self: Any, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1) if self.batch_first else x
 
 
 def _together(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> list[Tensor]:

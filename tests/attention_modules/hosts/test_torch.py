@@ -197,3 +197,21 @@ def test_a_hint_about_another_mask_means_what_it_means_in_the_plain_layer(need_w
         swap_attention(module, "softmax")
         torch.testing.assert_close(module(x, x, x, **given)[0], plain, atol=1e-5, rtol=1e-5)
         restore_attention(module)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_compiled_layer_is_compiled_once_for_all_inputs(batch_first: bool) -> None:
+    layer = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+    swap_attention(layer, "softmax")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(10):
+        x = torch.randn(3, 3, 8)
+        compiled(x, x, x, need_weights=False)
+    assert len(graphs) == 1
