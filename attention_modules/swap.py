@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attention_modules.hosts import describe
-from attention_modules.hosts.base import AttentionLayer, Swapped, hook_refusal
+from attention_modules.hosts.base import AttentionLayer, Swapped, hook_refusal, swapped_class
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.query import QueryPart
@@ -96,8 +96,17 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 
 @torch.inference_mode(False)
 def make_plain(model: nn.Module, names: Sequence[str]) -> None:
-    """Undo :func:`make_observable` for these layers, whatever the model was wrapped into since."""
-    _restore(model, [layer for layer in survey(model).layers if layer.name in names])
+    """Undo :func:`make_observable` for these layers, whatever the model was wrapped into since.
+
+    A layer that itself became another class meanwhile (sharded alone, parametrized) keeps its softmax: it would lose
+    that class with it.
+    """
+    layers = [layer for layer in survey(model).layers if layer.name in names]
+    _restore(model, [layer for layer in layers if _only_swapped(layer.module)])
+
+
+def _only_swapped(layer: nn.Module) -> bool:
+    return isinstance(layer, Swapped) and type(layer) is swapped_class(layer.host, layer.plain_class)
 
 
 def _swap(

@@ -17,7 +17,14 @@ from attention_modules.hosts.discovery import Skipped
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.softmax import SoftmaxAttention
-from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention
+from attention_modules.swap import (
+    AttentionSwapError,
+    SwapReport,
+    make_observable,
+    make_plain,
+    restore_attention,
+    swap_attention,
+)
 
 DIM, HEADS = 8, 2
 
@@ -256,6 +263,28 @@ def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> N
     swap_attention(swapped, NoisyWithoutQuery)
     with pytest.raises(AttentionSwapError, match="fully_shard"):
         restore_attention(fully_shard(swapped, mesh=mesh))
+
+
+def test_what_monitors_put_in_comes_out_of_whatever_the_model_became(one_process: None) -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    x = torch.randn(1, 3, DIM)
+    for wrap, alone in [
+        (nn.parallel.DistributedDataParallel, False),
+        (lambda model: torch.compile(model, backend="eager"), False),
+        (lambda model: fully_shard(model, mesh=mesh), False),
+        (lambda model: fully_shard(model.attn, mesh=mesh), True),
+        (lambda model: nn.utils.parametrize.register_parametrization(model.attn, "in_proj_bias", nn.Tanh()), True),
+    ]:
+        model = Block()
+        make_observable(model, ["attn"])
+        wrap(model)
+        expected = model(x)
+        make_plain(model, ["attn"])
+        assert isinstance(getattr(model.attn, "mechanism", None), SoftmaxAttention) == alone
+        assert isinstance(model.attn, FSDPModule) == (alone and not nn.utils.parametrize.is_parametrized(model.attn))
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_no_parameter_goes_unused_under_ddp(one_process: None) -> None:
