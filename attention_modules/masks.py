@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4; exp of each is zero.
-HIDDEN = -1e4
+# Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4, which bfloat16 rounds to -9,984; exp
+# of each is zero.
+HIDDEN = -9984.0
 
 
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -91,6 +92,6 @@ def hide(attn_mask: Tensor | None) -> Tensor | None:
 def visible(attn_mask: Tensor) -> Tensor:
     """Which keys a mask lets each row see, boolean, in the mask's shape.
 
-    The one rule for mechanisms and statistics (our reading): True, or a bias above -1e4.
+    The one rule for mechanisms and statistics (our reading): True, or a bias above -9,984 (-1e4 in bfloat16).
     """
     return attn_mask if attn_mask.dtype == torch.bool else ~(attn_mask <= HIDDEN)  # NaN is seen

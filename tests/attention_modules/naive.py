@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def visibility(tokens: int, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """What each row sees, boolean, ``[..., N, N]``; a bias of -1e4 and less hides."""
+    """What each row sees, boolean, ``[..., N, N]``; a bias of -1e4 and less hides, as bfloat16 rounds it."""
     seen = torch.ones(tokens, tokens, dtype=torch.bool)
     if attn_mask is not None:
-        seen = seen & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -1e4)
+        seen = seen & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -9984)
     return seen.tril() if is_causal else seen
 
 

@@ -38,7 +38,9 @@ def test_causality_is_folded_into_a_mask(boolean):
     assert torch.equal(visible(combined), (seen & torch.ones(4, 4, dtype=torch.bool).tril()))
 
 
-@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+@pytest.mark.parametrize(
+    "low", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4, torch.tensor(-1e4).bfloat16().item()]
+)
 def test_every_way_to_hide_becomes_minus_infinity(low):
     mask = torch.tensor([0.5, low, -3.0])
     assert hide(mask).tolist() == [0.5, -torch.inf, -3.0]

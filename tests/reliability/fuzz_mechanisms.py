@@ -32,8 +32,8 @@ MASKS = ("none", "none", "boolean", "padding", "sample", "head", "-inf", "-1e9",
 BOUNDS = {
     torch.float64: {"rpc": (1e-9, 1e-7), "": (1e-12, 1e-10)},
     torch.float32: {"rpc": (1e-4, 1e-2), "": (1e-5, 1e-4)},
-    torch.bfloat16: {"rpc": (0.2, 1.0), "": (0.03, 0.1)},
-    torch.float16: {"rpc": (0.05, 0.3), "": (5e-3, 0.02)},
+    torch.bfloat16: {"rpc": (0.1, 0.5), "": (0.05, 0.15)},
+    torch.float16: {"rpc": (0.02, 0.2), "": (5e-3, 0.05)},
 }
 
 
@@ -186,36 +186,54 @@ def lost_to_pytorch(case: Case) -> bool:
     return bool((~seen.any(-1)).any())
 
 
+def beyond_pytorch(case: Case) -> bool:
+    """Whether logits may be so large that PyTorch's flash kernels have no gradient.
+
+    They compute exp(logit - lse) of logits that are rounded anew, which overflows where float32 rounds by more than 1.
+    """
+    q, k, v = (
+        case.inputs[name].double().norm(dim=-1).max().item() if case.inputs[name].numel() else 0.0 for name in "qkv"
+    )
+    sizes = {"softmax": (q, k), "uniform": (0.0, 0.0), "rpc": (k + 5 * v,) * 2, "scaled": (max(q, k), k)}
+    one, other = sizes.get(case.mechanism, (k, k))
+    scale = case.call["scale"]
+    scale = case.inputs["k"].shape[-1] ** -0.5 if scale is None else abs(scale)
+    return not case.plain and scale * one * other > 2**23
+
+
 def judge(case: Case) -> tuple[dict[str, float], list[str]]:
     """Relative distances, where the case is ordinary, and what is wrong."""
     actual, exact = found(case), expected(case)
-    distances, wrong = {}, []
-    compared = case.ordinary and not lost_to_pytorch(case)
+    wrong = [
+        f"{name} is {tuple(value.shape)} for {tuple(case.inputs['v'].shape)}"
+        for name, value in actual.items()
+        if name != "s" and value.shape != case.inputs["v"].shape
+    ]
+    # Part of the range is left to sums on the way: beyond it the number is none of this precision.
+    largest = torch.finfo(case.dtype).max / 64
+    gradients = [x.double() for name, x in exact.items() if name != "output"]
+    in_range = all(bool((x.isfinite() & (x.abs() < largest)).all()) for x in gradients) and not beyond_pytorch(case)
+    total = max([x.norm().item() for x in gradients if x.isfinite().all()], default=0.0)
+    distances: dict[str, float] = {}
     for name, value in actual.items():
         reference = exact.get(name, torch.zeros_like(value, dtype=torch.float64))
-        if value.shape != reference.shape:
-            wrong.append(f"{name} is {tuple(value.shape)} for {tuple(reference.shape)}")
-            continue
-        # Half of the range is left to sums on the way; beyond it the number is none of this precision.
-        holds = reference.isfinite() & (reference.abs() < torch.finfo(case.dtype).max / 64)
-        if name != "output":
-            holds &= (
-                reference.isfinite().all() & (reference.abs().amax() < torch.finfo(case.dtype).max / 64)
-                if reference.numel()
-                else True
-            )
-        lost = int((holds & ~value.isfinite()).sum())
+        kind = "output" if name == "output" else "gradient"
+        held = reference.isfinite() & (reference.abs() < largest) & (in_range or kind == "output")
+        lost = int((held & ~value.isfinite()).sum())
         if lost:
             wrong.append(f"{name}: {lost} of {value.numel()} numbers are not finite where the equations are")
+        # With lam = 0 every number is at the kink of the soft threshold where half precision rounds it to 0.
+        kink = case.options.get("lam") == 0.0 and kind == "gradient" and case.dtype.itemsize == 2
+        compared = case.ordinary and not lost_to_pytorch(case) and not kink
         if compared and value.numel() and reference.isfinite().all():
-            floor = 1e-3 * (value.numel() ** 0.5)  # what is next to nothing has no relative error
-            distance = ((value.double() - reference).norm() / reference.norm().clamp(min=floor)).item()
-            kind = "output" if name == "output" else "gradient"
+            # What is next to nothing has no relative error of its own.
+            size = max(reference.norm().item(), 0.1 * total if kind == "gradient" else 0.0, 1e-3)
+            distance = (value.double() - reference).norm().item() / size
             distances[kind] = max(distance, distances.get(kind, 0.0))
     bounds = BOUNDS[case.dtype].get(case.mechanism, BOUNDS[case.dtype][""])
-    for (kind, distance), bound in zip(sorted(distances.items(), reverse=True), bounds, strict=False):
-        if not distance <= bound:
-            wrong.append(f"{kind}: {distance:.3g} from the equations, limit {bound:g}")
+    for kind, bound in zip(("output", "gradient"), bounds, strict=True):
+        if not distances.get(kind, 0.0) <= bound:
+            wrong.append(f"{kind}: {distances[kind]:.3g} from the equations, limit {bound:g}")
     return distances, wrong
 
 
