@@ -123,7 +123,16 @@ class BaseTask(LightningModule):
         raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
 
     def configure_model(self) -> None:
-        """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint."""
+        """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint.
+
+        Raises:
+            ValueError: under ``ModelParallelStrategy``, which would train unsharded copies that drift apart unsaid.
+        """
+        if self._device_mesh is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not shard itself, as ModelParallelStrategy (strategy/fsdp2) asks of a "
+                "module: train it with strategy/ddp, or write a module that does (docs/scaling.md)"
+            )
         if self.model is None:
             self.model = self.build_model()
 

@@ -24,6 +24,7 @@ from lightning_tasks.callbacks import (
     before_sharding,
 )
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, network
+from tests.lightning_tasks.process_cases import task_and_data
 
 STALL = timedelta(seconds=60)
 
@@ -76,6 +77,16 @@ def fit(kind: type[Sharded], callbacks: list[Any], devices: int) -> dict[str, An
     return {"logged": {name: float(value) for name, value in run.callback_metrics.items()}, "weights": weights}
 
 
+def task_error() -> str:
+    """What a task, which does not shard itself, says."""
+    run = pl.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(2, 1), logger=False)
+    try:
+        run.validate(*task_and_data("text", 1, 1, 1), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def whole(weight: torch.Tensor) -> torch.Tensor:
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
 
@@ -96,6 +107,7 @@ def main(devices: int) -> dict[str, Any]:
         "frozen": fit(NeverAsks, [FreezeQK(layers=[1])], devices),
     }
     if devices > 1:
+        found["task"] = {"error": task_error()}
         found["lipschitz"] = fit(NeverAsks, [LipschitzMonitor()], devices)
         found["late"] = fit(NeverAsks, [SwapAttention("rpc", layers=[0])], devices)
     return found

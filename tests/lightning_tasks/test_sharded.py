@@ -32,3 +32,4 @@ def test_what_sharded_modules_cannot_take_is_refused_in_words(runs):
     for found in runs[1]:
         assert "before_sharding(self)" in found["late"]["error"]
         assert "LipschitzMonitor calls layers on their own" in found["lipschitz"]["error"]
+        assert "LanguageModelingTask does not shard itself" in found["task"]["error"]
