@@ -220,6 +220,11 @@ class AttnswapCLI(LightningCLI):
             resumes = self.config.subcommand == "fit"
             section.ckpt_path = str(last_checkpoint(section.trainer, self._recipe, resumes))
             rank_zero_info(f"attnswap: --ckpt_path last is {section.ckpt_path}")
+        if section.get("ckpt_path") and is_sharded(section.ckpt_path) and not section.trust_checkpoint:
+            raise RecipeError(
+                f"--ckpt_path {section.ckpt_path}: torch reads a sharded checkpoint by unpickling, which runs what it "
+                "holds; if it is yours or you trust it, give --trust_checkpoint"
+            )
         stored = _stored_model(section.get("ckpt_path"), self.config.subcommand)
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}

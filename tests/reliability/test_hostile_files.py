@@ -159,6 +159,15 @@ def test_a_pickle_that_holds_a_call_is_not_run(trap, legacy, capsys):
     assert not trap.sprung()
 
 
+def test_a_sharded_checkpoint_is_read_by_unpickling_and_needs_trust(trap, capsys):
+    (trap.folder / "meta.pt").write_bytes((trap.folder / "code.pt").read_bytes())
+    (trap.folder / ".metadata").write_bytes((trap.folder / "code.pkl").read_bytes())
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--model", "lightning_tasks.LanguageModelingTask", "--ckpt_path", str(trap.folder)])
+    assert "by unpickling, which runs what it holds; if it is yours" in capsys.readouterr().err
+    assert not trap.sprung()
+
+
 @pytest.mark.parametrize(
     "value",
     [
