@@ -178,6 +178,8 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
     """
     package, *parts = path.split(".")
     _check_package(package, path, allowed, place)
+    if package not in LIBRARIES and package not in allowed and not _is_loaded(path):
+        raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {TRUST_IT}")
     if any(part.startswith("_") or not part for part in parts):
         raise ValueError(f"{place} names {path!r}, which is private and was not imported; {TRUST_IT}")
 
@@ -281,6 +283,15 @@ def _is_users_module(package: str) -> bool:
     folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     return not any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def _is_loaded(path: str) -> bool:
+    """Whether a path is that of a class in a module that is imported already."""
+    parts = path.split(".")
+    loaded = [size for size in range(1, len(parts)) if ".".join(parts[:size]) in sys.modules]
+    return bool(loaded) and isinstance(
+        getattr(sys.modules[".".join(parts[: loaded[-1]])], parts[loaded[-1]], None), type
+    )
 
 
 def _described(target: Any) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints, recipes and folders that try to run a program; `hostile_files` makes them, and opens 200."""
 
 import copy
+import importlib
 import shutil
 
 import pytest
@@ -104,6 +105,19 @@ def test_a_trusted_checkpoint_may_name_any_package(trap):
     )
     assert trap.sprung()
     assert load_module(path, LanguageModelingTask, trust_checkpoint=True)
+
+
+def test_code_of_the_user_s_own_that_is_imported_is_no_leave_to_import_the_rest_of_it(tmp_path, monkeypatch):
+    (tmp_path / "own_code").mkdir()
+    (tmp_path / "own_code/__init__.py").write_text("from torch import nn\nclass Net(nn.Module): pass\n")
+    (tmp_path / "own_code/other.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="the package 'own_code'"):
+        check_stored({"model": {"class_path": "own_code.Net"}}, (), "a.ckpt")
+    importlib.import_module("own_code")
+    check_stored({"model": {"class_path": "own_code.Net"}}, (), "a.ckpt")
+    with pytest.raises(ValueError, match="which your program has not imported"):
+        check_stored({"model": {"class_path": "own_code.other.Net"}}, (), "a.ckpt")
 
 
 def test_trust_is_no_kind(trap):
