@@ -126,10 +126,10 @@ def logged(folder: Path) -> dict[tuple[int, str], str]:
 
 
 def final(folder: Path) -> dict[str, Any]:
-    """The last checkpoint of the newest run in a folder."""
+    """The newest checkpoint in a folder; a run that was killed behind its last step has no more to do."""
     import torch
 
-    newest = max(folder.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    newest = max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     return torch.load(newest, weights_only=True)
 
 
