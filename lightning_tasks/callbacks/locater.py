@@ -172,7 +172,8 @@ class LocAteR(Callback):
     def _name(self, trainer: pl.Trainer) -> str:
         """Of its own in the logs, by its place among its kind."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-        place = [callback for callback in callbacks if isinstance(callback, LocAteR)].index(self)
+        same = [callback for callback in callbacks if isinstance(callback, LocAteR)]
+        place = same.index(self) if self in same else 0  # another callback may hold it
         return f"locater/penalty_{place}" if place else "locater/penalty"
 
     def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
