@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.loggers import existing_part
 
 
 class SaveOnStop(Callback):
@@ -19,6 +21,19 @@ class SaveOnStop(Callback):
     the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
     callback nothing is saved. On several processes neither, as they may be told at different steps.
     """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look before hours are spent whether checkpoints can be written.
+
+        Raises:
+            ValueError: a folder that a checkpoint callback writes into is a file, or not writable.
+        """
+        for folder in {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}:
+            if folder is None or "://" in str(folder):
+                continue
+            there = existing_part(Path(folder).absolute())
+            if not there.is_dir() or not os.access(there, os.W_OK):
+                raise ValueError(f"checkpoints cannot be written to {folder}: {there} is not a folder that is writable")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where the exception is that of SIGTERM."""

@@ -88,3 +88,12 @@ def test_what_the_machine_refuses_is_one_line(demo, error, text, capsys, monkeyp
     monkeypatch.setenv("ATTNSWAP_TRACEBACK", "1")
     with pytest.raises(type(error)):
         main(["fit", "--config", demo, *LONG])
+
+
+def test_a_folder_that_takes_no_checkpoint_is_refused_before_the_first_step(demo, capsys):
+    Path("file").touch()
+    keep = '--trainer.callbacks={"class_path": "ModelCheckpoint", "init_args": {"dirpath": "file/kept"}}'
+    code, lines = ended(["fit", "--config", demo, keep], capsys)
+    assert code == 2
+    assert "file is not a folder that is writable" in lines[-1]
+    assert not Path("runs").exists()
