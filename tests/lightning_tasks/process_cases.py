@@ -103,20 +103,21 @@ class Runs:
 
     def __init__(self, folder: Path, devices: int, **options: Any):
         self.folder, self.devices, self.options = folder, devices, options
+        self.processes = devices * options.get("num_nodes", 1)
 
     def trainer(self, callbacks: list[Any] = [], name: str = "", **options: Any) -> pl.Trainer:  # noqa: B006
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         logger = CSVLogger(self.folder, name=name, version="run") if name else False
         # Not the default: a forward pass would broadcast buffers, and wait where another process has no batch.
         ddp = DDPStrategy(timeout=STALL, broadcast_buffers=False)
-        strategy = ddp if self.devices * self.options.get("num_nodes", 1) > 1 else "auto"
+        strategy = ddp if self.processes > 1 else "auto"
         given = {"accelerator": "cpu", "devices": self.devices, "strategy": strategy, "log_every_n_steps": 1}
         given |= {"default_root_dir": self.folder, "logger": logger, "max_epochs": 2, **quiet}
         return pl.Trainer(callbacks=list(callbacks), **{**given, **self.options, **options})
 
     def task(self, kind: str, num_train: int, num_val: int, callbacks: list[Any] = [], name: str = "") -> dict:  # noqa: B006
         """Fit and test; what was logged, and the weights."""
-        task, data = task_and_data(kind, max(4 // self.devices, 1), num_train, num_val)
+        task, data = task_and_data(kind, 4 // self.processes, num_train, num_val)
         run = self.trainer(callbacks, name)
         run.fit(task, data)
         logged = numbers(run)
@@ -185,7 +186,16 @@ def main(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
     return found
 
 
+def tasks(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
+    """A few runs, for more processes."""
+    torch.set_num_threads(1)
+    runs = Runs(folder, devices, **options)
+    return {kind: runs.task(kind, 4, 3) for kind in ("images", "text")}
+
+
 if __name__ == "__main__":
-    result = main(Path(sys.argv[1]), int(sys.argv[2]))
+    nodes = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    run = tasks if nodes else main
+    result = run(Path(sys.argv[1]), int(sys.argv[2]), **({"num_nodes": nodes} if nodes else {}))
     rank = torch.distributed.get_rank()
     torch.save(result, Path(sys.argv[1]) / f"result_{rank}.pt")

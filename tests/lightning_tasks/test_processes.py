@@ -1,11 +1,13 @@
 """Every task and every callback on two processes, with one sample and with an odd number, against one process."""
 
 import csv
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.lightning_tasks.process_cases import KINDS, main
+from tests.lightning_tasks.process_cases import KINDS, main, tasks
 from tests.lightning_tasks.programs import run_program
 
 
@@ -85,3 +87,29 @@ def test_what_was_predicted_is_in_one_table(one, two):
 def test_robustness_on_two_processes_is_refused_in_words(two):
     for found in two:
         assert "test with trainer.devices=1" in found["refused"]
+
+
+def check_tasks(folder, processes):
+    expected = tasks(folder / "one", 1)
+    for rank in range(processes):
+        found = read(folder / f"result_{rank}.pt")
+        for kind in expected:
+            check(found[kind], expected[kind])
+            check_weights(found[kind], expected[kind])
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_nodes_on_this_machine(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def node(rank):
+        started = ("--nnodes", "2", "--node_rank", str(rank), "--nproc_per_node", "1")
+        there = ("--master_addr", "127.0.0.1", "--master_port", port)
+        program = ("-m", "tests.lightning_tasks.process_cases", str(tmp_path), "1", "2")
+        return run_program("-m", "torch.distributed.run", *started, *there, *program)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(node, range(2)))
+    check_tasks(tmp_path, 2)
