@@ -181,7 +181,7 @@ def _model_class(cls: Any, folder: str | os.PathLike[str], hub: Mapping[str, Any
     mapping = getattr(cls, "_model_mapping", None)
     if mapping is None:
         raise TypeError(f"cls must be a class of Hugging Face models or one of their Auto classes, got {cls!r}")
-    config = AutoConfig.from_pretrained(folder, **hub)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **hub)  # it would ask, and then run it
     if type(config) not in mapping:
         raise ValueError(f"{cls.__name__} has no model for the {type(config).__name__} of {folder}; give its class")
     found = mapping[type(config)]

@@ -123,6 +123,20 @@ def test_an_auto_class_finds_the_class(tmp_path: Path) -> None:
     assert torch.equal(output(loaded), output(model))
 
 
+def test_code_that_a_folder_brings_is_not_run(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    folder = saved(model, tmp_path)
+    canary = tmp_path / "canary"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Config: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_pretrained(transformers.AutoModel, folder)
+    assert not canary.exists()
+
+
 def test_query_rows_that_no_file_holds_are_not_restored(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
