@@ -170,6 +170,8 @@ def scheduler_spec(value: Any) -> Spec | None:
 def _inner_schedules(spec: Spec) -> list[Spec]:
     """Plain data of the schedules that one is made of, at any depth."""
     entries = spec["init_args"].get("schedulers") or []
+    if not isinstance(entries, list):
+        raise TypeError(f"schedulers of {spec['class_path']} must be a list, got {entries!r}")
     inner = [
         checked_spec(entry, lr_scheduler, place=f"scheduler.schedulers[{index}]") for index, entry in enumerate(entries)
     ]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from attention_modules.mechanism import ENTRY_POINT_GROUP
-from lightning_tasks.trust import KINDS, TRUST_IT, last_name, stored_object
+from lightning_tasks.trust import KINDS, TRUST_IT, check_package, last_name, stored_object
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+_MAX_FILE = 2**20  # bytes of a file that may be a configuration
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "module_arguments")  # Lightning reads its former keys too
 
 
@@ -67,14 +72,23 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
             elif key == "_instantiator":
                 if entry not in _INSTANTIATORS:
                     raise ValueError(f"{place}.{key} is {entry!r}, which was not called; {TRUST_IT}")
+            elif "." in str(key):  # the command line's spelling of what is nested
+                first, _, rest = str(key).partition(".")
+                _check({first: {rest: entry}}, allowed, place, {})
             else:
                 _check(entry, allowed, place if key == "init_args" else f"{place}.{key}", known.get(key))
     elif isinstance(value, (list, tuple)):
         before = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
         for index, entry in enumerate(value):
             _check(entry, allowed, f"{place}[{index}]", before[index])
-    elif isinstance(value, str) and value != given and _is_name(value, last_name(place)):
-        stored_object(value, allowed, place)
+    elif isinstance(value, str) and value != given:
+        inner = _data_in(value)
+        if isinstance(inner, (Mapping, list)):
+            _check(inner, allowed, place, None)
+        elif _is_name(value, last_name(place)):
+            stored_object(value, allowed, place)
+        elif last_name(place) not in KINDS and _is_importable(value):  # which a type of the module may ask to import
+            check_package(value.partition(".")[0], value, allowed, place)
 
 
 def allowed_packages(*named: Any) -> frozenset[str]:
@@ -125,6 +139,33 @@ def _option_names(options: Any) -> Iterator[str]:
     elif isinstance(options, (list, tuple)):
         for entry in options:
             yield from _option_names(entry)
+
+
+def _data_in(text: str) -> Any:
+    """What the command line would make of a string where a type takes more: YAML, or a file of it.
+
+    Raises:
+        ValueError: if it repeats or holds itself, as no honest one does.
+    """
+    source = text
+    try:
+        if os.path.isfile(text) and os.path.getsize(text) <= _MAX_FILE:
+            source = Path(text).read_text(encoding="utf-8")
+        if "*" not in source or not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(source)):
+            return yaml.safe_load(source)
+    except (yaml.YAMLError, OSError, ValueError):  # it is neither; a date that does not exist is a ValueError
+        return None
+    except RecursionError:
+        pass
+    raise ValueError(f"YAML that repeats itself or is nested too deeply stands in a string, {text[:80]!r}; {TRUST_IT}")
+
+
+def _is_importable(value: str) -> bool:
+    """Whether a string has the form of a dotted path, and its first part is a module that can be imported."""
+    package, *names = value.split(".")
+    if not names or not all(name.isidentifier() for name in (package, *names)):
+        return False
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _is_name(value: str, place: str) -> bool:

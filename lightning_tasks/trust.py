@@ -177,7 +177,7 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
         ValueError: if it is in another package, or private there.
     """
     package, *parts = path.split(".")
-    _check_package(package, path, allowed, place)
+    check_package(package, path, allowed, place)
     if package not in LIBRARIES and package not in allowed and not _is_loaded(path):
         raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {TRUST_IT}")
     if any(part.startswith("_") or not part for part in parts):
@@ -201,7 +201,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
             raise ValueError(f"{place} names {path!r}, which was not found: {found!r} has no {name!r}")
         found = getattr(found, name)
         home = found.__name__ if isinstance(found, ModuleType) else str(getattr(found, "__module__", None))
-        _check_package(home.partition(".")[0], path, allowed, place)
+        check_package(home.partition(".")[0], path, allowed, place)
     kind = kind_of(place)
     if not isinstance(found, type) and _defined_as(found) not in kind.factories:
         raise TypeError(
@@ -212,7 +212,12 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
     return found
 
 
-def _check_package(package: str, path: str, allowed: Collection[str], place: str) -> None:
+def check_package(package: str, path: str, allowed: Collection[str], place: str) -> None:
+    """Check that a checkpoint may name something of a top-level package.
+
+    Raises:
+        ValueError: if it is neither one of `LIBRARIES`, nor allowed, nor code of the user's own that is imported.
+    """
     if package not in LIBRARIES and package not in allowed and not _is_users_module(package):
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "

@@ -2,14 +2,20 @@
 
 import copy
 import importlib
+import json
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask, load_swapped
 from lightning_tasks.__main__ import main
+from lightning_tasks.cli import _command_line, _ParsingCLI
 from lightning_tasks.hparams import build
 from lightning_tasks.loading import load_module
 from lightning_tasks.stored_names import check_stored
@@ -233,4 +239,58 @@ def test_what_an_honest_checkpoint_names_passes():
     task = ImageClassificationTask(
         model=model, num_classes=2, scheduler=schedule, attention="attention_modules.RPCAttention"
     )
-    check_stored({**task.hparams, "note": "os.system"}, (), "a.ckpt")
+    note = {"note": "as os.system", "date": "2026-99-99", "text": "*a* [b", "file": "data/train.csv", "long": "a" * 300}
+    check_stored({**task.hparams, **note}, (), "a.ckpt")
+
+
+class Foreign(LightningModule):
+    """A module of somebody's, whose types ask the command line to import what strings name."""
+
+    def __init__(self, net: nn.Module | None = None, make: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+
+
+FILE = "net.yaml"
+NET = {"class_path": f"{PACKAGE}.Net"}
+IN_STRINGS = {
+    "a name of no known place": {"net": f"{PACKAGE}.Net"},
+    "a function": {"make": f"{PACKAGE}.run"},
+    "JSON": {"net": json.dumps(NET)},
+    "long JSON": {"net": json.dumps({**NET, "init_args": {"a": "b" * 300}})},
+    "a list in YAML": {"nets": f"- {PACKAGE}.Net"},
+    "YAML with aliases": {"net": "{a: &a [b], c: *a}"},
+    "YAML that is deep": {"net": "[" * 5000},
+    "a file": {"net": FILE},
+    "an argument of an allowed class": {
+        "net": {"class_path": "torch.nn.TransformerEncoder", "init_args": {"encoder_layer": f"{PACKAGE}.Net"}}
+    },
+    "a key with dots": {"optimizer.class_path": f"{PACKAGE}.Steps"},
+    "a key with more dots": {"net.init_args.inner.class_path": f"{PACKAGE}.Net"},
+}
+
+
+@pytest.mark.parametrize("place", IN_STRINGS)
+@pytest.mark.parametrize("door", ["command", "load_module"])
+def test_names_in_strings_are_not_imported(trap, place, door):
+    with open(FILE, "w") as file:
+        json.dump(NET, file)
+    hparams = {**IN_STRINGS[place], "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    hparams["_class_path"] = f"{__name__}.Foreign"
+    content = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "hyper_parameters": hparams}
+    torch.save(content, "a.ckpt")
+    arguments = ["validate", "--ckpt_path", "a.ckpt", "--data", "datamodules.DigitsDataModule", "--model"]
+    opened = {
+        "command": lambda: _command_line(_ParsingCLI, [*arguments, f"{__name__}.Foreign"], ()),
+        "load_module": lambda: load_module("a.ckpt", Foreign),
+    }
+    with quiet(), pytest.raises(ValueError, match="--trust_checkpoint"):
+        opened[door]()
+    assert not trap.sprung()
+
+
+def test_inner_schedules_are_a_list(trap):
+    inner = {"class_path": "torch.optim.lr_scheduler.ChainedScheduler", "init_args": {"schedulers": {}}}
+    inner["init_args"]["schedulers"][f"{PACKAGE}.Rate"] = 1
+    with pytest.raises(TypeError, match="must be a list"):
+        LanguageModelingTask.load_from_checkpoint(checkpoint(scheduler=inner))
+    assert not trap.sprung()
