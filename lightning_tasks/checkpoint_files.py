@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities import rank_zero_warn
 
 _SHARDED = "meta.pt"  # what Lightning puts into the folder of a sharded checkpoint
 
@@ -52,12 +53,20 @@ def is_sharded(path: str | Path) -> bool:
     return Path(path, _SHARDED).is_file()
 
 
+def _folder(path: str | Path) -> str:
+    return str(path).rpartition("/")[0] if "://" in str(path) else os.path.realpath(os.path.dirname(path))
+
+
 class CheckedCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and moves it there once it is on the disk; checks it on reading.
 
     A run that is killed while it writes, and a disk that is full, leave the previous file of that name as it was.
     For any trainer: ``Trainer(plugins=[CheckedCheckpointIO()])``; the command uses it by itself.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: set[str] = set()  # the folders of this run
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the file, on any file system of this machine.
@@ -67,6 +76,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
+            self._written.add(_folder(path))
             return
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
@@ -77,6 +87,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
+            self._written.add(_folder(path))
         except (OSError, RuntimeError) as error:  # torch turns some errors of the file into its own
             cause = error if isinstance(error, OSError) else error.__context__
             partial.unlink(missing_ok=True)
@@ -98,3 +109,18 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """
         refuse_damaged(path)
         return super().load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint that is no longer among the best; anything else stays, with a warning.
+
+        What Lightning removes after it resumed is named by the checkpoint, a file, and it removes folders with all that
+        is in them.
+        """
+        url = "://" in str(path)
+        if not url and not os.path.exists(path):
+            return
+        inside = _folder(path) in self._written or (not url and ".." not in Path(path).parts)
+        if inside and (url or os.path.isfile(path) or is_sharded(path)):
+            super().remove_checkpoint(path)
+        else:
+            rank_zero_warn(f"{path} is not removed: it is no checkpoint that this run can have written")
