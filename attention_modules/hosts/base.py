@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
-from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
 PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
@@ -220,6 +220,8 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
                 "or spectral_norm), and only Parameters can be split; make it permanent first, as prune.remove() and "
                 "remove_weight_norm() do"
             )
+        if codes := quantized(owner):
+            return f"its projection {path!r} cannot be split: {codes}"
     return None
 
 

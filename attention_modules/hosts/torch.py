@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
 from attention_modules.hosts.query import QueryPart, query_parts
-from attention_modules.hosts.weights import Rows
+from attention_modules.hosts.weights import Rows, quantized
 from attention_modules.mechanism import AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
@@ -201,6 +201,8 @@ class MultiheadAttentionHost(Host):
     def query_refusal(self, layer: Any) -> str | None:
         if layer._parameters.get("in_proj_weight") is None:
             return "its in_proj_weight is no plain Parameter (parametrised, or kdim/vdim differ), so it cannot be split"
+        if codes := quantized(layer, "in_proj_weight"):
+            return f"its in_proj_weight cannot be split: {codes}"
         return super().query_refusal(layer)
 
     def settle(self, model: nn.Module) -> None:

@@ -46,11 +46,11 @@ class Rows:
         """
         owner: Any = self.owner
         if wrapped_by_peft(owner):
-            full = _plain(owner.base_layer.weight, owner.base_layer)
+            full = _plain(owner.base_layer)
             for adapter in _acting_adapters(owner):
                 full = full + owner.get_delta_weight(adapter)
         else:
-            full = _plain(getattr(owner, self.tensor), owner)
+            full = _plain(owner, self.tensor)
         full = full.t() if self.transposed else full.flatten(1)  # a 1 x 1 convolution's is [out, in, 1, 1]
         return full.unflatten(0, (self.blocks, -1))[:, self.start : self.stop].flatten(0, 1)
 
@@ -66,18 +66,27 @@ class Rows:
         return [owner.base_layer.weight, *factors]
 
 
-def _plain(weight: Any, owner: nn.Module) -> Tensor:
-    """The weight, refused where its numbers are the codes of a quantized one."""
+def quantized(owner: nn.Module, tensor: str = "weight") -> str | None:
+    """Why the numbers of a module's weight are no weights but the codes of a quantized one, if so."""
+    weight = getattr(owner, tensor)
     # A subclass of Tensor may call itself floating and hold codes (torchao, quanto); a Parameter's own class is fine.
     own = isinstance(weight, Tensor) and type(weight).__module__.partition(".")[0] not in QUANTIZERS
     if own and weight.dtype in READABLE:
-        return weight
+        return None
     kind = str(weight.dtype) if isinstance(weight, Tensor) else "no tensor"
-    raise ValueError(
+    return (
         f"the weight of {type(owner).__name__} is quantized ({type(weight).__name__}, {kind}): its numbers are codes, "
         "not weights; load the model unquantized, or dequantize it first (Hugging Face: model.dequantize()), or leave "
         "this layer out"
     )
+
+
+def _plain(owner: nn.Module, tensor: str = "weight") -> Tensor:
+    """The weight, refused where it is quantized."""
+    if codes := quantized(owner, tensor):
+        raise ValueError(codes)
+    weight: Tensor = getattr(owner, tensor)
+    return weight
 
 
 def _acting_adapters(owner: Any) -> list[str]:

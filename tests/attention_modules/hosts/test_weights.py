@@ -334,6 +334,24 @@ def test_quantized_weights_are_refused_by_name(how: str) -> None:
         Rows(projection, 0, 4).weight()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantized_projection_is_not_split(dtype: torch.dtype) -> None:
+    """Its scales are of the whole projection; what keeps the projection swaps."""
+    model = nn.MultiheadAttention(DIM, 2)
+    model.in_proj_weight = nn.Parameter(torch.ones(3 * DIM, DIM).to(dtype), requires_grad=False)
+    with pytest.raises(AttentionSwapError, match=r"quantized .*dequantize"):
+        swap_attention(model, "rpc")
+    assert type(model) is nn.MultiheadAttention
+    swap_attention(model, "softmax")
+    timm = pytest.importorskip("timm")
+    block = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=DIM, num_heads=2)
+    qkv = block.blocks[0].attn.qkv
+    qkv.weight = nn.Parameter(qkv.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(AttentionSwapError, match=r"'qkv' .*quantized .*dequantize"):
+        swap_attention(block, "rpc")
+    assert qkv.weight.shape == (3 * DIM, DIM)
+
+
 def test_a_monitor_is_refused_where_keys_are_int8() -> None:
     model = nn.MultiheadAttention(DIM, 2)
     model.in_proj_weight = nn.Parameter(torch.ones(3 * DIM, DIM, dtype=torch.int8), requires_grad=False)
