@@ -20,17 +20,18 @@ Action = Callable[[pl.LightningModule], None]
 
 
 def _configure_then_run(
-    pl_module: pl.LightningModule, previous: Callable[[], None] | None, actions: dict[int, Action]
+    pl_module: pl.LightningModule, previous: Callable[[], None] | None, actions: dict[int, tuple[int, Action]]
 ) -> None:
     if previous is None:
         type(pl_module).configure_model(pl_module)
     else:
         previous()
-    for action in list(actions.values()):
+    for _, action in list(actions.values()):
         action(pl_module)
 
 
-def _pending_actions(pl_module: pl.LightningModule) -> dict[int, Action] | None:
+def _pending_actions(pl_module: pl.LightningModule) -> dict[int, tuple[int, Action]] | None:
+    """By the identity of their owner, actions and the identity of the trainer that they are for."""
     hook = vars(pl_module).get("configure_model")
     if isinstance(hook, partial) and hook.func is _configure_then_run:
         return hook.args[2]
@@ -50,10 +51,10 @@ def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action
         previous = vars(pl_module).get("configure_model")
         # A partial, unlike a closure, can be copied and pickled with the module.
         pl_module.configure_model = partial(_configure_then_run, pl_module, previous, actions)  # type: ignore[method-assign]
-    present: list[Callback] = pl_module.trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-    for gone in actions.keys() - {id(callback) for callback in present}:
+    trainer = id(pl_module._trainer)
+    for gone in [each for each, (of, _) in actions.items() if of != trainer]:
         del actions[gone]  # of an earlier trainer, which ended before its callbacks could tell
-    actions[id(owner)] = action
+    actions[id(owner)] = (trainer, action)
 
 
 def before_sharding(pl_module: pl.LightningModule) -> None:
@@ -69,7 +70,7 @@ def before_sharding(pl_module: pl.LightningModule) -> None:
                 before_sharding(self)
                 fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
     """
-    for action in list((_pending_actions(pl_module) or {}).values()):
+    for _, action in list((_pending_actions(pl_module) or {}).values()):
         action(pl_module)
 
 

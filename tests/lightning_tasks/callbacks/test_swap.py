@@ -111,6 +111,20 @@ def test_fit_then_test_swaps_once(kind):
     assert [id(found) for found in mechanisms(module)] == trained
 
 
+class Holding(pl.Callback):
+    """Has a swap of its own, as a project's callback may."""
+
+    def setup(self, trainer, pl_module, stage):
+        SwapAttention("rpc").setup(trainer, pl_module, stage)
+
+
+def test_a_swap_that_another_callback_holds_is_made_beside_others():
+    """It is not among the trainer's callbacks, and the monitor's preparation must not end it."""
+    module = BuildsInConfigureModel()
+    fit(module, [Holding(), AttentionMonitor()], max_steps=1)
+    assert {type(found).__name__ for found in mechanisms(module)} == {"RPCAttention"}
+
+
 def test_the_module_is_left_without_our_hook():
     module = TinyLM()
     fit(module, [SwapAttention("softmax"), AttentionMonitor()], max_steps=1)

@@ -152,7 +152,7 @@ REFUSED = {
     "SpectrumMonitor": {"where": "nothing"},
     "AttentionMonitor": {"where": "nothing"},
     "LipschitzMonitor": {"where": "nothing"},
-    "PursuitMonitor": {},
+    "PursuitMonitor": {"where": "nothing"},
 }
 
 
