@@ -102,8 +102,19 @@ class Cell:
         return path.is_file() and self.result()["fingerprint"] == self.fingerprint
 
     def result(self) -> dict[str, Any]:
-        """The result of a finished cell."""
-        return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+        """The result of a finished cell.
+
+        Raises:
+            RecipeError: the file is damaged.
+        """
+        path = self.folder / RESULT
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecipeError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
+        if not isinstance(found, dict) or not found.keys() >= {"fingerprint", "rows"}:
+            raise RecipeError(f"{path} is damaged (it holds no result); delete it, and its cell is run again")
+        return found
 
 
 def folder_name(name: str) -> str:

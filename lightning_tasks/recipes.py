@@ -89,20 +89,32 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        values = _count_values(content, {}, 0)
     except RecursionError as error:
         raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, ValueError) as error:  # of a date that is none, say
         raise RecipeError(f"{path} is no YAML: {error}") from error
-    if values > _MAX_VALUES:
-        raise RecipeError(f"{path} stands for more than {_MAX_VALUES} values, as its aliases repeat others")
+    check_size(content, path)
     if not isinstance(content, dict):
         raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
     if strange := [key for key in content if not isinstance(key, str)]:
         raise RecipeError(f"{path}: the name {strange[0]!r} is no text; put it into quotes")
     return content
+
+
+def check_size(content: Any, path: Path) -> None:
+    """Check that nested data from a file is no deeper and no larger than settings are.
+
+    Raises:
+        RecipeError: it is, aliases counted as often as they stand there.
+    """
+    try:
+        values = _count_values(content, {}, 0)
+    except RecursionError as error:
+        raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
+    if values > _MAX_VALUES:
+        raise RecipeError(f"{path} stands for more than {_MAX_VALUES} values, as its aliases repeat others")
 
 
 def _count_values(node: Any, counted: dict[int, int], depth: int) -> int:

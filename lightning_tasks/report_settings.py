@@ -11,7 +11,7 @@ import yaml
 
 from lightning_tasks.callbacks.swap import SWAPPED
 from lightning_tasks.reason import reason
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.recipes import RecipeError, check_size
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
 # classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.
@@ -47,8 +47,9 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
             continue
         try:
             content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
-            raise RecipeError(f"{path} cannot be read: {error}") from error
+        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+            raise RecipeError(f"{path} cannot be read: {reason(error)}") from error
+        check_size(content, path)
         if content is not None and not isinstance(content, dict):
             raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
         if content:

@@ -1,6 +1,7 @@
 """A comparison's folder: one comparison at a time, and nothing outside of it is deleted."""
 
 import multiprocessing
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_a_cell_that_is_a_link_is_refused(comparison, tmp_path, link, capsys):
     assert treasure.read_text() == "kept"
     with pytest.raises(ValueError, match="symbolic link"):
         Cell("demo", "demo.yaml", (), 0, "out").clear()
+
+
+@pytest.mark.parametrize("content", ['{"fingerprint": "a', "[3]", "\xff"])
+def test_a_damaged_result_is_named_before_anything_runs(comparison, content, capsys):
+    result = Path("out/cells/demo/seed_1/result.json")
+    result.parent.mkdir(parents=True)
+    result.write_text(content, encoding="latin-1")
+    with pytest.raises(SystemExit) as stop:
+        main([*comparison, "--seeds=0,1"])
+    assert stop.value.code == 2
+    assert re.search(r"out/cells/demo/seed_1/result.json is damaged .*delete it", capsys.readouterr().err)
+    assert not Path("out/cells/demo/seed_0").exists()
 
 
 def test_a_cache_entry_that_is_a_link_loses_the_link_alone(tmp_path):

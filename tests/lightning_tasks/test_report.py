@@ -158,6 +158,21 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys, file, content, message):
     assert not list(tmp_path.glob("report.html*"))
 
 
+def test_aliases_that_stand_for_very_many_values_are_refused(tmp_path, capsys):
+    folder = run_folder(tmp_path / "a", 0)
+    rows = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (folder / "config.yaml").write_text("\n".join(rows))
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(folder), "--output", str(tmp_path / "page.html")])
+    assert stop.value.code == 2
+    assert re.search(r"config.yaml stands for more than 1000000 values, as its aliases", capsys.readouterr().err)
+    (folder / "config.yaml").write_text("a: &a [*a]")
+    with pytest.raises(SystemExit):
+        main(["report", str(folder), "--output", str(tmp_path / "page.html")])
+    assert "config.yaml is nested more than" in capsys.readouterr().err
+
+
 def test_the_output_must_be_a_file_in_a_folder(tmp_path, capsys):
     folder = run_folder(tmp_path / "run")
     with pytest.raises(SystemExit):
