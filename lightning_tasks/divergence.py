@@ -21,8 +21,11 @@ SKIPPED = "non_finite/skipped"
 
 
 def is_loss(metric: str) -> bool:
-    """Whether a metric is a loss by its name: ``train/loss``, ``val/loss_epoch``, ``loss``, ``val/perplexity``."""
-    name = metric.rpartition("/")[2].removesuffix("_step").removesuffix("_epoch")
+    """Whether a metric is a loss by its name: ``train/loss``, ``val/loss_epoch``, ``loss``, ``val/perplexity``.
+
+    What Lightning adds where there are several data loaders is left out: ``val/loss/dataloader_idx_0``.
+    """
+    name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2].removesuffix("_step").removesuffix("_epoch")
     return name in ("loss", "perplexity") or name.endswith("_loss")
 
 

@@ -136,6 +136,13 @@ def test_only_losses_tell_of_divergence(log):
     assert divergence(values, log.parent) == ["diverged: val/loss is inf (first at step 2)"]
     assert divergence(values, None) == ["diverged: val/loss is inf"]
     assert divergence({"train/loss": 1.0}, log.parent) == []
-    names = {"train/loss": True, "loss": True, "val/perplexity": True, "train/decode_loss_epoch": True}
+    names = {
+        "val/loss/dataloader_idx_1": True,
+        "val/accuracy/dataloader_idx_0": False,
+        "train/loss": True,
+        "loss": True,
+        "val/perplexity": True,
+        "train/decode_loss_epoch": True,
+    }
     names |= {"attention/entropy": False, "val/miou": False, "losses/other": False}
     assert {name: is_loss(name) for name in names} == names
