@@ -142,6 +142,11 @@ def test_parts_are_no_recipes():
     assert all((CONFIGS / folder).is_dir() for folder in PART_FOLDERS)
 
 
+def test_the_names_of_strategies_are_public():
+    promised = {f"strategy/{name}" for name in ("single", "ddp", "ddp_multinode", "fsdp2", "fsdp")}
+    assert promised <= set(PARTS)
+
+
 # -- every shipped file ------------------------------------------------------------------------------------------------
 
 
