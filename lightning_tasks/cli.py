@@ -27,6 +27,7 @@ from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
+from lightning_tasks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.refusals import library_refusal
@@ -268,7 +269,7 @@ class AttnswapCLI(LightningCLI):
         elif self.config.subcommand != "fit" and not section.ckpt_path:
             rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
         if self.config.subcommand == "fit" and section.ckpt_path:
-            self.trainer_defaults["callbacks"].append(CheckResumedOptimizer())
+            self.trainer_defaults["callbacks"] += [CheckResumedOptimizer(), WarnOfMissedValidation()]
         self.trainer_defaults["callbacks"].append(SaveOnStop())
         if self.config.subcommand == "predict":
             self.trainer_defaults["callbacks"].append(PredictionTable())

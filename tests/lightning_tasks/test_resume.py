@@ -1,5 +1,6 @@
 """A run that is killed in the middle of an epoch and resumed ends bit-identical to one that was not."""
 
+import warnings
 from signal import SIGTERM
 
 import lightning.pytorch as pl
@@ -12,7 +13,8 @@ from datamodules import PythonSourceDataModule
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
-from tests.lightning_tasks.demo import Signal
+from lightning_tasks.missed_validation import WarnOfMissedValidation
+from tests.lightning_tasks.demo import DemoModule, Signal
 
 MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
 STEPS = 23
@@ -106,3 +108,32 @@ def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, vali
     resumed, trainer = fit(tmp_path / "resumed", text, ckpt_path=saved, **options)
     assert trainer.global_step == STEPS
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+VALIDATIONS = {
+    "interval": ({"val_check_interval": 2}, {2, 4, 6}),
+    "epoch": ({}, {4}),
+    "second epoch": ({"check_val_every_n_epoch": 2}, set()),
+    "any epoch": ({"val_check_interval": 3, "check_val_every_n_epoch": None}, {3, 6}),
+    "none": ({"limit_val_batches": 0}, set()),
+}
+
+
+@pytest.mark.parametrize(("options", "due"), VALIDATIONS.values(), ids=VALIDATIONS)
+def test_a_validation_that_resuming_leaves_out_is_said(tmp_path, options, due):
+    """Checkpoints of each step; at these steps Lightning had validated right after saving."""
+
+    def fit(steps, path=None, folder=tmp_path / "resumed"):
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        own = {"limit_train_batches": 4, "max_steps": steps, "logger": False, "default_root_dir": tmp_path, **options}
+        shown = {"enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[WarnOfMissedValidation(), saves], **shown, **own)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.fit(DemoModule(), ckpt_path=path, weights_only=True if path else None)
+        return [text for each in said if "is left out: the checkpoint" in (text := str(each.message))]
+
+    assert not fit(6, folder=tmp_path)
+    for step in (1, 2, 3, 4, 6):
+        found = fit(7, tmp_path / f"step={step}.ckpt")
+        assert [f"due at step {step} " in text for text in found] == [True] * (step in due)

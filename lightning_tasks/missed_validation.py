@@ -1,0 +1,52 @@
+"""A validation that a resumed run leaves out, said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_tasks.callbacks.base import Callback
+
+
+class WarnOfMissedValidation(Callback):
+    """Warns where a fit resumes from a checkpoint that was saved between a step and the validation due at it.
+
+    `ModelCheckpoint` saves by `every_n_train_steps` before Lightning validates, and on resuming Lightning starts with
+    the next step.
+    """
+
+    def __init__(self) -> None:
+        self._checkpoint: dict[str, Any] | None = None
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        loops = checkpoint.get("loops") or {}
+        progress = loops.get("fit_loop", {}).get("epoch_loop.batch_progress")
+        self._checkpoint = progress and {**progress, "epoch": checkpoint["epoch"]}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._checkpoint and _was_due(trainer, self._checkpoint):
+            rank_zero_warn(
+                f"a validation was due at step {trainer.global_step} and is left out: the checkpoint was saved before "
+                "it, and a resumed run starts with the next step; where each counts, save at the end of validations "
+                "(ModelCheckpoint without every_n_train_steps)"
+            )
+        self._checkpoint = None
+
+
+def _was_due(trainer: pl.Trainer, saved: dict[str, Any]) -> bool:
+    """Whether Lightning's rule has a validation after the batch in whose end the checkpoint was saved."""
+    current, every, epochs = saved["current"], trainer.val_check_batch, trainer.check_val_every_n_epoch
+    within_the_batch = current["processed"] > current["completed"]
+    if not within_the_batch or not trainer.enable_validation or not isinstance(every, (int, float)):
+        return False
+    if epochs is not None and (saved["epoch"] + 1) % epochs:
+        return False
+    if math.isinf(every):
+        return bool(saved["is_last_batch"])
+    batches = (saved["total"] if epochs is None else current)["ready"]
+    return bool(batches % every == 0)
