@@ -24,7 +24,8 @@ them away, float64 1e-13). Refusals are errors that leave the model as it was:
 
 What else to know:
 
-- Swap before the optimizer is built, and before DataParallel, DDP, FSDP and `torch.compile` (all of which are refused).
+- Swap before the optimizer is built, and before DataParallel, DDP, FSDP and `torch.compile`, which are refused; a model
+  sharded by `fully_shard` takes what changes no Parameter ([scaling.md](scaling.md)).
   A mechanism with a query leaves every Parameter the same object; one without shrinks the projection to keys and
   values: a new Parameter. The report says how many are new. The first step of an optimizer that holds a Parameter of
   before raises `RuntimeError` instead of leaving the new one as it is; build the optimizer and its scheduler again. A
