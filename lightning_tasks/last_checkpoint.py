@@ -26,7 +26,8 @@ def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:
         RecipeError: there is none; the text names the folders.
     """
     patterns = dict.fromkeys(_patterns(trainer, recipe))
-    found = [path for folder, pattern in patterns for path in folder.glob(pattern)]
+    # A link may outlive its file: save_last="link" makes one to a checkpoint that is removed later.
+    found = [path for folder, pattern in patterns for path in folder.glob(pattern) if path.exists()]
     for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True):
         fault = _fault(path, resumes)
         if fault is None:

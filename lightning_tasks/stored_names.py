@@ -13,9 +13,11 @@ from typing import Any
 import yaml
 
 from attention_modules.mechanism import ENTRY_POINT_GROUP
-from lightning_tasks.trust import KINDS, TRUST_IT, check_package, last_name, stored_object
+from lightning_tasks.hparams import import_object
+from lightning_tasks.trust import KINDS, LIBRARIES, TRUST_IT, check_package, last_name, stored_object
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+_COMPUTE = (None, "torch", "torch.nn.functional", "torch.nn.init")  # None: what is built in, as torch.relu
 _MAX_FILE = 2**20  # bytes of a file that may be a configuration
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "module_arguments")  # Lightning reads its former keys too
 
@@ -89,6 +91,7 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
             stored_object(value, allowed, place)
         elif last_name(place) not in KINDS and _is_importable(value):  # which a type of the module may ask to import
             check_package(value.partition(".")[0], value, allowed, place)
+            _check_callable(value, allowed, place)
 
 
 def allowed_packages(*named: Any) -> frozenset[str]:
@@ -139,6 +142,22 @@ def _option_names(options: Any) -> Iterator[str]:
     elif isinstance(options, (list, tuple)):
         for entry in options:
             yield from _option_names(entry)
+
+
+def _check_callable(path: str, allowed: Collection[str], place: str) -> None:
+    """Refuse a function of a library where a type may ask for any callable, but for those of torch that compute.
+
+    Raises:
+        ValueError, TypeError: as :func:`stored_object`.
+    """
+    if path.partition(".")[0] not in LIBRARIES:
+        return
+    try:
+        found = import_object(path)
+    except (ImportError, ValueError):  # it stands for nothing
+        return
+    if callable(found) and getattr(found, "__module__", None) not in _COMPUTE:
+        stored_object(path, allowed, place)
 
 
 def _data_in(text: str) -> Any:

@@ -240,6 +240,12 @@ def test_what_an_honest_checkpoint_names_passes():
         model=model, num_classes=2, scheduler=schedule, attention="attention_modules.RPCAttention"
     )
     note = {"note": "as os.system", "date": "2026-99-99", "text": "*a* [b", "file": "data/train.csv", "long": "a" * 300}
+    note |= {
+        "dtype": "torch.float32",
+        "activation": "torch.nn.functional.relu",
+        "other": "torch.tanh",
+        "none": "torch.b",
+    }
     check_stored({**task.hparams, **note}, (), "a.ckpt")
 
 
@@ -255,6 +261,9 @@ NET = {"class_path": f"{PACKAGE}.Net"}
 IN_STRINGS = {
     "a name of no known place": {"net": f"{PACKAGE}.Net"},
     "a function": {"make": f"{PACKAGE}.run"},
+    "a function of a library": {"make": "torch.hub.load"},
+    "a re-exported function": {"make": "torch.utils.cpp_extension.subprocess.check_output"},
+    "a class that runs a program": {"make": "lightning.pytorch.cli.LightningCLI"},
     "JSON": {"net": json.dumps(NET)},
     "long JSON": {"net": json.dumps({**NET, "init_args": {"a": "b" * 300}})},
     "a list in YAML": {"nets": f"- {PACKAGE}.Net"},
@@ -283,7 +292,7 @@ def test_names_in_strings_are_not_imported(trap, place, door):
         "command": lambda: _command_line(_ParsingCLI, [*arguments, f"{__name__}.Foreign"], ()),
         "load_module": lambda: load_module("a.ckpt", Foreign),
     }
-    with quiet(), pytest.raises(ValueError, match="--trust_checkpoint"):
+    with quiet(), pytest.raises(ValueError, match="--trust_checkpoint|It was not called"):
         opened[door]()
     assert not trap.sprung()
 

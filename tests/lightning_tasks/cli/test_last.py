@@ -45,6 +45,7 @@ def test_a_torn_file_and_one_of_weights_are_left_out(demo, said, capsys):
     good = checkpoint()
     torn = good.with_name("torn.ckpt")
     torn.write_bytes(good.read_bytes()[:-100])
+    good.with_name("link.ckpt").symlink_to("gone.ckpt")
     bare = good.with_name("bare.ckpt")
     content = torch.load(good, weights_only=True)
     del content["optimizer_states"]
