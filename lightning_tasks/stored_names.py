@@ -59,6 +59,8 @@ def check_stored(
         _check(value, allowed, place, given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{source}: {place} is nested too deeply, or holds itself; {TRUST_IT}") from error
 
 
 def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None:

@@ -292,7 +292,7 @@ def test_names_in_strings_are_not_imported(trap, place, door):
         "command": lambda: _command_line(_ParsingCLI, [*arguments, f"{__name__}.Foreign"], ()),
         "load_module": lambda: load_module("a.ckpt", Foreign),
     }
-    with quiet(), pytest.raises(ValueError, match="--trust_checkpoint|It was not called"):
+    with quiet(), pytest.raises(ValueError, match=r"--trust_checkpoint|It was not called"):
         opened[door]()
     assert not trap.sprung()
 
