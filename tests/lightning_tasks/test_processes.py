@@ -99,6 +99,12 @@ def check_tasks(folder, processes):
 
 
 @pytest.mark.slow
+def test_four_processes(tmp_path):
+    run_program("-m", "tests.lightning_tasks.process_cases", str(tmp_path), "4", "1")
+    check_tasks(tmp_path, 4)
+
+
+@pytest.mark.slow
 def test_torchrun_with_two_nodes_on_this_machine(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
