@@ -143,7 +143,16 @@ class TokenSelectionDataModule(DataModule):
         return self._loader(1)
 
     def predict_dataloader(self) -> TRAIN_DATALOADERS:
-        """The inputs, once."""
+        """The inputs, once.
+
+        Raises:
+            ValueError: on several processes, which cannot share the one batch that there is.
+        """
+        if self.world_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} has one batch, which {self.world_size} processes cannot share: predict with "
+                "trainer.devices=1"
+            )
         return self._loader(1)
 
     def _loader(self, times: int) -> DataLoader[tuple[Tensor, ...]]:

@@ -30,8 +30,8 @@ class TokenWindows(Dataset):
 
     def __init__(self, ids: np.ndarray, num_tokens: int, start: int, multiple_of: int = 1) -> None:
         self.ids, self.num_tokens, self.start = ids, num_tokens, start
-        windows = -(-len(ids) // num_tokens)
-        self._length = -(-windows // multiple_of) * multiple_of
+        self.num_real = -(-len(ids) // num_tokens)  # windows that hold tokens
+        self._length = -(-self.num_real // multiple_of) * multiple_of
 
     def __len__(self) -> int:
         return self._length

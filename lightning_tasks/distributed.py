@@ -16,7 +16,8 @@ def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
     """Which rows ``[rows]`` of a batch a :class:`DistributedSampler` added to make all processes' shares equal.
 
     It hands out position ``rank + i * num_replicas`` as the i-th sample, and repeats samples beyond the data set's
-    end. None where nothing can be repeated (another sampler, or ``drop_last``). A list of one loader counts as it.
+    end. Those that the data set itself filled up with, from its ``num_real`` on, count as repeated. None where nothing
+    can be repeated (another sampler, or ``drop_last``). A list of one loader counts as it.
     """
     if isinstance(dataloader, (list, tuple)) and len(dataloader) == 1:
         (dataloader,) = dataloader
@@ -25,7 +26,8 @@ def repeated_rows(dataloader: Any, batch_idx: int, rows: int) -> Tensor | None:
         return None
     first = batch_idx * dataloader.batch_size
     positions = sampler.rank + torch.arange(first, first + rows) * sampler.num_replicas
-    return positions >= len(sampler.dataset)  # type: ignore[arg-type]
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    return positions >= min(samples, getattr(dataloader.dataset, "num_real", samples))
 
 
 class EpochSums:
@@ -56,6 +58,18 @@ class EpochSums:
         means = (whole[:, 0] / whole[:, 1]).float()
         added = whole[:, 2].tolist()
         return {name: mean for name, mean, processes in zip(names, means, added, strict=True) if processes}
+
+
+def mean_of_processes(trainer: Any, value: Tensor, rows: int) -> Tensor:
+    """The mean of a batch's value, a scalar, over the processes whose batch has rows; NaN where none has.
+
+    Every process must call this, also one without rows, whose value is finite and counts for nothing.
+    """
+    if getattr(trainer, "world_size", 1) == 1:
+        return value
+    counts = torch.full_like(value, float(rows > 0))
+    total, processes = trainer.strategy.reduce(torch.stack([value * counts, counts]), reduce_op="sum")
+    return total / processes
 
 
 def log_joined(pl_module: Any, values: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from torchmetrics.classification import (
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
 from lightning_tasks.class_report import class_table, draw_confusion
-from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.mean import WeightedMean
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.mixing import Mixing, step_seed
@@ -212,12 +212,16 @@ class ImageClassificationTask(BaseTask):
         seed = step_seed(self.current_epoch, self.global_rank, batch_idx)
         images, targets = self.mixing(self.normalise(images), labels, seed)
         logits = self.model(images)
-        if not len(labels):  # every image of the batch was damaged
-            return logits.sum()
-        loss = self._soft_loss(logits.float(), targets)
-        self.train_top1(logits, targets.argmax(1))
-        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(labels))
-        self.log("train/top1", self.train_top1, batch_size=len(labels))
+        if len(labels):
+            loss = self._soft_loss(logits.float(), targets)
+            self.train_top1(logits, targets.argmax(1))
+            self.log("train/top1", self.train_top1, batch_size=len(labels))
+        else:  # every image of the batch was damaged
+            loss = logits.float().sum()
+            if getattr(self._trainer, "world_size", 1) == 1:
+                return loss
+        joined = mean_of_processes(self._trainer, loss.detach(), len(labels))
+        self.log("train/loss", joined, prog_bar=True, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

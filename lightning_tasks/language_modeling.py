@@ -162,8 +162,9 @@ class LanguageModelingTask(BaseTask):
     def _evaluate(self, metrics: MetricCollection, dataloader: Any, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
         repeated = repeated_rows(dataloader, batch_idx, len(targets))
-        if repeated is not None:
-            targets = targets.masked_fill(repeated.to(targets.device).unsqueeze(1), IGNORE_INDEX)
-        total, count = self._loss(inputs, targets)
-        metrics.update(total / count.clamp(min=1), count)
+        if repeated is not None and repeated.any():  # not run, so that no monitor sees them either
+            inputs, targets = inputs[~repeated], targets[~repeated]
+        if len(targets):
+            total, count = self._loss(inputs, targets)
+            metrics.update(total / count.clamp(min=1), count)
         self.log_dict(metrics, prog_bar=True, batch_size=len(inputs))

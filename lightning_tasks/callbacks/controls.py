@@ -13,6 +13,7 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.limits import check_choice, check_number
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.strategies import refuse_flat_shards
 
 
 def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -47,6 +48,10 @@ class _QKControl(Callback):
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse_flat_shards(trainer, f"{type(self).__name__} cannot hold or change weights")
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._entries = qk_entries(attention_layers(pl_module, self.where, self.layers, self.exclude))
 
@@ -64,8 +69,8 @@ class QKWeightDecay(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``weight_decay`` is no finite number, or negative; when a fit starts, if no layer matches or its
-            weights cannot be decayed alone, see :func:`qk_entries`.
+        ValueError: if ``weight_decay`` is no finite number, or negative; when a fit starts, if the strategy is FSDP1 or
+            DeepSpeed, no layer matches or its weights cannot be decayed alone, see :func:`qk_entries`.
     """
 
     def __init__(
@@ -100,8 +105,8 @@ class FreezeQK(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: when a fit starts, if :class:`LocAteR` trains one of the same layers, no layer matches, or its
-            weights cannot be told apart, see :func:`qk_entries`.
+        ValueError: when a fit starts, if the strategy is FSDP1 or DeepSpeed, :class:`LocAteR` trains one of the same
+            layers, no layer matches, or its weights cannot be told apart, see :func:`qk_entries`.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,14 +15,9 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, reshard, whole
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.limits import check_choice, check_number
+from lightning_tasks.callbacks.strategies import refuse_flat_shards
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
-
-# Strategies that keep a rank's share of parameters or gradients where `.grad` is not what the optimizer reads.
-_REFUSED_STRATEGIES = {
-    "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
-    "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
-}
 
 
 class LocAteR(Callback):
@@ -100,9 +95,8 @@ class LocAteR(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _REFUSED_STRATEGIES and not self.observe_only:
-                raise ValueError(f"LocAteR cannot add to gradients here: {_REFUSED_STRATEGIES[kind.__name__]}")
+        if not self.observe_only:
+            refuse_flat_shards(trainer, "LocAteR cannot add to gradients")
         self._initial_traces = {}  # of an earlier fit; those of a resumed run are loaded after this
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,6 +16,7 @@ from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
 from lightning_tasks.callbacks.limits import check_choice
+from lightning_tasks.callbacks.strategies import refuse_flat_shards
 from lightning_tasks.eager import eager
 
 ForwardPreHook = Callable[..., None]
@@ -30,7 +31,8 @@ class LayerObserver(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``layers`` are no integers; when a trainer starts, if it has a second such callback.
+        ValueError: if ``layers`` are no integers; when a trainer starts, if it has a second such callback, or the
+            strategy is FSDP1 or DeepSpeed.
     """
 
     def __init__(self, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
@@ -40,6 +42,7 @@ class LayerObserver(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, self)
+        refuse_flat_shards(trainer, f"{type(self).__name__} cannot observe layers")
         self._close_unread()  # of a trainer that ended before it could tell
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.limits import check_choice, check_integer
 from lightning_tasks.callbacks.steps import layer_label, log_now
+from lightning_tasks.callbacks.strategies import refuse_flat_shards
 from lightning_tasks.charts import keeps_history, log_histogram
 from lightning_tasks.current_step import current_step
 from lightning_tasks.pictures import save_picture
@@ -57,7 +58,7 @@ class SpectrumMonitor(Callback):
 
     Raises:
         ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches, or the
-            trainer has a second ``SpectrumMonitor``.
+            trainer has a second ``SpectrumMonitor``, or the strategy is FSDP1 or DeepSpeed.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class SpectrumMonitor(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, self)
+        if stage == "fit":
+            refuse_flat_shards(trainer, "SpectrumMonitor cannot read weights")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         attention_layers(pl_module, self.where, self.layers, self.exclude)  # refused here, before anything is written

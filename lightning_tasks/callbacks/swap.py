@@ -53,7 +53,8 @@ class SwapAttention(Callback):
         ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
             when a trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention``
             chose the same layer, a weight-averaging callback copied the module before, the strategy trains in spawned
-            or forked processes, or ``layers=`` counted before the module's ``setup`` built more.
+            or forked processes, or is DeepSpeed's stage 3 where the mechanism drops the query, or ``layers=`` counted
+            before the module's ``setup`` built more.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
     """
@@ -100,6 +101,11 @@ class SwapAttention(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._check_averaging(trainer, pl_module)
+        if not self._class.uses_query and getattr(trainer.strategy, "zero_stage_3", False):
+            raise ValueError(
+                f"SwapAttention: {self.mechanism!r} drops the query projection, whose weights DeepSpeed (stage 3) "
+                "spread over processes when the module was built; use DDP, or DeepSpeed's stage 2"
+            )
         self._trains = stage == "fit"
         if not _built_later(pl_module) or self._finds_layers(pl_module):
             self._swap(pl_module)  # later callbacks may copy the module in their setup, and its own may compile it

@@ -1,5 +1,7 @@
 """Inputs for token selection: sizes, planted selections, seeds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -56,3 +58,10 @@ def test_random_sizes_and_batches():
 def test_bad_settings(options, words):
     with pytest.raises(ValueError, match=words):
         TokenSelectionDataModule(**options)
+
+
+def test_one_batch_is_not_predicted_on_two_processes():
+    data = TokenSelectionDataModule("joint")
+    data.trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match=r"one batch, which 2 processes cannot share: .*devices=1"):
+        data.predict_dataloader()

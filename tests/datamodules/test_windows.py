@@ -36,6 +36,7 @@ def test_every_token_is_a_target_exactly_once(size, num_tokens, multiple_of):
     assert len(data) % multiple_of == 0
     _, targets = data.__getitems__(range(len(data)))
     assert targets[targets != IGNORED].tolist() == list(range(100, 100 + size))
+    assert (targets != IGNORED).any(1).sum() == data.num_real
 
 
 @given(st.integers(1, 60), st.integers(1, 20))

@@ -19,11 +19,13 @@ from lightning_tasks.callbacks import (
     FreezeQK,
     LipschitzMonitor,
     LocAteR,
+    NonFiniteGuard,
     PredictionTable,
     PursuitMonitor,
     QKWeightDecay,
     RobustnessEvaluation,
     RunSummary,
+    SaveOnStop,
     SegmentationOverlay,
     SpectrumMonitor,
     SwapAttention,
@@ -162,14 +164,15 @@ def main(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
     runs = Runs(folder, devices, **options)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        found[f"{kind}, three"] = runs.task(kind, 4, 3)
-    watching = {
+        watching = [AttentionMonitor(stages=("validation", "test"))] if kind != "selection" else []
+        found[f"{kind}, three"] = runs.task(kind, 4, 3, watching)
+    callbacks_of = {
         "images": [*monitors()[:1], PursuitMonitor(), AttentionMapLogger(), RunSummary("val/loss")],
-        "text": [*monitors(), LocAteR(0.1), RunSummary()],
+        "text": [*monitors(), LocAteR(0.1), NonFiniteGuard(), SaveOnStop(), RunSummary()],
         "masks": [*monitors()[:1], PursuitMonitor(), SegmentationOverlay()],
         "selection": [RunSummary("val/loss")],
     }
-    for kind, callbacks in watching.items():
+    for kind, callbacks in callbacks_of.items():
         found[f"{kind}, one"] = runs.task(kind, 1, 1, callbacks, name=kind)
         if kind != "selection":  # Lightning refuses to predict fewer batches than processes, and it has one
             runs.trainer([PredictionTable()], name=f"{kind}_predicted").predict(*task_and_data(kind, 1, 1, 3))
@@ -190,7 +193,8 @@ def tasks(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
     """A few runs, for more processes."""
     torch.set_num_threads(1)
     runs = Runs(folder, devices, **options)
-    return {kind: runs.task(kind, 4, 3) for kind in ("images", "text")}
+    monitor = {"stages": ("validation", "test")}
+    return {kind: runs.task(kind, 4, 3, [AttentionMonitor(**monitor), NonFiniteGuard()]) for kind in ("images", "text")}
 
 
 if __name__ == "__main__":

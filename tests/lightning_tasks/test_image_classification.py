@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -120,6 +121,20 @@ def test_any_number_of_images_can_be_trained_on(count):
     loss.backward()
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.grad).all() for p in module.parameters() if p.grad is not None)
+
+
+def test_a_batch_of_damaged_images_joins_as_often_and_counts_for_nothing(monkeypatch):
+    """Of two processes, of which the other one's loss is 2."""
+    module, joined, logged = built(), [], []
+    other = torch.tensor([2.0, 1.0])
+    strategy = SimpleNamespace(reduce=lambda own, reduce_op: joined.append(own) or own + other)
+    module._trainer = SimpleNamespace(world_size=2, global_rank=0, current_epoch=0, strategy=strategy)
+    monkeypatch.setattr(module, "log", lambda name, value, **given: logged.append((name, value, given)))
+    own = [module.training_step((images(count), torch.arange(count)), 0) for count in (4, 0)]
+    assert len(joined) == 2
+    losses = [value for name, value, _ in logged if name == "train/loss"]
+    assert losses == [(own[0] + 2) / 2, 2.0]
+    assert not any(given.get("sync_dist") for *_, given in logged)  # joined already
 
 
 def test_mixing_is_timms_and_follows_from_its_seed():

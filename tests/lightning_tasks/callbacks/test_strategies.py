@@ -1,0 +1,45 @@
+"""FSDP1 and DeepSpeed are refused by name, with the cure, by what cannot work there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_tasks.callbacks import (
+    AttentionMapLogger,
+    AttentionMonitor,
+    FreezeQK,
+    LipschitzMonitor,
+    LocAteR,
+    PursuitMonitor,
+    QKWeightDecay,
+    SpectrumMonitor,
+    SwapAttention,
+)
+from tests.lightning_tasks.callbacks.modules import TinyLM
+
+REFUSED = [AttentionMapLogger, AttentionMonitor, FreezeQK, LipschitzMonitor, PursuitMonitor, SpectrumMonitor]
+
+
+def trainer(strategy, **attributes):
+    return SimpleNamespace(strategy=type(strategy, (), attributes)(), callbacks=[])
+
+
+@pytest.mark.parametrize("strategy", ["FSDPStrategy", "DeepSpeedStrategy"])
+@pytest.mark.parametrize(
+    "callback", [*(kind() for kind in REFUSED), LocAteR(0.1), QKWeightDecay(0.1)], ids=lambda one: type(one).__name__
+)
+def test_what_reads_layers_weights_or_gradients_is_refused(callback, strategy):
+    run = trainer(strategy)
+    run.callbacks.append(callback)
+    named = "FSDP1" if strategy == "FSDPStrategy" else "DeepSpeed"
+    with pytest.raises(ValueError, match=rf"{type(callback).__name__} cannot .*{named} .*use .*DDP"):
+        callback.setup(run, TinyLM(), "fit")
+
+
+def test_a_query_is_not_dropped_from_weights_that_deepspeed_spread():
+    run = trainer("DeepSpeedStrategy", zero_stage_3=True)
+    module = TinyLM()
+    with pytest.raises(ValueError, match=r"'rpc' drops the query .*DeepSpeed \(stage 3\).*use DDP"):
+        SwapAttention("rpc").setup(run, module, "validate")
+    before = module.state_dict().keys()
+    assert before == TinyLM().state_dict().keys()
