@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence, Sized
 from functools import partial
-from typing import Any
+from mmap import mmap
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from torch.utils.data import Dataset, RandomSampler
 
 IGNORED = -100
 """The target of a position that does not count (the default of `torch.nn.functional.cross_entropy`)."""
+
+
+class CutFileError(OSError):
+    """A file of prepared tokens that was cut while it was read."""
 
 
 class TokenWindows(Dataset):
@@ -39,8 +44,9 @@ class TokenWindows(Dataset):
     def __getstate__(self) -> dict[str, Any]:
         """A memory map travels to another process as the name of its file, not as its content."""
         state = self.__dict__.copy()
-        if isinstance(self.ids, np.memmap):
-            state["ids"] = partial(np.memmap, self.ids.filename, dtype=self.ids.dtype, mode="r")
+        if _whole_map(self.ids):
+            names = {"dtype": self.ids.dtype, "offset": self.ids.offset, "shape": self.ids.shape}
+            state["ids"] = partial(np.memmap, self.ids.filename, mode="r", **names)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,7 +58,12 @@ class TokenWindows(Dataset):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch of windows as (inputs `[B, T]`, targets `[B, T]`), int64."""
+        """A batch of windows as (inputs `[B, T]`, targets `[B, T]`), int64.
+
+        Raises:
+            CutFileError: the file of a memory map has become shorter.
+        """
+        _refuse_cut(self.ids)
         size = len(self.ids)
         places = np.asarray(indices, dtype=np.int64)[:, None] * self.num_tokens + np.arange(-1, self.num_tokens)
         tokens = self.ids[places.clip(0, size - 1)].astype(np.int64)  # [B, T + 1]
@@ -60,6 +71,27 @@ class TokenWindows(Dataset):
         inputs = np.where(inside, tokens, self.start)[:, :-1]
         targets = np.where(inside, tokens, IGNORED)[:, 1:]
         return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
+
+
+def _whole_map(ids: Any) -> TypeGuard[np.memmap]:
+    """Whether an array is a memory map as it was opened; a part of one does not know its place in the file."""
+    return isinstance(ids, np.memmap) and isinstance(ids.base, mmap)
+
+
+def _refuse_cut(ids: Any) -> None:
+    """Refuse a memory map whose file has become shorter: reading behind its end would end the process by SIGBUS.
+
+    A cut between this look and the read still does that; a `pread` for each window took four times as long as the map.
+    """
+    if not _whole_map(ids):
+        return
+    file: Any = ids.base
+    found, expected = file.size(), ids.offset + ids.nbytes
+    if found < expected:
+        raise CutFileError(
+            f"{ids.filename} has {found} bytes and had {expected} when it was opened: it was cut while it was read. "
+            "Start again: prepared text that is damaged is made again; leave the cache alone while a run reads it"
+        )
 
 
 class EpochShuffle(RandomSampler):

@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from datamodules.windows import CutFileError
 from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
 from lightning_tasks.reason import reason
 
@@ -66,6 +67,8 @@ def _text(error: OSError | RuntimeError) -> str | None:
     """What the machine refused, None for errors of another kind."""
     if isinstance(error, UnwrittenCheckpoint):
         return str(error)
+    if isinstance(error, CutFileError):
+        return str(error).splitlines()[-1].split("CutFileError: ")[-1]  # a worker's has its traceback before it
     if isinstance(error, OSError) and error.errno in _DISK:
         return f"{error.filename or 'a file'} could not be written or read ({error.strerror})"
     if _WORKER.search(str(error)):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from datamodules.windows import IGNORED, EpochShuffle, TokenWindows
+from datamodules.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows
 
 START = 1
 
@@ -59,6 +59,40 @@ def test_a_memory_map_travels_as_its_name(tmp_path):
     packed = pickle.dumps(data)
     assert len(packed) < 1_000
     assert torch.equal(pickle.loads(packed)[3][1], data[3][1])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path, workers):
+    """Reading the map behind the file's end would end the process by SIGBUS."""
+    ids = np.arange(40_000, dtype=np.uint16)
+    ids.tofile(tmp_path / "ids")
+    data = TokenWindows(np.memmap(tmp_path / "ids", np.uint16, mode="r"), 4, START)
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(data[-1][1], torch.arange(39_996, 40_000))
+    with (tmp_path / "ids").open("r+b") as file:
+        file.truncate(10_000)
+    loader = DataLoader(data, batch_size=1, sampler=[9_999], num_workers=workers)
+    text = "ids has 10000 bytes and had 80000 when it was opened: it was cut"
+    with pytest.raises(CutFileError, match=text):
+        next(iter(loader))
+    with pytest.raises(CutFileError, match=text):
+        copy[0]
+    with pytest.raises(ValueError, match="greater than file size"):
+        pickle.loads(pickle.dumps(data))
+
+
+def test_a_deleted_file_is_read_on(tmp_path):
+    np.arange(8, dtype=np.uint16).tofile(tmp_path / "ids")
+    data = TokenWindows(np.memmap(tmp_path / "ids", np.uint16, mode="r"), 4, START)
+    (tmp_path / "ids").unlink()
+    assert data[1][1].tolist() == [4, 5, 6, 7]
+
+
+def test_a_part_of_a_map_is_read_at_its_own_place(tmp_path):
+    np.arange(16, dtype=np.uint16).tofile(tmp_path / "ids")
+    part = TokenWindows(np.memmap(tmp_path / "ids", np.uint16, mode="r")[8:], 4, START)
+    for data in (part, pickle.loads(pickle.dumps(part))):
+        assert data[1][1].tolist() == [12, 13, 14, 15]
     assert torch.equal(pickle.loads(pickle.dumps(windows(9, 4)))[1][1], windows(9, 4)[1][1])
 
 

@@ -2,8 +2,9 @@
 
 python -m tests.reliability.kill_trials [--kind language|images|masks] [--trials 20] [--seed 0]
 
-Weights, the optimizer's state and all that a run logs after its checkpoint are compared bitwise. Runs are forked from a
-process that has imported everything; every fifth resumed one is a new process.
+Weights, the optimizer's state and all that a run logs after its checkpoint are compared bitwise; a validation that was
+due at the checkpoint's step, which a resumed run leaves out, is printed. Runs are forked from a process that has
+imported everything; every fifth resumed one is a new process.
 """
 
 from __future__ import annotations
@@ -147,6 +148,12 @@ def differences(whole: Path, resumed: Path, first: int) -> list[str]:
     return unlike
 
 
+def left_out(whole: Path, resumed: Path, first: int) -> list[str]:
+    """The values of a validation due at a checkpoint's step, logged one lower, that the resumed run did not log."""
+    before, after = logged(whole), logged(resumed)
+    return [name for step, name in before if step == first - 1 and "val/" in name and (step, name) not in after]
+
+
 def _equal(one: Any, other: Any) -> bool:
     import torch
 
@@ -180,7 +187,8 @@ def trials(kind: str, count: int, seed: int, folder: Path) -> list[str]:
         taken = next(line for line in (killed / "log.txt").read_text().splitlines() if "--ckpt_path last is" in line)
         step = torch.load(killed / taken.split(" is ")[-1].strip(), weights_only=True)["global_step"]
         unlike = differences(whole, killed, step)
-        print(f"{kind} {number}: resumed at step {step}: {'; '.join(unlike) or 'bitwise equal'}", flush=True)
+        missed = f" (left out: {', '.join(names)})" if (names := left_out(whole, killed, step)) else ""
+        print(f"{kind} {number}: resumed at step {step}: {'; '.join(unlike) or 'bitwise equal'}{missed}", flush=True)
         failed += [f"{kind} {number}: {'; '.join(unlike)}"] if unlike else []
     print(
         f"{kind}: {count - len(failed)} of {count} bitwise equal; {killed_in_write} killed within a write", flush=True

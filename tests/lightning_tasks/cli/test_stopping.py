@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from datamodules.windows import CutFileError
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
@@ -72,6 +73,8 @@ def test_a_prediction_ends_too(demo, capsys, monkeypatch):
     [
         (OSError(28, "No space left on device", "metrics.csv"), "metrics.csv could not be written or read (No space"),
         (UnwrittenCheckpoint("the checkpoint a.ckpt could not be written"), "the checkpoint a.ckpt could not be"),
+        (CutFileError("ids has 1 bytes and had 2"), "ids has 1 bytes and had 2"),
+        (CutFileError("Caught in a worker\nTraceback\nmodule.CutFileError: ids has 1 bytes\n"), "ids has 1 bytes; "),
         (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), "a process that loads data died"),
     ],
 )
