@@ -12,10 +12,10 @@ from lightning_tasks.callbacks.base import Callback
 
 
 class WarnOfMissedValidation(Callback):
-    """Warns where a fit resumes from a checkpoint that was saved between a step and the validation due at it.
+    """Warns where a fit resumes from a checkpoint that was saved before the end of the validation due at its step.
 
     `ModelCheckpoint` saves by `every_n_train_steps` before Lightning validates, and on resuming Lightning starts with
-    the next step.
+    the next step; so it does where SIGTERM cut the validation short (:class:`~.callbacks.save_on_stop.SaveOnStop`).
     """
 
     def __init__(self) -> None:
@@ -25,15 +25,17 @@ class WarnOfMissedValidation(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         loops = checkpoint.get("loops") or {}
-        progress = loops.get("fit_loop", {}).get("epoch_loop.batch_progress")
-        self._checkpoint = progress and {**progress, "epoch": checkpoint["epoch"]}
+        counts = loops.get("fit_loop", {})
+        progress, validation = (counts.get(f"epoch_loop.{part}batch_progress") for part in ("", "val_loop."))
+        cut = validation and validation["current"]["ready"] and not validation["is_last_batch"]
+        self._checkpoint = progress and {**progress, "epoch": checkpoint["epoch"], "cut": bool(cut)}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpoint and _was_due(trainer, self._checkpoint):
             rank_zero_warn(
                 f"a validation was due at step {trainer.global_step} and is left out: the checkpoint was saved before "
-                "it, and a resumed run starts with the next step; where each counts, save at the end of validations "
-                "(ModelCheckpoint without every_n_train_steps)"
+                "its end, and a resumed run starts with the next step; where each counts, save at the end of "
+                "validations (ModelCheckpoint without every_n_train_steps)"
             )
         self._checkpoint = None
 
@@ -42,7 +44,7 @@ def _was_due(trainer: pl.Trainer, saved: dict[str, Any]) -> bool:
     """Whether Lightning's rule has a validation after the batch in whose end the checkpoint was saved."""
     current, every, epochs = saved["current"], trainer.val_check_batch, trainer.check_val_every_n_epoch
     within_the_batch = current["processed"] > current["completed"]
-    if not within_the_batch or not trainer.enable_validation or not isinstance(every, (int, float)):
+    if not (within_the_batch or saved["cut"]) or not trainer.enable_validation or not isinstance(every, (int, float)):
         return False
     if epochs is not None and (saved["epoch"] + 1) % epochs:
         return False

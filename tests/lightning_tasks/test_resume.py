@@ -105,7 +105,11 @@ def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, vali
     with pytest.raises(SIGTERMException):
         fit(tmp_path / "told", text, SaveOnStop(), Signal(SIGTERM, step, validating), **options)
     (saved,) = (tmp_path / "told").glob("stopped-*.ckpt")
-    resumed, trainer = fit(tmp_path / "resumed", text, ckpt_path=saved, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed, trainer = fit(tmp_path / "resumed", text, WarnOfMissedValidation(), ckpt_path=saved, **options)
+    cut = [each for each in said if "due at step 15 and is left out" in str(each.message)]
+    assert len(cut) == (step != 12), "the validation behind step 15 was cut short"
     assert trainer.global_step == STEPS
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
