@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import owned_parameters, remember_made
+from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
 
 __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention", "swapped"]
@@ -129,6 +131,7 @@ def _swap(
             layer.host.insert(layer.module, built)
         _settle(model)
     new = remember_made(modules, owned)
+    _warn_of_adapters(model, new)
     rows = [
         SwapRow(
             layer.name,
@@ -192,6 +195,16 @@ def _restore(model: nn.Module, swapped: Sequence[Found]) -> None:
             layer.host.remove(layer.module)
         _settle(model)
     remember_made(modules, owned)
+
+
+def _warn_of_adapters(model: nn.Module, new: Sequence[str]) -> None:
+    if new and any(wrapped_by_peft(module) for module in model.modules()):
+        warnings.warn(
+            f"{new[0]}{f' and {len(new) - 1} more' if len(new) > 1 else ''} came after the adapters, which are saved "
+            "without: swap before get_peft_model() and give it modules_to_save=['mechanism'], or save the whole "
+            "state_dict()",
+            stacklevel=3,
+        )
 
 
 def _refuse_wrapped(model: nn.Module, compiled: bool = True) -> None:

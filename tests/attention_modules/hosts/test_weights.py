@@ -357,3 +357,11 @@ def test_a_monitor_is_refused_where_keys_are_int8() -> None:
     model.in_proj_weight = nn.Parameter(torch.ones(3 * DIM, DIM, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="int8"):
         attention_layers(model)[0].qk_weights()
+
+
+def test_what_is_swapped_in_after_the_adapters_is_said_not_to_be_in_their_file() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 16))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"]))
+    with pytest.warns(UserWarning, match=r"mechanism\.s came after the adapters.*modules_to_save=\['mechanism'\]"):
+        swap_attention(adapted, "scaled", num_tokens=4)
