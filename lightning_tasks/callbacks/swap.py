@@ -163,6 +163,7 @@ class SwapAttention(Callback):
                 return
         self._check_overlap(pl_module)
         self._check_processes(pl_module.trainer)
+        _refuse_compiled(pl_module)
         self.report = swap_attention(
             pl_module, self._class, where=self.where, layers=self.layers, exclude=self.exclude, **self.options
         )
@@ -213,6 +214,20 @@ class SwapAttention(Callback):
                     f"two SwapAttention callbacks, {callback.mechanism!r} and {self.mechanism!r}, choose "
                     f"{', '.join(shared)}; give them where=, layers= or exclude= that do not overlap"
                 )
+
+
+def _refuse_compiled(pl_module: pl.LightningModule) -> None:
+    """Name the cure that a module has which builds and compiles its network in one hook.
+
+    Raises:
+        AttentionSwapError: if a part of the module is compiled.
+    """
+    for name, module in pl_module.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise AttentionSwapError(
+                f"{name or 'the module'} was compiled before SwapAttention could swap: build the network in __init__, "
+                "or call lightning_tasks.callbacks.before_sharding(self) after building and before compiling it"
+            )
 
 
 def _logged_hparams(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:

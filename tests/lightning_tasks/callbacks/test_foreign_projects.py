@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 import lightning_tasks.callbacks as callbacks
-from attention_modules import AttentionMechanism, swap_attention
-from lightning_tasks.callbacks import SwapAttention
+from attention_modules import AttentionMechanism, AttentionSwapError, swap_attention
+from lightning_tasks.callbacks import SwapAttention, before_sharding
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, network, weights_of
 
 CHOICE: dict[str, Any] = {"where": ["net.*"], "layers": [0, 1], "exclude": ["*.1.*"]}
@@ -93,6 +93,31 @@ def test_a_network_of_init_is_swapped_before_setup_compiles_it(where: str | None
     trainer.callbacks.append(swap)
     trainer.test(module, batches(1), verbose=False)
     assert [id(each) for each in module.modules() if isinstance(each, AttentionMechanism)] == mechanisms
+
+
+class BuiltAndCompiledInSetup(TinyLM):
+    """Nothing stands before its setup, and all is compiled after it."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.built, self.asks = self.net, asks
+        del self.net
+
+    def setup(self, stage: str) -> None:
+        if "net" not in self._modules:
+            self.net = self.built
+            del self.built
+            if self.asks:
+                before_sharding(self)
+            self.net["encoder"] = torch.compile(self.net["encoder"], backend="eager")
+
+
+def test_a_network_that_setup_builds_and_compiles_is_swapped_between() -> None:
+    with pytest.raises(AttentionSwapError, match=r"net\.encoder was compiled before .*before_sharding\(self\)"):
+        fit(BuiltAndCompiledInSetup(asks=False), [SwapAttention("symmetric", where="net.*")], max_steps=1)
+    module = BuiltAndCompiledInSetup(asks=True)
+    fit(module, [SwapAttention("symmetric", where="net.*")], max_steps=1)
+    assert kinds(module) == ["SymmetricAttention"] * 2
 
 
 class BuildsHalfInSetup(TinyLM):
