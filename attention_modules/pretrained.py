@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,7 +35,8 @@ def load_pretrained(
             the folder says so, and of those whose options could not be written.
 
     Raises:
-        ValueError: if the folder has no ``attnswap.json``, or it has another form, or names an unknown mechanism.
+        ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism, or is
+            of other weights than those in the folder.
         TypeError: if a mechanism does not take the options that the file holds.
 
     Example:
@@ -50,6 +52,7 @@ def load_pretrained(
     """
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     swaps = _swaps(folder, _read_plan(folder, hub), mechanism)
+    _refuse_other_weights(folder, hub)
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -139,8 +142,8 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
     )
     if path is None:
         raise ValueError(
-            f"{folder} has no {PLAN}, so that no swapped model was saved there by save_pretrained; load it with "
-            "from_pretrained, and call swap_attention"
+            f"{folder} has no {PLAN}, so that no swapped model was saved there by save_pretrained, or one with plain "
+            "softmax alone; load it with from_pretrained, and call swap_attention"
         )
     try:
         with open(path, encoding="utf-8") as file:
@@ -157,6 +160,30 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
     return layers
 
 
+def _refuse_other_weights(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> None:
+    """Refuse a plan that an earlier model left beside weights which were saved without a swap.
+
+    Raises:
+        ValueError: if no weight in the folder's safetensors files is marked.
+    """
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+    found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False, **hub}
+    keys: Sequence[str] = ()
+    if (index := cached_file(os.fspath(folder), SAFE_WEIGHTS_INDEX_NAME, **found)) is not None:
+        with open(index, encoding="utf-8") as file:
+            keys = list(json.load(file)["weight_map"])
+    elif (weights := cached_file(os.fspath(folder), SAFE_WEIGHTS_NAME, **found)) is not None:
+        with safe_open(weights, framework="pt") as file:
+            keys = list(file.keys())
+    if keys and not any(key.endswith(f".{MARK}") for key in keys):
+        raise ValueError(
+            f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
+            f"them with from_pretrained, or remove {PLAN}"
+        )
+
+
 def _is_layer(layer: Any) -> bool:
     return (
         isinstance(layer, dict)
@@ -164,6 +191,8 @@ def _is_layer(layer: Any) -> bool:
         and isinstance(layer["name"], str)
         and isinstance(layer["mechanism"], str)
         and isinstance(layer["options"], (dict, type(None)))
+        and re.fullmatch(r"[\w.]+", layer["name"]) is not None  # no pattern
+        and not {"model", "mechanism", "where", "layers", "exclude"} & set(layer["options"] or ())
     )
 
 

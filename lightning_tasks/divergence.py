@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 from collections.abc import Sequence
@@ -30,13 +31,19 @@ def is_loss(metric: str) -> bool:
 
 
 def first_non_finite(log: Path) -> dict[str, int]:
-    """The step of the first value that is not finite, of each metric in a CSV log of Lightning that has one."""
+    """The step of the first value that is not finite, of each metric in a CSV log of Lightning that has one.
+
+    What is no number there, in a log that other code wrote into, is passed over.
+    """
     first: dict[str, int] = {}
     with log.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             for name, text in row.items():
-                if name not in ("step", "epoch") and text and not math.isfinite(float(text)):
-                    first.setdefault(name.removesuffix("_step").removesuffix("_epoch"), int(row["step"]))
+                if name in (None, "step", "epoch") or not text:
+                    continue
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    if not math.isfinite(float(text)):
+                        first.setdefault(name.removesuffix("_step").removesuffix("_epoch"), int(row["step"]))
     return first
 
 

@@ -32,9 +32,10 @@ class WeightedMean(MeanMetric):
 
         Args:
             value: what the mean is taken of.
-            weight: of each value, broadcast to them; 1 where None.
+            weight: of each value, broadcast to them; 1 where None. A value of weight 0, such as the mean loss of a
+                batch without tokens, does not count, even where it is NaN.
         """
         value = torch.as_tensor(value, dtype=self.dtype, device=self.device)
         weight = torch.as_tensor(1.0 if weight is None else weight, dtype=self.dtype, device=self.device)
-        self.mean_value += (value * weight).sum()
+        self.mean_value += torch.where(weight == 0, 0.0, value * weight).sum()
         self.weight += weight.broadcast_to(value.shape).sum()

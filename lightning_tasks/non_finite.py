@@ -55,6 +55,7 @@ class Flags:
     def __init__(self, losses: Sequence[Tensor], parameters: Sequence[nn.Parameter], shared: bool) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
         self._losses = len(losses)
+        self._shared = shared
         gradients = [local_part(parameter.grad) for parameter in self.parameters]  # type: ignore[arg-type]
         self._flags, self._copied = self._to_host(_not_finite(losses, gradients, shared))
 
@@ -75,7 +76,14 @@ class Flags:
         flags = self._flags.tolist()
         bad = flags[self._losses :]
         found = [parameter for parameter, is_bad in zip(self.parameters, bad, strict=True) if is_bad]
+        if self._copied is None and not self._shared:
+            found = [parameter for parameter in found if _is_not_finite(parameter.grad)]
         return any(flags[: self._losses]), found
+
+
+def _is_not_finite(gradient: Tensor | None) -> bool:
+    """Looked at number by number: the norm of finite ones above 1e19 is infinite in float32."""
+    return gradient is None or not local_part(gradient).isfinite().all()
 
 
 def local_part(tensor: Tensor) -> Tensor:

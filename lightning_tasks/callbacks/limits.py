@@ -41,8 +41,10 @@ def check_choice(where: Any, layers: Any, exclude: Any) -> tuple[Any, Any, Any]:
     """A choice of layers by name and position, its lists as lists; names are looked for when the model is built.
 
     Raises:
-        ValueError: as :func:`check_layers`.
+        ValueError: as :func:`check_layers`, and if ``exclude`` is neither names nor None.
     """
+    if not (exclude is None or callable(exclude) or isinstance(exclude, str) or is_sequence(exclude)):
+        raise ValueError(f"exclude must be names of layers (globs), or None for none, got {exclude!r}")
     excluded = [exclude] if isinstance(exclude, str) else list(exclude) if is_sequence(exclude) else exclude
     return list(where) if is_sequence(where) else where, check_layers(layers), excluded or []
 

@@ -138,3 +138,10 @@ def test_a_nan_epoch_is_not_the_best_and_stops_early(tmp_path):
     run.fit(LogsNaN(values))
     assert run.current_epoch == 3  # by its check_finite, in the epoch of the NaN
     assert stop.stopped_epoch == 2
+
+
+def test_a_value_of_weight_zero_does_not_count_even_where_it_is_nan() -> None:
+    mean = WeightedMean()
+    mean.update(torch.tensor(float("nan")), 0)
+    mean.update(torch.tensor([2.0, float("nan")]), torch.tensor([3, 0]))
+    assert mean.compute() == 2.0

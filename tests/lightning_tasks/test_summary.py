@@ -11,7 +11,7 @@ from torch import nn
 from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli import run
-from lightning_tasks.divergence import is_loss
+from lightning_tasks.divergence import first_non_finite, is_loss
 from lightning_tasks.run_picture import draw_run, read_curves, select
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
@@ -146,3 +146,9 @@ def test_only_losses_tell_of_divergence(log):
     }
     names |= {"attention/entropy": False, "val/miou": False, "losses/other": False}
     assert {name: is_loss(name) for name in names} == names
+
+
+def test_a_log_with_words_and_torn_lines_tells_of_divergence(tmp_path):
+    log = tmp_path / "metrics.csv"
+    log.write_text("step,train/loss,note\n1,0.5,warm\n,nan,\n2,nan,x,more\n3,")
+    assert first_non_finite(log) == {"train/loss": 2}

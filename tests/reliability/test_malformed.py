@@ -49,7 +49,7 @@ KNOWN = {
     "a URL": (["--ckpt_path=https://example.org/a.ckpt"], {}, "is a URL"),
     "betas": (["--model.optimizer.init_args.betas={}"], {}, "betas"),
     "exclude": (
-        ['--trainer.callbacks={"class_path": "SwapAttention", "init_args": {"mechanism": "rpc", "exclude": null}}'],
+        ['--trainer.callbacks={"class_path": "SwapAttention", "init_args": {"mechanism": "rpc", "exclude": 5}}'],
         {},
         "exclude",
     ),

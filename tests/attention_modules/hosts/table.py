@@ -78,7 +78,8 @@ What else to know:
   further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention:
   transformers then reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each
   swapped layer. The folder holds no query rows, so `restore_attention` refuses such layers afterwards. A mechanism
-  without a registered short name is never imported because a file names it: give `mechanism=YourClass`.
+  without a registered short name is never imported because a file names it: give `mechanism=YourClass`. Swap
+  the model that is saved: a model around the one that was given to `swap_attention` does not know of the swap.
 - Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again. A
   projection that two layers share, as a module or a Parameter, cannot lose its query.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
@@ -86,7 +87,7 @@ What else to know:
   refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
   swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
   Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and without it
-  they are frozen.
+  they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a warning.
 """
 
 

@@ -201,6 +201,19 @@ class Unregistered(SoftmaxAttention):
         self.factor = factor
 
 
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
+def test_a_plan_beside_the_weights_of_a_plain_model_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "uniform")
+    with pytest.warns(UserWarning, match=PLAN):
+        model.save_pretrained(tmp_path, **shards)
+    assert torch.equal(output(load_pretrained(transformers.BertModel, tmp_path)), output(model))
+    restore_attention(model)
+    model.save_pretrained(tmp_path, **shards)
+    with pytest.raises(ValueError, match=f"{PLAN} .* is not of the weights beside it"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
 def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, Unregistered, factor=2.0)
@@ -237,6 +250,8 @@ def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
         '{"format": 1, "layers": [{"name": "a"}]}',
         '{"format": 1, "layers": [{"name": 1, "mechanism": "rpc", "options": {}}]}',
         '{"format": 1, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}}]}',
+        '{"format": 1, "layers": [{"name": "*", "mechanism": "rpc", "options": {}}]}',
+        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}}]}',
     ],
 )
 def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
@@ -247,7 +262,9 @@ def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    built("bert").save_pretrained(tmp_path)
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    saved(model, tmp_path)
     layers = [{"name": "encoder.layer.7", "mechanism": "rpc", "options": {}}]
     (tmp_path / PLAN).write_text(json.dumps({"format": 1, "layers": layers}))
     with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.7"):

@@ -285,6 +285,15 @@ def test_flags_know_sparse_empty_and_half_precision_gradients():
 KINDS = [((3, 2), torch.float32), ((0,), torch.float32), ((300,), torch.float16), ((3,), torch.float64)]
 
 
+def test_large_finite_gradients_are_finite():
+    """Their norm in float32 is not."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 1e25)
+    assert Flags([torch.tensor(1.0)], [parameter], shared=False).read() == (False, [])
+    parameter.grad[2] = torch.inf
+    assert Flags([torch.tensor(1.0)], [parameter], shared=False).read() == (False, [parameter])
+
+
 def test_indices_are_known_where_the_order_can_be_drawn_again():
     data = TensorDataset(torch.arange(10))
     assert dataset_indices(DataLoader(data, batch_size=4), 2) == [8, 9]
