@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
-from lightning_tasks.distributed import repeated_rows
+from lightning_tasks.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.hparams import plain_data
 from lightning_tasks.mean import WeightedMean
 from lightning_tasks.mechanisms import attention_spec, mechanism_from
@@ -178,10 +178,12 @@ class SegmentationTask(BaseTask):
         images, masks = batch
         terms = self._builder.losses(self.model, images, masks, self.hparams["ignore_index"])
         loss = torch.stack(list(terms.values())).sum()
-        if len(terms) > 1:
-            parts = {f"train/{name}": term for name, term in terms.items()}
-            self.log_dict(parts, sync_dist=True, batch_size=len(masks))
-        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(masks))
+        if not len(masks) and getattr(self._trainer, "world_size", 1) == 1:
+            return loss  # every image of the batch was damaged: there is nothing to log
+        parts = {f"train/{name}": term for name, term in terms.items()} if len(terms) > 1 else {}
+        for name, value in {**parts, "train/loss": loss}.items():
+            joined = mean_of_processes(self._trainer, value.detach(), len(masks))
+            self.log(name, joined, prog_bar=name == "train/loss", batch_size=len(masks))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

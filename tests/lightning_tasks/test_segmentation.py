@@ -2,6 +2,7 @@
 
 import csv
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,6 +129,20 @@ def test_any_number_of_images(count):
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_of_damaged_images_has_no_loss_of_its_own(processes, monkeypatch):
+    """Alone it logs nothing; of two processes, of which the other one's loss is 2, the mean is 2."""
+    module, joined, logged = built(), [], []
+    other = torch.tensor([2.0, 1.0])
+    strategy = SimpleNamespace(reduce=lambda own, reduce_op: joined.append(own) or own + other)
+    module._trainer = SimpleNamespace(world_size=processes, strategy=strategy)
+    monkeypatch.setattr(module, "log", lambda name, value, **given: logged.append((name, value)))
+    images, masks = pair()
+    module.training_step((images[:0], masks[:0]), 0)
+    assert len(joined) == len(logged) == processes - 1
+    assert logged == [("train/loss", 2.0)] * (processes - 1)
 
 
 def test_mechanisms_go_where_they_were_sent():
