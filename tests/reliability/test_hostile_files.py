@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def test_each_spelling_would_run_its_program(trap):
                 print(name, error)
         if not trap.sprung():
             silent.append(name)
-    assert silent == ["pickle of a library"]
+    without_mmengine = ["pickle of another library"] if find_spec("mmengine") is None else []
+    assert silent == ["pickle of a library", *without_mmengine]
 
 
 def test_each_door_opens_for_an_honest_file(trap):

@@ -49,7 +49,15 @@ def test_without_checkpoints_nothing_is_saved(demo, capsys):
     assert not list(Path("runs").rglob("*.ckpt"))
 
 
-def test_an_interrupt_names_the_newest_checkpoint(demo, capsys):
+@pytest.fixture
+def interruptible():
+    """SIGINT as at a terminal: a shell starts what runs in the background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_names_the_newest_checkpoint(demo, capsys, interruptible):
     code, (line,) = ended(["fit", "--config", demo, *LONG, *send(signal.SIGINT, 5)], capsys)
     assert code == 130
     assert line.startswith("attnswap: interrupted; the newest checkpoint is ")
