@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from datetime import date
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
 
 from attention_modules.mechanism import ENTRY_POINT_GROUP
 from lightning_tasks.hparams import import_object
 from lightning_tasks.trust import KINDS, LIBRARIES, TRUST_IT, check_package, last_name, stored_object
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-_COMPUTE = (None, "torch", "torch.nn.functional", "torch.nn.init")  # None: what is built in, as torch.relu
+# None: what is built in, as torch.relu
+_COMPUTE = (None, "torch", "torch.nn.functional", "torch.nn.init", "torch._C._nn")
+_NUMBERS = (type(None), bool, int, float, complex, bytes, date, Tensor, torch.dtype, torch.device)
+_MAX_ENTRIES = 1_000_000
 _MAX_FILE = 2**20  # bytes of a file that may be a configuration
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "module_arguments")  # Lightning reads its former keys too
 
@@ -28,6 +35,7 @@ def check_checkpoint(content: Mapping[str, Any], allowed: Collection[str] | None
     Raises:
         ValueError: as :func:`check_stored`.
     """
+    _refuse_disguise(content, str(path))
     for key in (*_HYPER_PARAMETERS, "callbacks"):
         place = key if key == "callbacks" else _HYPER_PARAMETERS[0]
         check_stored(content.get(key, {}), allowed, path, place)
@@ -56,6 +64,7 @@ def check_stored(
     if allowed is None:
         return
     try:
+        _check_size(value, place)
         _check(value, allowed, place, given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
@@ -63,8 +72,30 @@ def check_stored(
         raise ValueError(f"{source}: {place} is nested too deeply, or holds itself; {TRUST_IT}") from error
 
 
+def _refuse_disguise(value: Mapping[str, Any], place: str) -> None:
+    """Refuse an OrderedDict that a file gave attributes, such as an ``items`` that hides some of its entries."""
+    attributes = set(getattr(value, "__dict__", ())) - {"_metadata"}  # which torch gives to state dicts
+    if attributes:
+        raise ValueError(f"{place} is a dict with attributes of its own, {sorted(attributes)}; {TRUST_IT}")
+
+
+def _check_size(value: Any, place: str) -> None:
+    """Refuse data that stands for too much: parts that are shared make a small file of any size."""
+    waiting, count = [value], 0
+    while waiting:
+        entry = waiting.pop()
+        count += 1
+        if count > _MAX_ENTRIES:
+            raise ValueError(f"{place} has more than {_MAX_ENTRIES:,} entries; {TRUST_IT}")
+        if isinstance(entry, dict):
+            waiting.extend(dict.values(entry))
+        elif isinstance(entry, (list, tuple, set, frozenset)):
+            waiting.extend(entry)
+
+
 def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None:
     if isinstance(value, Mapping):
+        _refuse_disguise(value, place)
         known = given if isinstance(given, Mapping) else {}
         for key, entry in value.items():
             if isinstance(entry, (str, Mapping)) and known.get(key) == entry:
@@ -81,11 +112,16 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
                 _check({first: {rest: entry}}, allowed, place, {})
             else:
                 _check(entry, allowed, place if key == "init_args" else f"{place}.{key}", known.get(key))
+    elif isinstance(value, (set, frozenset)):
+        _check(list(value), allowed, place, None)
     elif isinstance(value, (list, tuple)):
         before = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
         for index, entry in enumerate(value):
             _check(entry, allowed, f"{place}[{index}]", before[index])
-    elif isinstance(value, str) and value != given:
+    elif isinstance(value, (str, os.PathLike)):
+        if value == given:
+            return
+        value = os.fspath(value)
         inner = _data_in(value)
         if isinstance(inner, (Mapping, list)):
             _check(inner, allowed, place, None)
@@ -94,6 +130,8 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
         elif last_name(place) not in KINDS and _is_importable(value):  # which a type of the module may ask to import
             check_package(value.partition(".")[0], value, allowed, place)
             _check_callable(value, allowed, place)
+    elif not isinstance(value, _NUMBERS):
+        raise ValueError(f"{place} is a {type(value).__name__}, which is no plain data; {TRUST_IT}")
 
 
 def allowed_packages(*named: Any) -> frozenset[str]:
@@ -166,19 +204,41 @@ def _data_in(text: str) -> Any:
     """What the command line would make of a string where a type takes more: YAML, or a file of it.
 
     Raises:
-        ValueError: if it repeats or holds itself, as no honest one does.
+        ValueError: if it repeats or holds itself, as no honest one does, or is a file of text above 1 MiB.
     """
-    source = text
+    source, path = text, os.path.expanduser(text.removeprefix("file://"))  # the command line knows both spellings
     try:
-        if os.path.isfile(text) and os.path.getsize(text) <= _MAX_FILE:
-            source = Path(text).read_text(encoding="utf-8")
+        if os.path.isfile(path):
+            if _is_text(path) and os.path.getsize(path) > _MAX_FILE:
+                raise _TooLarge
+            source = Path(path).read_text(encoding="utf-8") if _is_text(path) else ""
         if "*" not in source or not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(source)):
             return yaml.safe_load(source)
+    except _TooLarge:
+        raise ValueError(
+            f"{text!r} names a file of text above 1 MiB, which could be a configuration; give the same value yourself "
+            f"on the command line, or, {TRUST_IT}"
+        ) from None
     except (yaml.YAMLError, OSError, ValueError):  # it is neither; a date that does not exist is a ValueError
         return None
     except RecursionError:
         pass
     raise ValueError(f"YAML that repeats itself or is nested too deeply stands in a string, {text[:80]!r}; {TRUST_IT}")
+
+
+class _TooLarge(Exception):
+    """A file that is too large to be looked into."""
+
+
+def _is_text(path: str) -> bool:
+    """Whether a file may be YAML, which knows no byte 0 and no wrong UTF-8."""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
 
 
 def _is_importable(value: str) -> bool:

@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -305,3 +306,56 @@ def test_inner_schedules_are_a_list(trap):
     with pytest.raises(TypeError, match="must be a list"):
         LanguageModelingTask.load_from_checkpoint(checkpoint(scheduler=inner))
     assert not trap.sprung()
+
+
+class Disguised:
+    """Pickled as an OrderedDict whose `items` gives nothing, which torch's loader of weights alone allows."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __reduce__(self):
+        return (OrderedDict, (), {"items": OrderedDict}, None, iter(self.entries.items()))
+
+
+def test_a_dict_that_hides_its_entries_is_refused(tmp_path):
+    torch.save({"hyper_parameters": Disguised({"model": {"mmseg_config": "evil.py"}})}, tmp_path / "a.ckpt")
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert not list(content["hyper_parameters"].items())
+    with pytest.raises(ValueError, match="a dict with attributes of its own"):
+        check_stored(content["hyper_parameters"], frozenset(), "a.ckpt")
+    with pytest.raises(ValueError, match="a dict with attributes of its own"):
+        check_stored([{"model": content["hyper_parameters"]}], frozenset(), "a.ckpt")
+    check_stored({"teacher": torch.nn.Linear(2, 2).state_dict()}, frozenset(), "a.ckpt")
+
+
+def test_sets_and_what_is_no_plain_data_are_looked_at(trap):
+    with pytest.raises(ValueError, match=hostile_files.PACKAGE):
+        check_stored({"makes": {f"{hostile_files.PACKAGE}.run"}}, frozenset(), "a.ckpt")
+    with pytest.raises(ValueError, match="is a object, which is no plain data"):
+        check_stored({"makes": object()}, frozenset(), "a.ckpt")
+    plain = {"a": [1, 2.0, None, True, b"x"], "b": {"c": torch.ones(2), "d": torch.float16}, "e": ("x", {"y"})}
+    check_stored(plain, frozenset(), "a.ckpt")
+
+
+def test_shared_parts_that_stand_for_too_much_are_refused():
+    shared = {"k": 1}
+    for _ in range(40):
+        shared = {"a": shared, "b": shared}
+    with pytest.raises(ValueError, match="more than 1,000,000 entries"):
+        check_stored(shared, frozenset(), "a.ckpt")
+
+
+@pytest.mark.parametrize("spelling", ["{}", "~/n.yaml", "file://{}"])
+@pytest.mark.parametrize("size", [0, 2**20])
+def test_a_configuration_that_a_string_names_is_read_in_every_spelling(spelling, size, trap, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "n.yaml"
+    path.write_text(f'{{"class_path": "{hostile_files.PACKAGE}.Net"}}\n#' + "x" * size)
+    with pytest.raises(ValueError, match="above 1 MiB" if size else hostile_files.PACKAGE):
+        check_stored({"net": spelling.format(path)}, frozenset(), "a.ckpt")
+
+
+def test_files_of_weights_may_be_named(tmp_path):
+    torch.save(torch.zeros(2**19), tmp_path / "vit.pth")
+    check_stored({"checkpoint": str(tmp_path / "vit.pth")}, frozenset(), "a.ckpt")
