@@ -20,6 +20,7 @@ import lightning_tasks.models as own_models
 from attention_modules.mechanism import mechanism_class
 from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.charts import loggers_named
@@ -27,7 +28,6 @@ from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
-from lightning_tasks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.refusals import library_refusal

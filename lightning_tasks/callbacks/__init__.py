@@ -7,6 +7,7 @@ from lightning_tasks.callbacks.configuring import before_sharding
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
@@ -34,5 +35,6 @@ __all__ = [
     "SegmentationOverlay",
     "SpectrumMonitor",
     "SwapAttention",
+    "WarnOfMissedValidation",
     "before_sharding",
 ]

@@ -11,9 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules import PythonSourceDataModule
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import LocAteR
-from lightning_tasks.callbacks.save_on_stop import SaveOnStop
-from lightning_tasks.missed_validation import WarnOfMissedValidation
+from lightning_tasks.callbacks import LocAteR, SaveOnStop, WarnOfMissedValidation
 from tests.lightning_tasks.demo import DemoModule, Signal
 
 MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
@@ -139,5 +137,8 @@ def test_a_validation_that_resuming_leaves_out_is_said(tmp_path, options, due):
 
     assert not fit(6, folder=tmp_path)
     for step in (1, 2, 3, 4, 6):
-        found = fit(7, tmp_path / f"step={step}.ckpt")
-        assert [f"due at step {step} " in text for text in found] == [True] * (step in due)
+        saved = tmp_path / f"step={step}.ckpt"
+        for steps in (step, 7):  # of a run that is done with it, and of one that goes on
+            found = fit(steps, saved)
+            assert [f"due at step {step} " in text for text in found] == [True] * (step in due)
+            assert all(f"--ckpt_path {saved}" in text for text in found)

@@ -28,16 +28,27 @@ class WarnOfMissedValidation(Callback):
         counts = loops.get("fit_loop", {})
         progress, validation = (counts.get(f"epoch_loop.{part}batch_progress") for part in ("", "val_loop."))
         cut = validation and validation["current"]["ready"] and not validation["is_last_batch"]
-        self._checkpoint = progress and {**progress, "epoch": checkpoint["epoch"], "cut": bool(cut)}
+        own = {"epoch": checkpoint["epoch"], "cut": bool(cut), "path": trainer.ckpt_path}
+        self._checkpoint = progress and {**progress, **own}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._checkpoint and _was_due(trainer, self._checkpoint):
+        self._warn(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn where the checkpoint was the run's last, so that nothing is left to train."""
+        self._warn(trainer)
+
+    def _warn(self, trainer: pl.Trainer) -> None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint and _was_due(trainer, checkpoint):
+            path = checkpoint["path"]
             rank_zero_warn(
                 f"a validation was due at step {trainer.global_step} and is left out: the checkpoint was saved before "
-                "its end, and a resumed run starts with the next step; where each counts, save at the end of "
-                "validations (ModelCheckpoint without every_n_train_steps)"
+                "its end, and a resumed run starts with the next step; `attnswap validate` with the configuration of "
+                f"the fit and --ckpt_path {path} makes up for it (from Python: trainer.validate(module, "
+                f"ckpt_path={str(path)!r})). Where each counts, save at the end of validations (ModelCheckpoint "
+                "without every_n_train_steps)"
             )
-        self._checkpoint = None
 
 
 def _was_due(trainer: pl.Trainer, saved: dict[str, Any]) -> bool:
