@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 from torch import nn
@@ -75,9 +76,9 @@ class LayerObserver(Callback):
         self._forget()
 
 
-# Softmax attention that observers put into plain layers, and who watches it: the last of them takes it out. Weak, so
-# that neither a model nor a callback that is gone without an end counts.
-_WATCHED: WeakKeyDictionary[AttentionMechanism, WeakSet[MechanismObserver]] = WeakKeyDictionary()
+# Softmax attention that observers put into plain layers, who watches it, and for which trainer: the last of them takes it
+# out. Weak, so that no model, callback or trainer that is gone without an end counts.
+_WATCHED: WeakKeyDictionary[AttentionMechanism, WeakKeyDictionary[MechanismObserver, ref[Any]]] = WeakKeyDictionary()
 
 
 class MechanismObserver(LayerObserver):
@@ -108,12 +109,13 @@ class MechanismObserver(LayerObserver):
         plain = [layer.name for layer in self._chosen(pl_module) if layer.mechanism is None]
         if plain:
             make_observable(pl_module, plain)
+        trainer = pl_module.trainer
         for layer in self._chosen(pl_module):
             mechanism = self._mechanism(layer)
             if layer.name in plain or mechanism in _WATCHED:
                 # Without those of an earlier trainer, which may have ended before they could leave.
-                here = [other for other in _WATCHED.get(mechanism, ()) if other in pl_module.trainer.callbacks]  # type: ignore[attr-defined]
-                _WATCHED[mechanism] = WeakSet([*here, self])
+                here = {other: of for other, of in _WATCHED.get(mechanism, {}).items() if of() is trainer}
+                _WATCHED[mechanism] = WeakKeyDictionary({**here, self: ref(trainer)})
 
     def _leave(self, pl_module: pl.LightningModule) -> None:
         """Leave the model, and take softmax out of the layers that nobody else watches."""
@@ -122,7 +124,7 @@ class MechanismObserver(LayerObserver):
         for name, module in pl_module.named_modules():
             mechanism = getattr(module, "mechanism", None)
             if isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED:
-                _WATCHED[mechanism].discard(self)
+                _WATCHED[mechanism].pop(self, None)
                 if not _WATCHED[mechanism]:
                     alone.append(name)
         if alone:

@@ -120,6 +120,31 @@ def test_the_last_of_two_monitors_takes_softmax_out():
     assert (first.plain, last.plain) == (False, True)
 
 
+class Holds(Callback):
+    """Tells a callback that the trainer does not know of everything, or of the first batch alone."""
+
+    def __init__(self, held, first_batch=False):
+        self.held, self.first_batch = held, first_batch
+
+    def __getattribute__(self, name):
+        held = name.startswith("on_train_batch") or name.startswith("on_validation") or name in ("setup", "teardown")
+        return getattr(self.held, name) if held else super().__getattribute__(name)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.first_batch:
+            self.held.teardown(trainer, pl_module, "fit")
+
+
+def test_a_monitor_that_another_callback_holds_keeps_its_softmax():
+    """Others, held or not, leave before it; the trainer's list has none of those that are held."""
+    held, last, module = AttentionMonitor(every_n_steps=1, stages=["validation"]), TearsDown(), TinyLM()
+    callbacks = [Holds(held), Holds(AttentionMapLogger(), first_batch=True), last]
+    trainer = fit(module, callbacks, batches(2), batches(1))
+    assert "val/attention/entropy/mean" in trainer.callback_metrics
+    assert last.plain
+    assert_plain(module)
+
+
 @pytest.mark.parametrize("mechanism", ["softmax", "rpc"])
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_swapped_stays_swapped(mechanism, before):
