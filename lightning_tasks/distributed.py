@@ -60,16 +60,17 @@ class EpochSums:
         return {name: mean for name, mean, processes in zip(names, means, added, strict=True) if processes}
 
 
-def mean_of_processes(trainer: Any, value: Tensor, rows: int) -> Tensor:
-    """The mean of a batch's value, a scalar, over the processes whose batch has rows; NaN where none has.
+def mean_of_processes(trainer: Any, value: Tensor, rows: int) -> Tensor | None:
+    """The mean of a batch's value, a scalar, over the processes whose batch has rows; None where none has.
 
-    Every process must call this, also one without rows, whose value is finite and counts for nothing.
+    Every process must call this, also one without rows, whose value is finite and counts for nothing. Such a process
+    alone waits for its device, to learn whether another one has rows.
     """
     if getattr(trainer, "world_size", 1) == 1:
-        return value
+        return value if rows else None
     counts = torch.full_like(value, float(rows > 0))
     total, processes = trainer.strategy.reduce(torch.stack([value * counts, counts]), reduce_op="sum")
-    return total / processes
+    return total / processes if rows or processes > 0 else None
 
 
 def log_joined(pl_module: Any, values: Mapping[str, Tensor]) -> None:

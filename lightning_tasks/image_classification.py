@@ -218,10 +218,9 @@ class ImageClassificationTask(BaseTask):
             self.log("train/top1", self.train_top1, batch_size=len(labels))
         else:  # every image of the batch was damaged
             loss = logits.float().sum()
-            if getattr(self._trainer, "world_size", 1) == 1:
-                return loss
         joined = mean_of_processes(self._trainer, loss.detach(), len(labels))
-        self.log("train/loss", joined, prog_bar=True, batch_size=len(labels))
+        if joined is not None:  # else every process's were
+            self.log("train/loss", joined, prog_bar=True, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

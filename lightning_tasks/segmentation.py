@@ -178,12 +178,11 @@ class SegmentationTask(BaseTask):
         images, masks = batch
         terms = self._builder.losses(self.model, images, masks, self.hparams["ignore_index"])
         loss = torch.stack(list(terms.values())).sum()
-        if not len(masks) and getattr(self._trainer, "world_size", 1) == 1:
-            return loss  # every image of the batch was damaged: there is nothing to log
         parts = {f"train/{name}": term for name, term in terms.items()} if len(terms) > 1 else {}
         for name, value in {**parts, "train/loss": loss}.items():
             joined = mean_of_processes(self._trainer, value.detach(), len(masks))
-            self.log(name, joined, prog_bar=name == "train/loss", batch_size=len(masks))
+            if joined is not None:  # else every image of the batch was damaged, in every process
+                self.log(name, joined, prog_bar=name == "train/loss", batch_size=len(masks))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

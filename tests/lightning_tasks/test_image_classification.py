@@ -124,14 +124,14 @@ def test_any_number_of_images_can_be_trained_on(count):
 
 
 def test_a_batch_of_damaged_images_joins_as_often_and_counts_for_nothing(monkeypatch):
-    """Of two processes, of which the other one's loss is 2."""
+    """Of two processes, of which the other one's loss is 2, or whose images are damaged too."""
     module, joined, logged = built(), [], []
-    other = torch.tensor([2.0, 1.0])
-    strategy = SimpleNamespace(reduce=lambda own, reduce_op: joined.append(own) or own + other)
+    others = [torch.tensor(other) for other in ([2.0, 1.0], [2.0, 1.0], [0.0, 0.0])]
+    strategy = SimpleNamespace(reduce=lambda own, reduce_op: joined.append(own) or own + others[len(joined) - 1])
     module._trainer = SimpleNamespace(world_size=2, global_rank=0, current_epoch=0, strategy=strategy)
     monkeypatch.setattr(module, "log", lambda name, value, **given: logged.append((name, value, given)))
-    own = [module.training_step((images(count), torch.arange(count)), 0) for count in (4, 0)]
-    assert len(joined) == 2
+    own = [module.training_step((images(count), torch.arange(count)), 0) for count in (4, 0, 0)]
+    assert len(joined) == 3
     losses = [value for name, value, _ in logged if name == "train/loss"]
     assert losses == [(own[0] + 2) / 2, 2.0]
     assert not any(given.get("sync_dist") for *_, given in logged)  # joined already
