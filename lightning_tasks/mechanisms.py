@@ -6,6 +6,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
 from lightning_tasks.hparams import Spec, import_object
 from lightning_tasks.trust import check_kind, checked_spec
@@ -14,6 +16,8 @@ from lightning_tasks.trust import check_kind, checked_spec
 def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:
     """A registered short name as it is; a class, function or dotted path as ``{class_path, init_args}``.
 
+    Options beside "softmax" are warned of, as they are not used.
+
     Raises:
         ValueError: if a short name is unknown (the nearest are named), or a path names nothing.
         TypeError: if it cannot be stored in a checkpoint, what a short name stands for does not take the options, or a
@@ -21,7 +25,13 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
     """
     if isinstance(value, str) and "." not in value:
         cls = mechanism_class(value)
-        if options and value != "softmax":  # which takes the layers as they are
+        if options and value == "softmax":  # no error: a task whose checkpoint has such options could not be built
+            rank_zero_warn(
+                f"attention='softmax' takes no options, and attention_options={dict(options)!r} is not used: leave it "
+                "out by --model.attention_options null (in YAML attention_options: null), or name the mechanism that "
+                "it is for by --model.attention"
+            )
+        elif options:
             _check_options(cls, options)
         return value
     if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
@@ -32,7 +42,7 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
 def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
     """What ``attention=`` and its options are for a model or :func:`~attention_modules.swap_attention`."""
     if isinstance(spec, str):
-        return spec, dict(options or {})
+        return spec, {} if spec == "softmax" else dict(options or {})
     target, arguments = import_object(spec["class_path"]), {**spec["init_args"], **(options or {})}
     check_kind(target, "attention", spec["class_path"])
     if isinstance(target, type):
