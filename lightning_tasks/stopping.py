@@ -20,6 +20,7 @@ from lightning_tasks.reason import reason
 INTERRUPTED, TERMINATED = 130, 143  # as a shell says of what SIGINT and SIGTERM ended
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _WORKER = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal)")
+_PEER = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe)")
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
@@ -45,8 +46,8 @@ def end_in_one_line(trainer: pl.Trainer) -> Iterator[None]:
     """Give an interrupted or failed run its exit code, and name its newest checkpoint on stderr.
 
     Raises:
-        SystemExit: with 143 after SIGTERM, 130 after an interrupt, 1 where the disk refused a file or a process that
-            loads data died.
+        SystemExit: with 143 after SIGTERM, 130 after an interrupt, 1 where the disk refused a file, or a process that
+            loads data or another process of the run died.
     """
     try:
         yield
@@ -73,6 +74,8 @@ def _text(error: OSError | RuntimeError) -> str | None:
         return f"{error.filename or 'a file'} could not be written or read ({error.strerror})"
     if _WORKER.search(str(error)):
         return f"a process that loads data died, for want of memory or by a signal; {reason(error)}"
+    if _PEER.search(str(error)):
+        return f"another process of this run ended, and says why itself; {reason(error)}"
     return None
 
 

@@ -76,9 +76,10 @@ class LayerObserver(Callback):
         self._forget()
 
 
-# Softmax attention that observers put into plain layers, who watches it, and for which trainer: the last of them takes it
-# out. Weak, so that no model, callback or trainer that is gone without an end counts.
-_WATCHED: WeakKeyDictionary[AttentionMechanism, WeakKeyDictionary[MechanismObserver, ref[Any]]] = WeakKeyDictionary()
+# Softmax attention that observers put into plain layers, and who watches it for which trainer: the last takes it out.
+# Weak, so that no model, callback or trainer that is gone without an end counts.
+Watchers = WeakKeyDictionary["MechanismObserver", "ref[Any]"]
+_WATCHED: WeakKeyDictionary[AttentionMechanism, Watchers] = WeakKeyDictionary()
 
 
 class MechanismObserver(LayerObserver):

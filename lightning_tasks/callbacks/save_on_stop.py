@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -19,8 +20,17 @@ class SaveOnStop(Callback):
 
     Lightning lets the step, or the validation batch, that the signal meets end first. The file lies beside those of
     the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
-    callback nothing is saved. On several processes neither, as they may be told at different steps.
+    callback nothing is saved. On several processes neither, as they may be told at different steps: the process that is
+    told ends at once, and with it the others.
     """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Replace Lightning's handler of SIGTERM on several processes, before it is set.
+
+        From within the handler it tells the others by a broadcast, which may meet another collective: then all hang.
+        """
+        if trainer.world_size > 1:
+            trainer._signal_connector._sigterm_notifier_fn = partial(_end_now, trainer)  # type: ignore[method-assign]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look before hours are spent whether checkpoints can be written.
@@ -52,6 +62,20 @@ class SaveOnStop(Callback):
         """End a prediction, for which Lightning does not look at the signal."""
         if trainer.received_sigterm:
             raise SIGTERMException
+
+
+def _end_now(trainer: pl.Trainer, number: int, frame: object) -> None:
+    """End this process, and those that it launched; what waits for it in a collective fails as its connections close.
+
+    Raises:
+        SIGTERMException: the first time; what ends a run is not disturbed.
+    """
+    connector = trainer._signal_connector
+    told, connector.received_sigterm = connector.received_sigterm, True
+    if not told:
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(number)
+        raise SIGTERMException
 
 
 @contextlib.contextmanager

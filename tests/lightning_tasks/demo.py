@@ -69,13 +69,13 @@ class Hold(Callback):
 
 
 class Signal(Callback):
-    """Sends a signal to its own process within a training or a validation step."""
+    """Sends a signal to its own process, or to that of a rank alone, within a training or a validation step."""
 
-    def __init__(self, number: int, step: int, validating: bool = False) -> None:
-        self.number, self.step, self.validating = number, step, validating
+    def __init__(self, number: int, step: int, validating: bool = False, rank: int | None = None) -> None:
+        self.number, self.step, self.validating, self.rank = number, step, validating, rank
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step and not self.validating:
+        if trainer.global_step == self.step and not self.validating and self.rank in (None, trainer.global_rank):
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
