@@ -30,7 +30,7 @@ from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
-from lightning_tasks.refusals import library_refusal
+from lightning_tasks.refusals import HINT, library_refusal, unknown_metric
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line, has_begun
@@ -172,11 +172,21 @@ class AttnswapCLI(LightningCLI):
         except BaseException as error:
             if self._claimed is not None:
                 release_run_folder(*self._claimed)
-            if isinstance(error, Exception) and not has_begun(getattr(self, "trainer", None)):
-                refusal = library_refusal(error)
-                if refusal is not None:
-                    raise refusal from error
+            refusal = self._refusal(error) if isinstance(error, Exception) else None
+            if refusal is not None:
+                raise refusal from error
             raise
+
+    def _refusal(self, error: Exception) -> RecipeError | None:
+        """The error as one of what was asked for; None where it is one already, or none of that."""
+        trainer = getattr(self, "trainer", None)
+        if trainer is None or not has_begun(trainer):
+            return library_refusal(error)
+        unknown = unknown_metric(error)
+        if unknown is None:
+            return None
+        kept = "" if self._claimed is None else f" (the run's files stay in {self._claimed[0]})"
+        return RecipeError(f"after {trainer.global_step} steps{kept}: {unknown} ({HINT})")
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The one that was asked for: each other's parser would take a quarter of a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ _OURS = ("attention_modules", "lightning_tasks", "datamodules")
 _TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."
 _ROOT = Path(__file__).resolve().parent.parent
 _LIBRARIES = ("<", sysconfig.get_paths()["stdlib"], *(f"{_ROOT / name}{os.sep}" for name in _OURS))
+_METRIC = re.compile(r"conditioned on metric .+ which is not available|could not find the monitored key")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -44,6 +46,15 @@ def library_refusal(error: Exception) -> RecipeError | None:
     if isinstance(error, RecipeError) or refusal_in(error) is not None or any(map(_runs_other_code, chain)):
         return None
     return RecipeError(f"{reason(_unwrapped(error))} ({HINT})")
+
+
+def unknown_metric(error: Exception) -> str | None:
+    """What Lightning says, after some steps, of a metric to monitor that nothing has logged; it names those that exist.
+
+    None for other errors.
+    """
+    found = _METRIC.search(str(error)) and type(error).__name__ in ("RuntimeError", "MisconfigurationException")
+    return reason(error) if found else None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

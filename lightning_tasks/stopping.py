@@ -33,10 +33,8 @@ def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def has_begun(trainer: pl.Trainer | None) -> bool:
+def has_begun(trainer: pl.Trainer) -> bool:
     """Whether a trainer has done a whole step, so that its settings fit together."""
-    if trainer is None:
-        return False
     loops = (trainer.fit_loop.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return any(loop.batch_progress.total.completed > 0 for loop in loops)
 

@@ -237,3 +237,21 @@ def test_a_guard_that_stops_ends_the_command_with_an_error_and_its_last_line_say
     assert f"the batch is in {saved}" in last
     assert "batch" in torch.load(saved, weights_only=True)
     assert "non_finite/stopped" in Path("runs/demo/version_0/metrics.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("callback", "arguments", "says"),
+    [
+        ("EarlyStopping", {"monitor": "val/los"}, "conditioned on metric `val/los` which is not available"),
+        ("ModelCheckpoint", {"monitor": "val/los"}, "could not find the monitored key in the returned metrics"),
+    ],
+)
+def test_a_metric_that_nothing_logs_is_one_line_that_names_those_that_are(callback, arguments, says, demo, capsys):
+    spec = {"class_path": f"lightning.pytorch.callbacks.{callback}", "init_args": arguments}
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", demo, "--trainer.limit_train_batches=2", f"--trainer.callbacks={json.dumps([spec])}"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert says in line
+    assert "val/perplexity" in line
+    assert line.startswith(f"attnswap: error: after 2 steps (the run's files stay in {last_run()}): ")
+    assert (last_run() / "metrics.csv").exists()
