@@ -114,7 +114,8 @@ class BaseTask(LightningModule):
         """
         if weights_only is not False:
             content = _content(checkpoint_path)
-            check_checkpoint(content, None if trust_checkpoint else allowed_packages(cls, kwargs), str(checkpoint_path))
+            allowed = None if trust_checkpoint else allowed_packages(cls, kwargs)
+            check_checkpoint(content, allowed, str(checkpoint_path), hparams_file)
         safe = weights_only is not False
         return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, safe, **kwargs)
 

@@ -34,7 +34,7 @@ from lightning_tasks.refusals import HINT, library_refusal, unknown_metric
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line, has_begun
-from lightning_tasks.stored_names import allowed_packages, check_stored
+from lightning_tasks.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.trust import build_typed_classes_only, is_allowed
 from lightning_tasks.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 
@@ -206,7 +206,8 @@ class AttnswapCLI(LightningCLI):
             "--trust_checkpoint",
             action="store_true",
             help="Import and call whatever the checkpoint of --ckpt_path names. Without it, only classes of attnswap, "
-            "torch, torchvision, lightning, timm, transformers and the packages that your own configuration names.",
+            "torch.nn, torch.optim, torchvision, torchmetrics, lightning, timm, transformers and the packages that "
+            "your own configuration names.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -241,6 +242,8 @@ class AttnswapCLI(LightningCLI):
         given = section_given.get("model") or {}
         allowed = None if section.trust_checkpoint else allowed_packages(section_given)
         file = f"--ckpt_path {section.get('ckpt_path')}"
+        if allowed is not None:
+            check_form(stored, file)
         check_stored({"class_path": stored.get("class_path", "")}, allowed, file, given=given)
         model = fill(given, stored, allowed)
         check_stored(model, allowed, file, given=given)

@@ -28,8 +28,8 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
         cls: the module's own class, of either Lightning package.
         path: the checkpoint.
         trust_checkpoint: whether what the checkpoint names may be imported and called wherever it comes from. Without
-            it, only classes of attnswap, torch, torchvision, lightning, timm, transformers, the package of ``cls`` and
-            modules of the user's that are imported already.
+            it, only classes of attnswap, torch.nn, torch.optim, torchvision, torchmetrics, lightning, timm,
+            transformers, the package of ``cls`` and modules of the user's that are imported already.
         **kwargs: for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only`` and hyper-parameters.
 
     Raises:
@@ -39,7 +39,9 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
     weights_only = kwargs.get("weights_only") is not False
     content = read_checkpoint(path, weights_only)
     trusted = trust_checkpoint or not weights_only
-    check_checkpoint(content, None if trusted else allowed_packages(cls, kwargs), path)
+    allowed = None if trusted else allowed_packages(cls, kwargs)
+    check_checkpoint(content, allowed, path, kwargs.get("hparams_file"))
+    kwargs["weights_only"] = weights_only
     if issubclass(cls, BaseTask):
         kwargs["trust_checkpoint"] = trusted
     plans = saved_plans(content)
@@ -115,7 +117,7 @@ def load_module(
         return load_swapped(cls, path, trust_checkpoint=trust_checkpoint, map_location="cpu")
     if issubclass(cls, BaseTask):
         return cls.load_from_checkpoint(path, trust_checkpoint=trust_checkpoint, map_location="cpu")
-    return cls.load_from_checkpoint(path, map_location="cpu")
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True)
 
 
 def _class_path_of_run(folder: Path) -> str | None:

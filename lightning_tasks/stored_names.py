@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-import codecs
+import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from datetime import date
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import jsonargparse
 import torch
 import yaml
 from torch import Tensor
 
 from attention_modules.mechanism import ENTRY_POINT_GROUP
 from lightning_tasks.hparams import import_object
-from lightning_tasks.trust import KINDS, LIBRARIES, TRUST_IT, check_package, last_name, stored_object
+from lightning_tasks.trust import GIVE_IT, KINDS, LIBRARIES, TRUST_IT, check_package, last_name, stored_object
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-# None: what is built in, as torch.relu
-_COMPUTE = (None, "torch", "torch.nn.functional", "torch.nn.init", "torch._C._nn")
-_NUMBERS = (type(None), bool, int, float, complex, bytes, date, Tensor, torch.dtype, torch.device)
+_COMPUTE = ("torch.nn.functional", "torch.nn.init")
+_SPEAKING = ("antigravity", "this")  # modules of the standard library that do something when they are imported
+_KEYS = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, date, os.PathLike, Tensor, torch.dtype, torch.device)
 _MAX_ENTRIES = 1_000_000
 _MAX_FILE = 2**20  # bytes of a file that may be a configuration
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "module_arguments")  # Lightning reads its former keys too
+_SOURCES = {"url", "hf_hub_id", "hf_hub_filename", "source"}  # of weights, in timm's `pretrained_cfg`
 
 
-def check_checkpoint(content: Mapping[str, Any], allowed: Collection[str] | None, path: str | Path) -> None:
+def check_checkpoint(
+    content: Mapping[str, Any],
+    allowed: Collection[str] | None,
+    path: str | Path,
+    hparams_file: str | Path | None = None,
+) -> None:
     """Check what a whole checkpoint names: in its hyper-parameters, and in the states of callbacks (swaps).
+
+    Args:
+        content: the checkpoint.
+        allowed: as :func:`check_stored`.
+        path: its file.
+        hparams_file: the file whose hyper-parameters Lightning takes in place of the checkpoint's.
 
     Raises:
         ValueError: as :func:`check_stored`.
     """
-    _refuse_disguise(content, str(path))
+    if allowed is None:
+        return
+    check_form({key: value for key, value in content.items() if key == "hparams_type"}, path)
+    _refuse_attributes(content, str(path))
     for key in (*_HYPER_PARAMETERS, "callbacks"):
         place = key if key == "callbacks" else _HYPER_PARAMETERS[0]
         check_stored(content.get(key, {}), allowed, path, place)
+    if hparams_file is not None:
+        check_stored(_hparams_in(hparams_file), allowed, hparams_file)
 
 
 def check_stored(
@@ -55,16 +78,19 @@ def check_stored(
         allowed: see :func:`check_origin`; None where the file is trusted.
         source: the file.
         place: where the data stands in it.
-        given: what the user gave in its place; names that are equal there came from her, and are not looked at.
+        given: what the user gave in its place; names that are equal there came from her, and are not looked at. What
+            the file has must have passed :func:`check_form` before the two were joined.
 
     Raises:
-        ValueError: as :func:`stored_object`, and where something would run code of another origin: Hugging Face's
-            remote code, a configuration of mmsegmentation that is a file of Python.
+        ValueError: as :func:`stored_object` and :func:`check_form`, and where something would run code of another
+            origin (Hugging Face's remote code, a configuration of mmsegmentation that is a file of Python), or write a
+            file that it downloads.
     """
     if allowed is None:
         return
+    if given is None:
+        check_form(value, source, place)
     try:
-        _check_size(value, place)
         _check(value, allowed, place, given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
@@ -72,35 +98,57 @@ def check_stored(
         raise ValueError(f"{source}: {place} is nested too deeply, or holds itself; {TRUST_IT}") from error
 
 
-def _refuse_disguise(value: Mapping[str, Any], place: str) -> None:
-    """Refuse an OrderedDict that a file gave attributes, such as an ``items`` that hides some of its entries."""
+def check_form(value: Any, source: str | Path, place: str = "hyper_parameters") -> None:
+    """Check that data of a file is plain: nothing in it reads otherwise than it was checked.
+
+    Raises:
+        ValueError: if there is an object, a dict with attributes of its own, such as an ``items`` that hides entries,
+            or more than a million entries (parts that are shared make a small file of any size).
+    """
+    waiting, count = [(place, value)], 0
+    while waiting:
+        where, entry = waiting.pop()
+        count += 1
+        if count > _MAX_ENTRIES:
+            raise ValueError(f"{source}: {place} has more than {_MAX_ENTRIES:,} entries; {TRUST_IT}")
+        if isinstance(entry, dict):
+            _refuse_attributes(entry, f"{source}: {where}")
+            if strange := [key for key in dict.keys(entry) if not isinstance(key, _KEYS)]:
+                raise ValueError(f"{source}: {where} has the key {strange[0]!r}, which is no text; {TRUST_IT}")
+            waiting.extend((f"{where[:200]}.{key}", inner) for key, inner in dict.items(entry))
+        elif isinstance(entry, (list, tuple, set, frozenset)):
+            waiting.extend((f"{where[:200]}[{index}]", inner) for index, inner in enumerate(entry))
+        elif not isinstance(entry, _PLAIN):
+            raise ValueError(f"{source}: {where} is a {type(entry).__name__}, which is no plain data; {TRUST_IT}")
+
+
+def _refuse_attributes(value: Mapping[str, Any], place: str) -> None:
     attributes = set(getattr(value, "__dict__", ())) - {"_metadata"}  # which torch gives to state dicts
     if attributes:
         raise ValueError(f"{place} is a dict with attributes of its own, {sorted(attributes)}; {TRUST_IT}")
 
 
-def _check_size(value: Any, place: str) -> None:
-    """Refuse data that stands for too much: parts that are shared make a small file of any size."""
-    waiting, count = [value], 0
-    while waiting:
-        entry = waiting.pop()
-        count += 1
-        if count > _MAX_ENTRIES:
-            raise ValueError(f"{place} has more than {_MAX_ENTRIES:,} entries; {TRUST_IT}")
-        if isinstance(entry, dict):
-            waiting.extend(dict.values(entry))
-        elif isinstance(entry, (list, tuple, set, frozenset)):
-            waiting.extend(entry)
+def _hparams_in(file: str | Path) -> Any:
+    """What Lightning will read in a file of hyper-parameters, with the values of OmegaConf's interpolations."""
+    from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
+
+    if str(file).lower().endswith(".csv"):
+        return load_hparams_from_tags_csv(file)
+    found: Any = load_hparams_from_yaml(file)
+    if not isinstance(found, dict) and hasattr(found, "_metadata"):
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(found, resolve=True)
+    return found
 
 
 def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None:
     if isinstance(value, Mapping):
-        _refuse_disguise(value, place)
         known = given if isinstance(given, Mapping) else {}
         for key, entry in value.items():
             if isinstance(entry, (str, Mapping)) and known.get(key) == entry:
                 continue
-            _check_remote_code(str(key), entry, place)
+            _check_settings(str(key), entry, place)
             if key == "class_path":
                 if not isinstance(entry, str) or "." in entry:  # a bare name is one of the place's own modules
                     stored_object(entry, allowed, place)
@@ -118,20 +166,20 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
         before = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
         for index, entry in enumerate(value):
             _check(entry, allowed, f"{place}[{index}]", before[index])
-    elif isinstance(value, (str, os.PathLike)):
-        if value == given:
-            return
-        value = os.fspath(value)
-        inner = _data_in(value)
-        if isinstance(inner, (Mapping, list)):
-            _check(inner, allowed, place, None)
-        elif _is_name(value, last_name(place)):
-            stored_object(value, allowed, place)
-        elif last_name(place) not in KINDS and _is_importable(value):  # which a type of the module may ask to import
-            check_package(value.partition(".")[0], value, allowed, place)
-            _check_callable(value, allowed, place)
-    elif not isinstance(value, _NUMBERS):
-        raise ValueError(f"{place} is a {type(value).__name__}, which is no plain data; {TRUST_IT}")
+    elif isinstance(value, (str, os.PathLike)) and value != given:
+        _check_text(os.fspath(value), allowed, place)
+
+
+def _check_text(text: str, allowed: Collection[str], place: str) -> None:
+    """Check a string as whatever it may be read: a file, YAML, and a name."""
+    _check_file(text, allowed, place)
+    inner = _data_in(text)
+    if inner != text:
+        _check(inner, allowed, place, None)
+    if _is_name(text, last_name(place)) or (
+        last_name(place) not in KINDS and _stands_for_something(text, allowed, place)
+    ):
+        stored_object(text, allowed, place)
 
 
 def allowed_packages(*named: Any) -> frozenset[str]:
@@ -160,16 +208,19 @@ def _packages(value: Any, name: str = "") -> Iterator[str]:
         yield value.partition(".")[0]
 
 
-def _check_remote_code(key: str, entry: Any, place: str) -> None:
-    """Refuse settings by which Hugging Face or mmsegmentation would run code that a file or a hub holds."""
+def _check_settings(key: str, entry: Any, place: str) -> None:
+    """Refuse settings by which a library would run code that a file or a hub holds, or write what it downloads."""
     remote = key in ("auto_map", "trust_remote_code") and entry
     kernels = key.endswith("_implementation") and "/" in str(entry)  # Hugging Face gets compiled code of that name
     python = key == "mmseg_config" and ("/" in str(entry) or str(entry).endswith(".py"))
     classes = key == "cfg_options" and any(name in ("type", "_scope_") for name in _option_names(entry))
-    if remote or kernels or python or classes:
+    # timm puts the file of any URL into the folder of that name
+    download = key == "cache_dir" and entry is not None
+    weights = key.startswith("pretrained_cfg") and not _SOURCES.isdisjoint(_option_names(entry))
+    if remote or kernels or python or classes or download or weights:
         raise ValueError(
-            f"{place}.{key} is {entry!r}, by which code would be run that is not attnswap's; give it in your own "
-            f"configuration, or, {TRUST_IT}"
+            f"{place}.{key} is {entry!r}, by which code would be run that is not attnswap's, or a file written; "
+            f"{GIVE_IT}"
         )
 
 
@@ -184,69 +235,107 @@ def _option_names(options: Any) -> Iterator[str]:
             yield from _option_names(entry)
 
 
-def _check_callable(path: str, allowed: Collection[str], place: str) -> None:
-    """Refuse a function of a library where a type may ask for any callable, but for those of torch that compute.
+def _stands_for_something(path: str, allowed: Collection[str], place: str) -> bool:
+    """Whether a string is the dotted path of what an argument's type may ask to import and call.
+
+    Nothing is imported for it but parts of `LIBRARIES` and of the standard library. Functions of torch that compute,
+    and what cannot be called, may be named.
 
     Raises:
-        ValueError, TypeError: as :func:`stored_object`.
+        ValueError: as :func:`check_package`.
     """
-    if path.partition(".")[0] not in LIBRARIES:
-        return
-    try:
-        found = import_object(path)
-    except (ImportError, ValueError):  # it stands for nothing
-        return
-    if callable(found) and getattr(found, "__module__", None) not in _COMPUTE:
-        stored_object(path, allowed, place)
+    package, *names = path.split(".")
+    if not names or not all(name.isidentifier() for name in (package, *names)):
+        return False
+    if package in LIBRARIES:
+        if any(name.startswith("_") for name in names):
+            return True
+        try:
+            found = import_object(path)
+        except (ImportError, ValueError):
+            return False
+        return callable(found) and not _computes(found, path)
+    if package not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            return False
+        if spec.origin is None:  # a folder
+            return PathFinder.find_spec(f"{package}.{names[0]}", spec.submodule_search_locations) is not None
+        if package in _SPEAKING or not spec.origin.startswith(("frozen", "built-in", sysconfig.get_path("stdlib"))):
+            return True
+        if "site-packages" in spec.origin or "dist-packages" in spec.origin:
+            return True
+        importlib.import_module(package)
+    return _is_loaded_callable(package, names, path, allowed, place)
+
+
+def _is_loaded_callable(package: str, names: list[str], path: str, allowed: Collection[str], place: str) -> bool:
+    """Whether names within a module that is imported lead to something that can be called, or is to be imported."""
+    found: Any = sys.modules[package]
+    for count, name in enumerate(names, 1):
+        whole = ".".join([package, *names[:count]])
+        if whole in sys.modules:
+            found = sys.modules[whole]
+        elif not isinstance(found, ModuleType) or hasattr(found, "__getattr__"):
+            return True
+        elif name in vars(found):
+            found = vars(found)[name]
+        else:
+            return hasattr(found, "__path__") and PathFinder.find_spec(whole, found.__path__) is not None
+    if isinstance(found, ModuleType):
+        check_package(package, path, allowed, place)
+    return callable(found)
+
+
+def _computes(found: Any, path: str) -> bool:
+    """Whether this is a function of torch that computes: of `torch.nn.functional`, or a method of tensors too."""
+    module, _, name = path.rpartition(".")
+    if module in _COMPUTE and isinstance(found, FunctionType):
+        return found.__module__ in _COMPUTE
+    built_in = isinstance(found, BuiltinFunctionType)
+    return built_in and (module in _COMPUTE or (module == "torch" and hasattr(Tensor, name)))
 
 
 def _data_in(text: str) -> Any:
-    """What the command line would make of a string where a type takes more: YAML, or a file of it.
+    """What the command line makes of a string where a type takes more than text.
 
     Raises:
-        ValueError: if it repeats or holds itself, as no honest one does, or is a file of text above 1 MiB.
+        ValueError: if it repeats or holds itself, as no honest one does.
     """
-    source, path = text, os.path.expanduser(text.removeprefix("file://"))  # the command line knows both spellings
     try:
-        if os.path.isfile(path):
-            if _is_text(path) and os.path.getsize(path) > _MAX_FILE:
-                raise _TooLarge
-            source = Path(path).read_text(encoding="utf-8") if _is_text(path) else ""
-        if "*" not in source or not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(source)):
-            return yaml.safe_load(source)
-    except _TooLarge:
-        raise ValueError(
-            f"{text!r} names a file of text above 1 MiB, which could be a configuration; give the same value yourself "
-            f"on the command line, or, {TRUST_IT}"
-        ) from None
-    except (yaml.YAMLError, OSError, ValueError):  # it is neither; a date that does not exist is a ValueError
-        return None
+        with suppress(yaml.YAMLError, ValueError):  # of which the command line's own reader may know more
+            yaml.compose(text)
+        if "*" not in text or not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            return jsonargparse.get_loader("yaml")(text)
+    except (yaml.YAMLError, ValueError):  # it is no YAML; a date that does not exist is a ValueError
+        return text
     except RecursionError:
         pass
     raise ValueError(f"YAML that repeats itself or is nested too deeply stands in a string, {text[:80]!r}; {TRUST_IT}")
 
 
-class _TooLarge(Exception):
-    """A file that is too large to be looked into."""
+def _check_file(name: str, allowed: Collection[str], place: str) -> None:
+    """Refuse the name of a file of settings, which the command line would read, and others that this one names.
 
-
-def _is_text(path: str) -> bool:
-    """Whether a file may be YAML, which knows no byte 0 and no wrong UTF-8."""
-    with open(path, "rb") as file:
-        head = file.read(4096)
+    Raises:
+        ValueError: if there is such a file, or one of text above 1 MiB.
+    """
+    path = os.path.expanduser(name.removeprefix("file://"))  # the command line knows both spellings
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in head
-
-
-def _is_importable(value: str) -> bool:
-    """Whether a string has the form of a dotted path, and its first part is a module that can be imported."""
-    package, *names = value.split(".")
-    if not names or not all(name.isidentifier() for name in (package, *names)):
-        return False
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+        if not os.path.isfile(path):
+            return
+        with open(path, "rb") as file:
+            content = file.read(_MAX_FILE + 1)
+    except (OSError, ValueError):  # a name that no file can have
+        return
+    if b"\0" in content[:4096]:  # which YAML never has, and files of weights and pictures have
+        return
+    large = len(content) > _MAX_FILE
+    inner = "" if large else _data_in(content.decode(errors="replace"))
+    if large or isinstance(inner, (Mapping, list)):
+        what = "is of text above 1 MiB, which may be settings" if large else "holds settings"
+        raise ValueError(f"{place} names the file {name!r}, which {what}; {GIVE_IT}")
+    _check(inner, allowed, place, None)
 
 
 def _is_name(value: str, place: str) -> bool:

@@ -20,12 +20,14 @@ import jsonargparse
 from lightning_tasks.hparams import Spec, build, find_module, import_object, plain_spec
 
 LIBRARIES = frozenset(
-    {"attention_modules", "lightning_tasks", "datamodules", "attnswap"}
-    | {"torch", "torchvision", "lightning", "pytorch_lightning", "timm", "transformers"}
+    {"attention_modules", "lightning_tasks", "datamodules"}
+    | {"torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "timm", "transformers"}
 )
 """Packages whose classes a checkpoint may name."""
 
+_PARTS = {"torch": ("torch.nn.", "torch.optim.")}  # the rest of torch holds what compiles, sends and reads files
 TRUST_IT = "if you trust the file, give --trust_checkpoint (in Python: trust_checkpoint=True)"
+GIVE_IT = f"give the argument yourself, on the command line or by keyword, or, {TRUST_IT}"
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,19 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
         place: where it stands.
 
     Raises:
-        ValueError: if it is in another package, or private there.
+        ValueError: if it is in another package, or private there, or of torch neither in torch.nn nor in torch.optim.
     """
     package, *parts = path.split(".")
     check_package(package, path, allowed, place)
     if package not in LIBRARIES and package not in allowed and not _is_loaded(path):
-        raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {TRUST_IT}")
+        raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {GIVE_IT}")
     if any(part.startswith("_") or not part for part in parts):
-        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {TRUST_IT}")
+        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {GIVE_IT}")
+    if not path.startswith(_PARTS.get(package, "")):
+        raise ValueError(
+            f"{place} names {path!r}, and of torch a checkpoint may name what is in torch.nn and torch.optim. It was "
+            f"not called; {GIVE_IT}"
+        )
 
 
 def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
@@ -206,7 +213,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
     if not isinstance(found, type) and _defined_as(found) not in kind.factories:
         raise TypeError(
             f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}. It was "
-            f"not called; give the same in your own configuration, or, {TRUST_IT}"
+            f"not called; {GIVE_IT}"
         )
     check_kind(found, place, path)
     return found
@@ -221,8 +228,8 @@ def check_package(package: str, path: str, allowed: Collection[str], place: str)
     if package not in LIBRARIES and package not in allowed and not _is_users_module(package):
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
-            "attnswap, torch, torchvision, lightning, timm nor transformers, nor does your own configuration name it. "
-            f"It was not called; {TRUST_IT}"
+            "attnswap, torch, torchvision, torchmetrics, lightning, timm nor transformers, nor does your own "
+            f"configuration name it. It was not called; {GIVE_IT}"
         )
 
 
@@ -238,9 +245,11 @@ def is_allowed(path: str, allowed: Collection[str]) -> bool:
 def build_typed_classes_only() -> None:
     """Have the command line build a class only where an argument's type asks for one, as jsonargparse 5 will.
 
-    Until then it calls whatever a "class_path" names, functions too, inside arguments that are annotated Any.
+    Until then it calls whatever a "class_path" names, functions too, inside arguments that are annotated Any; and it
+    only warns of names that no configuration needs (its list has `os`, `subprocess`, `pickle`, ...), which it then
+    refuses, from whatever file, string or argument they come.
     """
-    jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False)
+    jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
 
 
 def kind_of(place: str) -> Kind:

@@ -6,6 +6,7 @@ the canary. A file counts as refused where the door raised and there is no canar
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -257,6 +258,7 @@ REFUSALS = (
     "was not called",
     "was not imported",
     "was not found",
+    "is not allowed, denied by",  # jsonargparse
     "cannot be stored in a checkpoint",
 )
 ENDS = ("_class_path", "_instantiator", "plan", "module_arguments", "hparams")
@@ -369,7 +371,9 @@ def trapped(folder: Path) -> Iterator[Trap]:
 
 def main() -> None:
     """Open every file, and print how many were refused."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else COUNT
+    parser = argparse.ArgumentParser(description="Open checkpoints and recipes that try to run a program.")
+    parser.add_argument("count", type=int, nargs="?", default=COUNT, help=f"how many files, {COUNT} by default")
+    count = parser.parse_args().count
     faults = []
     with tempfile.TemporaryDirectory() as folder, trapped(Path(folder)) as trap:
         chosen = cases(count)

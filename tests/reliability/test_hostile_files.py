@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.cli import _command_line, _ParsingCLI
 from lightning_tasks.hparams import build
 from lightning_tasks.loading import load_module
-from lightning_tasks.stored_names import check_stored
+from lightning_tasks.stored_names import check_form, check_stored
 from tests.lightning_tasks.language_data import VOCAB
 from tests.reliability import hostile_files
 from tests.reliability.hostile_files import PACKAGE, Case, Reduced, cases, opened, quiet, trapped
@@ -352,10 +352,138 @@ def test_a_configuration_that_a_string_names_is_read_in_every_spelling(spelling,
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "n.yaml"
     path.write_text(f'{{"class_path": "{hostile_files.PACKAGE}.Net"}}\n#' + "x" * size)
-    with pytest.raises(ValueError, match="above 1 MiB" if size else hostile_files.PACKAGE):
+    with pytest.raises(ValueError, match="above 1 MiB" if size else "holds settings"):
         check_stored({"net": spelling.format(path)}, frozenset(), "a.ckpt")
 
 
 def test_files_of_weights_may_be_named(tmp_path):
     torch.save(torch.zeros(2**19), tmp_path / "vit.pth")
     check_stored({"checkpoint": str(tmp_path / "vit.pth")}, frozenset(), "a.ckpt")
+
+
+def _written_file(name, text):
+    with open(name, "w") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["'{}'", " {}", "{} # a comment", "!!str {}", "\"'{}'\"", "'{{class_path: {}, born: 2026-99-99}}'"]
+)
+def test_a_name_in_a_string_is_found_however_it_is_spelled(text, trap):
+    with pytest.raises(ValueError, match=f"names '{PACKAGE}.Net'"):
+        check_stored({"net": text.format(f"{PACKAGE}.Net")}, frozenset(), "a.ckpt")
+
+
+def test_files_that_a_string_names_are_refused_where_they_hold_settings(trap):
+    """Names in such a file are those beside it; one that is called as a class is that class too."""
+    _written_file("settings.yaml", "class_path: torch.nn.TransformerEncoder\ninit_args: {encoder_layer: inner.yaml}")
+    _written_file("name.yaml", f"{PACKAGE}.Net\n")
+    _written_file(f"{PACKAGE}.Net", "nothing")
+    _written_file("labels.txt", "cat\ndog\n")
+    with open("latin.yaml", "wb") as file:
+        file.write(b"class_path: os.system # \xe9")
+    for name in ("settings.yaml", "name.yaml", f"{PACKAGE}.Net", "latin.yaml"):
+        with pytest.raises(ValueError, match=r"holds settings|hostile_package\.Net"):
+            check_stored({"net": name}, frozenset(), "a.ckpt")
+    check_stored({"labels": "labels.txt"}, frozenset(), "a.ckpt")
+
+
+def test_what_is_given_does_not_cover_a_disguise():
+    with pytest.raises(ValueError, match="attributes of its own"):
+        check_form({"net": [_attributes(OrderedDict(class_path="a.B"))]}, "a.ckpt")
+    with pytest.raises(ValueError, match="attributes of its own"):
+        check_form({"net": _attributes(Counter("a"))}, "a.ckpt")
+    with pytest.raises(ValueError, match="has the key"):
+        check_form({"net": {("class_path",): 1}}, "a.ckpt")
+
+
+def _attributes(value):
+    value.items = OrderedDict
+    return value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_dir": "autostart"},
+        {"pretrained_cfg": {"url": "file:///etc/hostname"}},
+        {"pretrained_cfg_overlay": {"hf_hub_id": "somebody/weights"}},
+    ],
+)
+def test_weights_are_not_downloaded_to_where_a_checkpoint_says(options):
+    """timm puts what any URL holds into `cache_dir`, under the name that the URL ends with."""
+    with pytest.raises(ValueError, match="or a file written"):
+        check_stored({"model_options": options}, frozenset(), "a.ckpt")
+    check_stored({"model_options": {"pretrained_cfg_overlay": {"file": "a.pth"}}}, frozenset(), "a.ckpt")
+
+
+@pytest.mark.parametrize("content", ["optimizer: {{class_path: {0}.Steps}}", "a: {0}\noptimizer: ${{a}}.Steps"])
+def test_a_file_of_hyper_parameters_is_checked(content, trap):
+    if "$" in content:
+        pytest.importorskip("omegaconf")
+    path = checkpoint()
+    _written_file("hparams.yaml", content.format(PACKAGE))
+    for load in (
+        lambda: LanguageModelingTask.load_from_checkpoint(path, hparams_file="hparams.yaml"),
+        lambda: load_swapped(LanguageModelingTask, path, hparams_file="hparams.yaml"),
+    ):
+        with pytest.raises(ValueError, match=rf"hparams\.yaml: hyper_parameters\.optimizer names '{PACKAGE}\.Steps'"):
+            load()
+    assert not trap.sprung()
+
+
+def test_the_type_of_hyper_parameters_is_no_callable():
+    torch.save({"hparams_type": Counter, "hyper_parameters": {}}, "a.ckpt")
+    with pytest.raises(ValueError, match="no plain data"):
+        LanguageModelingTask.load_from_checkpoint("a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "path", ["torch.distributed.nn.RemoteModule", "torch.jit.ScriptModule", "torch.fx.GraphModule"]
+)
+def test_of_torch_a_checkpoint_names_layers_and_optimizers_alone(path):
+    with pytest.raises(ValueError, match=r"torch\.nn and torch\.optim"):
+        check_stored({"model": {"class_path": path}}, frozenset(), "a.ckpt")
+
+
+def test_functions_of_torch_that_strings_name_compute():
+    """Each public function passes or is refused; what passes is torch's own, built in or of these modules."""
+    passed = set()
+    for module in (torch.nn.functional, torch.nn.init, torch):
+        for name in (name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name))):
+            try:
+                check_stored({"act": f"{module.__name__}.{name}"}, frozenset(), "a.ckpt")
+            except ValueError:
+                continue
+            found = getattr(module, name)
+            assert getattr(found, "__module__", None) in (None, "torch", "torch.nn.functional", "torch.nn.init") or (
+                str(found.__module__).startswith("torch._C") and not isinstance(found, type)
+            )
+            assert type(found).__name__ == "builtin_function_or_method" or module is not torch
+            passed.add(f"{module.__name__}.{name}")
+    computing = ("relu", "gelu", "silu", "softplus", "cross_entropy", "max_pool2d", "scaled_dot_product_attention")
+    assert passed >= {f"torch.nn.functional.{name}" for name in computing} | {"torch.tanh", "torch.nn.init.ones_"}
+    assert not passed & {f"torch.{name}" for name in ("load", "save", "compile", "from_file", "set_num_threads")}
+    assert not passed & {f"torch.nn.functional.{name}" for name in ("importlib", "handle_torch_function")}
+
+
+def test_strings_that_look_like_names_pass():
+    """What no module holds, and what a loaded module of the user's holds that cannot be called."""
+    words = ("test.parquet", "test.acc", "types.json", "statistics.csv", "torchmetrics.Accuracy", "val.loss", "os.txt")
+    check_stored({word: word for word in (*words, __name__, f"{__name__}.PACKAGE")}, frozenset(), "a.ckpt")
+    for refused in ("this.zen", "antigravity.x", "subprocess.run", f"{__name__}.checkpoint"):
+        with pytest.raises(ValueError, match="or by keyword, or, if you trust the file"):
+            check_stored({"word": refused}, frozenset(), "a.ckpt")
+
+
+def test_the_command_line_imports_no_program(trap):
+    arguments = ["validate", "--model", f"{__name__}.Foreign", "--data", "datamodules.DigitsDataModule"]
+    with quiet(), pytest.raises(Exception, match="denied by the 'subprocess' entry"):
+        _command_line(_ParsingCLI, [*arguments, "--model.make", "subprocess.check_output"], ())
+
+
+def test_help_of_the_script(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["hostile_files", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        hostile_files.main()
+    assert "how many files, 200 by default" in capsys.readouterr().out
