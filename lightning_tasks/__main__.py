@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_tasks.early_stop import sigterm_in_one_line
+
 HELP = """\
 usage: attnswap <command> [arguments]
 
@@ -52,13 +54,14 @@ def until_closed(show: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
+@sigterm_in_one_line()
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (by default that of the process).
 
     Raises:
         SystemExit: with code 2 where what was asked for is refused, by the command line or on building and running it;
-            the message is on stderr; with 130 on an interrupt. Errors of a training step and of the user's own code
-            pass as they are.
+            the message is on stderr; with 130 on an interrupt and 143 on SIGTERM. Errors of a training step and of the
+            user's own code pass as they are.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"

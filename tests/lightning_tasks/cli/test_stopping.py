@@ -1,5 +1,6 @@
 """The command: a run that is told to end says so by its exit code, and names what is saved."""
 
+import functools
 import json
 import os
 import signal
@@ -64,6 +65,33 @@ def test_an_interrupt_names_the_newest_checkpoint(demo, capsys, interruptible):
     assert "epoch=0-step=3.ckpt goes on from it" in line
     code, (line,) = ended(["fit", "--config", demo, *LONG, *send(signal.SIGINT, 1)], capsys)
     assert (code, line) == (130, "attnswap: interrupted; no checkpoint was saved")
+
+
+def test_sigterm_before_there_is_a_trainer_is_one_line_and_leaves_no_folder(demo, capsys, monkeypatch):
+    begin = DemoModule.__init__
+
+    def __init__(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(DemoModule, "__init__", functools.wraps(begin)(__init__))
+    assert ended(["fit", "--config", demo, *LONG], capsys) == (143, ["attnswap: ended by SIGTERM"])
+    assert not Path("runs").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_ends_commands_without_a_trainer_and_what_they_forked(capsys, monkeypatch):
+    def forks_and_is_told():
+        if not (child := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    codes = []
+    monkeypatch.setattr("lightning_tasks.recipes.print_recipes", forks_and_is_told)
+    assert ended(["recipes"], capsys) == (143, ["attnswap: ended by SIGTERM"])
+    assert codes == [-signal.SIGTERM]
 
 
 def test_a_prediction_ends_too(demo, capsys, monkeypatch):
