@@ -27,6 +27,7 @@ from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
 from lightning_tasks.refusals import refusal_in
+from lightning_tasks.run_files import written_whole
 
 RESULTS = "results.csv"
 LOCK = ".compare.lock"
@@ -222,12 +223,10 @@ def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the long table, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, RESULT_COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    partial.replace(path)
 
 
 def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:

@@ -20,9 +20,11 @@ from typing import Any
 import yaml
 
 from lightning_tasks.recipes import RecipeError
+from lightning_tasks.run_files import as_step, read_result, refuse_foreign, whole_lines, written_whole
 
 RESULT = "result.json"
-_MOST_STEPS = 2**53
+_MOST_COLUMNS = 100_000
+_NEEDED = ("fingerprint", "initial_weights", "training_data", "rows")
 _MOST_BYTES = 200  # of the 255 that file systems take
 
 
@@ -105,16 +107,11 @@ class Cell:
         """The result of a finished cell.
 
         Raises:
-            RecipeError: the file is damaged.
+            RecipeError: the file is damaged, or not in the folder of the comparison.
         """
         path = self.folder / RESULT
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecipeError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
-        if not isinstance(found, dict) or not found.keys() >= {"fingerprint", "rows"}:
-            raise RecipeError(f"{path} is damaged (it holds no result); delete it, and its cell is run again")
-        return found
+        refuse_foreign(path, Path(self.output))
+        return read_result(path, _NEEDED)
 
 
 def folder_name(name: str) -> str:
@@ -176,9 +173,8 @@ def run_cell(cell: Cell) -> None:
         "stopped": stopped,
         "rows": read_metrics(Path(pairing.folder) / "metrics.csv"),
     }
-    partial = cell.folder / f"{RESULT}.partial"
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(partial, cell.folder / RESULT)
+    with written_whole(cell.folder / RESULT) as partial:
+        partial.write_text(json.dumps(result), encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -192,10 +188,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
     with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.DictReader(line for line in file if line.endswith(("\n", "\r")))
+        lines = csv.DictReader(whole_lines(file))
         names = lines.fieldnames or ["step"]  # an empty file is a log of nothing
         if "step" not in names:
             raise ValueError(f"it has no column step, but {', '.join(names)}: no log of Lightning's CSVLogger")
+        if len(names) > _MOST_COLUMNS:
+            raise ValueError(f"it has {len(names):,} columns, and at most {_MOST_COLUMNS:,} are read")
         return [row for line in lines for row in _values(line, lines.line_num)]
 
 
@@ -204,9 +202,10 @@ def _values(line: dict[str, Any], number: int) -> list[dict[str, Any]]:
     if None in line:
         raise ValueError(f"line {number} has more values than there are columns")
     values = {metric: text for metric, text in line.items() if metric not in ("step", "epoch") and text}
-    if values and abs(int(line["step"])) > _MOST_STEPS:
-        raise ValueError(f"line {number} has the step {line['step']}, more than any run takes")
-    return [{"step": int(line["step"]), "metric": metric, "value": float(text)} for metric, text in values.items()]
+    if not values:
+        return []
+    step = as_step(line["step"], f"line {number}")
+    return [{"step": step, "metric": metric, "value": float(text)} for metric, text in values.items()]
 
 
 def last_error(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_tasks.divergence import diverged_cells
+from lightning_tasks.run_files import written_whole
 
 Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
 _LARGEST = 1e100  # that an axis takes: differences and squares are finite too
@@ -119,5 +120,6 @@ def draw_comparison(
     diverged = diverged_configs(rows)
     for text in legend.get_texts():
         text.set_text(f"{text.get_text()}{diverged.get(text.get_text(), '')}")
-    figure.savefig(picture, dpi=110)
+    with written_whole(picture) as path:
+        figure.savefig(path, dpi=110, format=picture.suffix.removeprefix("."))
     return picture

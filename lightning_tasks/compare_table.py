@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_tasks.divergence import diverged_cells
+from lightning_tasks.run_files import written_whole
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,12 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
 
 def write_summary(summary: Sequence[SummaryRow], remarks: Mapping[str, Sequence[str]], output: Path) -> str:
     """Write summary.csv and summary.md, which ends with lists of `remarks` under their titles; return the latter."""
-    with (output / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+    with written_whole(output / "summary.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(SummaryRow)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in summary)
     lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
     text = "\n".join([markdown(summary), *(line for lines in lists for line in lines)])
-    (output / "summary.md").write_text(text, encoding="utf-8")
+    with written_whole(output / "summary.md") as path:
+        path.write_text(text, encoding="utf-8")
     return text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lightning_tasks.run_files import as_step, whole_lines, written_whole
+
 TABLE = "attention_heads.csv"
+_MOST_MISSING = 100_000  # places of steps and layers, before those without a value are counted
 # Steps, numbers of layers, and values [steps, layers, heads], nan where there is none.
 History = tuple[list[int], list[int], np.ndarray]
 
@@ -39,32 +41,35 @@ def write_heads(path: Path, histories: Mapping[str, History], started: set[str])
 def _filter(path: Path, columns: Sequence[str], keep: Callable[[dict[str, str]], bool]) -> None:
     """Write the table anew with the rows that are kept, of the same columns; without a model of other heads."""
     with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(whole_lines(file))
         rows = [row for row in reader if keep(row)] if reader.fieldnames == list(columns) else []
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, path)
 
 
 def read_heads(path: Path) -> dict[str, History]:
-    """What :func:`write_heads` wrote, by name.
+    """What :func:`write_heads` wrote, by name; a last line that was cut is left out.
 
     Raises:
-        ValueError: if it is another table.
-        KeyError: likewise.
+        ValueError: if it is another table, or one of very many steps and layers and hardly a value.
+        KeyError: if it is another table.
     """
     found: dict[str, dict[tuple[int, int], list[float]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        lines = csv.DictReader(whole_lines(file))
+        for row in lines:
+            if None in row or None in row.values():
+                raise ValueError(f"line {lines.line_num} has another number of values than there are columns")
             heads = [float(row[column] or "nan") for column in row if column.startswith("head_")]
-            found.setdefault(row["name"], {})[int(row["step"]), int(row["layer"])] = heads
+            found.setdefault(row["name"], {})[as_step(row["step"]), int(row["layer"])] = heads
     return {name: _history(cells) for name, cells in found.items()}
 
 
 def _history(cells: Mapping[tuple[int, int], Sequence[float]]) -> History:
     steps, layers = sorted({step for step, _ in cells}), sorted({layer for _, layer in cells})
+    if len(steps) * len(layers) > max(_MOST_MISSING, 100 * len(cells)):
+        raise ValueError(f"it has {len(steps):,} steps, {len(layers):,} layers and {len(cells):,} rows of one name")
     missing = [float("nan")] * len(next(iter(cells.values())))
     return steps, layers, np.array([[cells.get((step, layer), missing) for layer in layers] for step in steps])

@@ -87,8 +87,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     import yaml  # here, so that the list of recipes does without it
 
+    from lightning_tasks.bounded_yaml import BoundedLoader
+
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except RecursionError as error:
         raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except OSError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer
 from lightning_tasks.report_runs import Read, Run
 from lightning_tasks.report_settings import differences, swapped
 from lightning_tasks.robustness.table import figure
+from lightning_tasks.run_files import written_whole
 
 TEMPLATE = "report.html.j2"
 MOST_CURVES = 100  # of a page, each of which takes a good part of a second
@@ -80,11 +81,10 @@ def _robust(rows: Sequence[Any]) -> str:
 
 
 def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[Any]:
-    """For each name that monitors logged by layer, a heat map a configuration, all in one scale of colours."""
-    found = []
-    for name, metrics in layer_metrics(sorted({row["metric"] for row in rows})).items():
-        wanted = set(metrics)
-        of_these = [row for row in rows if row["metric"] in wanted]
+    """For each of the first names that monitors logged by layer, a heat map a configuration, in one scale."""
+    found, by_metric = [], _by_metric(rows)
+    for name, metrics in islice(layer_metrics(sorted(by_metric)).items(), MOST_CURVES):
+        of_these = [row for metric in metrics for row in by_metric[metric]]
         finite = [row["value"] for row in of_these if math.isfinite(row["value"])]
         limits = (min(finite), max(finite)) if finite else (0.0, 1.0)
         maps = []
@@ -114,6 +114,8 @@ def page(read: Read) -> str:
     notes = [*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())]
     if len(curves) > MOST_CURVES:
         notes.append(f"drawn are the first {MOST_CURVES} curves of {len(curves)}; the table has the last values of all")
+    if (monitored := len(layer_metrics(sorted(by_metric)))) > MOST_CURVES:
+        notes.append(f"drawn are the first {MOST_CURVES} of the {monitored} names that monitors logged by layer")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -172,7 +174,6 @@ def main(arguments: Sequence[str]) -> None:
     if not options.output.parent.is_dir():
         raise RecipeError(f"--output {options.output}: give a file in a folder that is there")
     text = page(read_all(options.runs))
-    partial = options.output.with_name(f"{options.output.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, options.output)
+    with written_whole(options.output) as path:  # names of folders and texts in YAML may be no Unicode
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     print(f"report: {options.output}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning_tasks.report_runs import (
     readable,
 )
 from lightning_tasks.report_settings import read_run_settings
+from lightning_tasks.run_files import as_step, read_result, refuse_foreign
 
 SUMMARY = "summary.csv"
 Logged = dict[tuple[str, int], Rows]  # by configuration and seed
@@ -38,15 +38,11 @@ def read_comparison(folder: Path) -> Read:
     Raises:
         RecipeError: nothing is finished, or a file cannot be read.
     """
-    places = {
-        (config, seed): (path.parent, rows)
-        for path in folder.glob(f"cells/*/seed_*/{RESULT}")
-        for config, seed, rows in [readable(path, _read_cell)]
-    }
-    table = readable(folder / RESULTS, _read_results) if (folder / RESULTS).is_file() else {}
+    places = _read_cells(folder)
+    table = readable(folder / RESULTS, _read_results, folder) if (folder / RESULTS).is_file() else {}
     if not places and not table:
         raise RecipeError(f"{folder}: no cell of this comparison is finished; start the same command again")
-    written = readable(folder / SUMMARY, _read_table) if (folder / SUMMARY).is_file() else []
+    written = readable(folder / SUMMARY, _read_table, folder) if (folder / SUMMARY).is_file() else []
     notes = _unfinished(folder)
     if not places:
         notes += [f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished"] * len(notes)
@@ -125,6 +121,7 @@ def _run_of_cell(cell: tuple[str, int], folder: Path, rows: Rows) -> Run:
     if not logs:
         return Run(config, seed, folder, merge_epochs(rows))
     place = logs[-1]
+    refuse_foreign(place / LOG, folder)
     shown = [*merge_epochs(rows), *read_head_rows(place)]
     return Run(config, seed, place, shown, read_run_settings(place), read_robustness(place))
 
@@ -133,9 +130,17 @@ def _as_text(row: SummaryRow) -> dict[str, str]:
     return {key: str(value) for key, value in asdict(row).items()}
 
 
-def _read_cell(path: Path) -> tuple[str, int, Rows]:
-    result = json.loads(path.read_text(encoding="utf-8"))
-    return str(result["config"]), int(result["seed"]), result["rows"]
+def _read_cells(folder: Path) -> dict[tuple[str, int], tuple[Path, Rows]]:
+    """The folder and the rows of each finished cell, by configuration and seed."""
+    found: dict[tuple[str, int], tuple[Path, Rows]] = {}
+    for path in sorted(folder.glob(f"cells/*/seed_*/{RESULT}")):
+        refuse_foreign(path, folder)
+        result = read_result(path)
+        cell = result["config"], result["seed"]
+        if cell in found:
+            raise RecipeError(f"{path} is of the configuration and seed of {found[cell][0] / RESULT}; delete one")
+        found[cell] = path.parent, result["rows"]
+    return found
 
 
 def _read_results(path: Path) -> Logged:
@@ -143,7 +148,7 @@ def _read_results(path: Path) -> Logged:
     found: Logged = {}
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
-            row = {"step": int(line["step"]), "metric": line["metric"], "value": float(line["value"])}
+            row = {"step": as_step(line["step"]), "metric": line["metric"], "value": float(line["value"])}
             found.setdefault((line["config"], int(line["seed"])), []).append(row)
     return found
 
@@ -153,4 +158,10 @@ def _read_table(path: Path) -> list[dict[str, str]]:
         rows = list(csv.DictReader(file))
     if rows and not {"metric", "config", "mean"} <= rows[0].keys():
         raise ValueError(f"its columns are {', '.join(map(str, rows[0]))}")
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} has another number of values than there are columns")
+        if row.get("pairs") not in (None, "", "0"):
+            for key in ("difference", "low", "high", "detectable"):
+                float(row[key])
     return rows

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_tasks.compare_picture import draw_curve, looks
 
 _INK = "#010203"  # no picture has this colour: it stands for that of the page's text
-_LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d+)(?:/(?P<part>[^/]+))?$")
+_LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d{1,9})(?:/(?P<part>[^/]+))?$")
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
@@ -44,7 +44,8 @@ def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[li
     values: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         values.setdefault((row["metric"], row["step"]), []).append(row["value"])
-    steps = sorted({step for metric, step in values if metric in metrics})
+    wanted = set(metrics)
+    steps = sorted({step for metric, step in values if metric in wanted})
     found = [[float(np.mean(values.get((metric, step), [np.nan]))) for step in steps] for metric in metrics]
     return steps, np.array(found)
 

@@ -18,6 +18,7 @@ from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError
 from lightning_tasks.report_settings import read_run_settings
 from lightning_tasks.robustness.table import Row, read_csv
+from lightning_tasks.run_files import refuse_foreign
 
 MOST_STEPS = 200  # of what was observed of heads, so that pages stay small
 NAMED = 3  # folders in a hint
@@ -80,7 +81,7 @@ def read_run(folder: Path) -> Run:
         f"{folder.resolve().parent.name}/{folder.resolve().name}",
         0,
         folder,
-        [*merge_epochs(readable(folder / LOG, read_metrics)), *read_head_rows(folder)],
+        [*merge_epochs(readable(folder / LOG, read_metrics, folder)), *read_head_rows(folder)],
         read_run_settings(folder),
         read_robustness(folder),
     )
@@ -114,14 +115,15 @@ def merge_epochs(rows: Rows) -> Rows:
     """Without Lightning's epoch means of what was logged by the step too; `_step` is no part of a name then."""
     names = {row["metric"] for row in rows}
     both = {name.removesuffix("_step") for name in names if f"{name.removesuffix('_step')}_epoch" in names}
-    kept = [row for row in rows if not any(row["metric"] == f"{name}_epoch" for name in both)]
+    means = {f"{name}_epoch" for name in both}
+    kept = [row for row in rows if row["metric"] not in means]
     renamed = {f"{name}_step": name for name in both}
     return [{**row, "metric": renamed.get(row["metric"], row["metric"])} for row in kept]
 
 
 def read_robustness(folder: Path) -> list[Row]:
     table = folder / ROBUSTNESS
-    return readable(table, read_csv) if table.is_file() else []
+    return readable(table, read_csv, folder) if table.is_file() else []
 
 
 def read_head_rows(folder: Path) -> Rows:
@@ -129,7 +131,7 @@ def read_head_rows(folder: Path) -> Rows:
     if not (folder / HEADS).is_file():
         return []
     rows: Rows = []
-    for name, (steps, layers, values) in readable(folder / HEADS, read_heads).items():
+    for name, (steps, layers, values) in readable(folder / HEADS, read_heads, folder).items():
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int))
         for place, (row, layer), head in product(places, enumerate(layers), range(values.shape[2])):
             if not np.isnan(value := float(values[place, row, head])):
@@ -138,13 +140,15 @@ def read_head_rows(folder: Path) -> Rows:
     return rows
 
 
-def readable(path: Path, read: Callable[[Path], _T]) -> _T:
-    """What `read` returns.
+def readable(path: Path, read: Callable[[Path], _T], folder: Path) -> _T:
+    """What `read` returns of a file in `folder`.
 
     Raises:
-        RecipeError: it found another content than it reads; the file is named.
+        RecipeError: it found another content than it reads, or the file is too large, or a link out of the folder; the
+            file is named.
     """
+    refuse_foreign(path, folder)
     try:
         return read(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         raise RecipeError(f"{path} cannot be read: {reason(error)}") from error

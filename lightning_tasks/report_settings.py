@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.callbacks.swap import SWAPPED
 from lightning_tasks.reason import reason
 from lightning_tasks.recipes import RecipeError, check_size
+from lightning_tasks.run_files import MOST_SETTINGS_BYTES, refuse_foreign
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
 # classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.
@@ -19,7 +21,7 @@ _OF_THE_RUN = ("seed_everything", "trainer.default_root_dir", "trainer.logger", 
 _ENTRY = re.compile(r"[^\[]*\[[^\]]*\]")
 
 
-class _Reader(yaml.SafeLoader):
+class _Reader(BoundedLoader):
     """YAML in which what a foreign module kept (classes, tuples) is read as plain data, and never built."""
 
 
@@ -39,12 +41,14 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
     """The configuration that a run saved, else the module's hyper-parameters under `model`, else None.
 
     Raises:
-        RecipeError: the file holds something else than settings, or names a swap in another form than ours.
+        RecipeError: the file holds something else than settings, names a swap in another form than ours, is too large,
+            or is a link out of the folder.
     """
     for name in ("config.yaml", "hparams.yaml"):
         path = folder / name
         if not path.is_file():
             continue
+        refuse_foreign(path, folder, MOST_SETTINGS_BYTES)
         try:
             content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:

@@ -1,0 +1,39 @@
+"""YAML from anybody, as plain data of a bounded size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+_MOST_ENTRIES = 1_000_000
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader without the two ways in which a small file takes all memory, or cannot be printed.
+
+    Each merge key (`<<`) copies the entries of what it names, so that a few lines stand for any number of them. An
+    integer of many hexadecimal digits is read, and fails where it becomes text.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._entries = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Resolve the merge keys of a mapping; called for what they name, too."""
+        super().flatten_mapping(node)
+        self._entries += len(node.value)
+        if self._entries > _MOST_ENTRIES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"it stands for more than {_MOST_ENTRIES} entries, as its merge keys repeat others"
+            )
+
+    def construct_bounded_int(self, node: yaml.ScalarNode) -> int:
+        """An integer of at most as many digits as Python reads and prints."""
+        value = self.construct_yaml_int(node)
+        str(value)
+        return value
+
+
+BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_bounded_int)

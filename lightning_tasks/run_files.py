@@ -1,0 +1,106 @@
+"""Files in the folders of runs and comparisons: data of anybody's, inside their folder and of a bounded size.
+
+A folder may come from somebody else, and what is read of it ends up in a page that is passed on. So a symbolic link
+that leads out of the folder is refused on reading, and replaced on writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_tasks.recipes import RecipeError
+
+MOST_TABLE_BYTES = 1 << 28
+MOST_SETTINGS_BYTES = 1 << 20
+_MOST_STEPS = 2**53
+_CELL = ("config", "seed", "rows")
+_TEXTS = {"config", "fingerprint", "initial_weights", "training_data", "stopped"}
+
+
+def refuse_foreign(path: Path, folder: Path, most_bytes: int = MOST_TABLE_BYTES) -> None:
+    """Check that a file lies in `folder` when links are followed, is a plain file and not too large to be read.
+
+    Raises:
+        RecipeError: it is none of these.
+    """
+    try:
+        resolved = path.resolve(strict=True)
+        inside, size = resolved.is_relative_to(folder.resolve()), resolved.stat().st_size
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not inside:
+        raise RecipeError(f"{path} is a link out of {folder}, to {resolved}: put a copy of the file in its place")
+    if not resolved.is_file():
+        raise RecipeError(f"{path} is no file; remove it")
+    if size > most_bytes:
+        raise RecipeError(f"{path} has {size:,} bytes, and at most {most_bytes:,} are read of such a file")
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to, which takes its place once it is written; a link there is replaced."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def whole_lines(file: Iterable[str]) -> Iterator[str]:
+    """The lines of a table; a last one that has no end is left out: it was cut, and so may be its last number."""
+    return (line for line in file if line.endswith(("\n", "\r")))
+
+
+def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
+    """The result of a cell of a comparison.
+
+    Raises:
+        RecipeError: the file is damaged, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not found.keys() >= set(needed):
+            raise TypeError(f"it holds no result, which has {', '.join(needed)}")
+        for key in found.keys() & _TEXTS:
+            if not isinstance(found[key], str):
+                raise TypeError(f"{key} is {type(found[key]).__name__}, and a text is needed")
+            found[key].encode()  # no half of a surrogate pair
+        if "seed" in found and type(found["seed"]) is not int:
+            raise TypeError(f"seed is {found['seed']!r}, and an integer is needed")
+        if not isinstance(found["rows"], list):
+            raise TypeError(f"rows are {type(found['rows']).__name__}, and a list is needed")
+        for row in found["rows"]:
+            _check_row(row)
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RecipeError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
+    return found
+
+
+def _check_row(row: Any) -> None:
+    """Check a logged value: its step, its metric, a number."""
+    if not isinstance(row, dict) or row.keys() != {"step", "metric", "value"}:
+        raise TypeError("a row has other keys than step, metric and value")
+    if type(row["step"]) is not int or type(row["value"]) not in (int, float) or type(row["metric"]) is not str:
+        raise TypeError(f"a row has the types {', '.join(f'{key} {type(row[key]).__name__}' for key in row)}")
+    row["metric"].encode()
+    as_step(row["step"])
+    float(row["value"])  # of an integer: it may be too large
+
+
+def as_step(given: str | int, what: str = "it") -> int:
+    """A step of what is called so in the error.
+
+    Raises:
+        ValueError: it is no whole number, or more than any run takes.
+    """
+    if abs(step := int(given)) > _MOST_STEPS:
+        raise ValueError(f"{what} has the step {given}, more than any run takes")
+    return step
