@@ -53,6 +53,13 @@ def is_sharded(path: str | Path) -> bool:
     return Path(path, _SHARDED).is_file()
 
 
+def _is_only_sharded(path: str | Path) -> bool:
+    """Whether a folder, which no link or `..` leads to, has the files of a sharded checkpoint alone."""
+    if Path(path).is_symlink() or ".." in Path(path).parts or not is_sharded(path):
+        return False
+    return all(name in (_SHARDED, ".metadata") or name.endswith(".distcp") for name in os.listdir(path))
+
+
 def _folder(path: str | Path) -> str:
     return str(path).rpartition("/")[0] if "://" in str(path) else os.path.realpath(os.path.dirname(path))
 
@@ -66,7 +73,8 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: set[str] = set()  # the folders of this run
+        self._folders: set[str] = set()  # of this run's checkpoints
+        self._suffixes: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the file, on any file system of this machine.
@@ -76,7 +84,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
-            self._written.add(_folder(path))
+            self._remember(checkpoint, path)
             return
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
@@ -87,7 +95,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
-            self._written.add(_folder(path))
+            self._remember(checkpoint, path)
         except (OSError, RuntimeError) as error:  # torch turns some errors of the file into its own
             cause = error if isinstance(error, OSError) else error.__context__
             partial.unlink(missing_ok=True)
@@ -95,6 +103,13 @@ class CheckedCheckpointIO(TorchCheckpointIO):
                 raise
             text = f"the checkpoint {target} could not be written ({cause.strerror or cause})"
             raise UnwrittenCheckpoint(text) from error
+
+    def _remember(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Note where this run keeps its checkpoints: names with a slash in them lie below a callback's folder."""
+        states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
+        own = {os.path.realpath(state["dirpath"]) for state in states if state.get("dirpath")}
+        self._folders |= {_folder(path), *own}
+        self._suffixes.add(Path(path).suffix)
 
     def load_checkpoint(
         self,
@@ -114,13 +129,18 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         """Remove a checkpoint that is no longer among the best; anything else stays, with a warning.
 
         What Lightning removes after it resumed is named by the checkpoint, a file, and it removes folders with all that
-        is in them.
+        is in them. So a file must lie in a folder of this run's checkpoints and be named as these are, and a folder
+        must hold a sharded checkpoint and nothing else.
         """
         url = "://" in str(path)
         if not url and not os.path.exists(path):
             return
-        inside = _folder(path) in self._written or (not url and ".." not in Path(path).parts)
-        if inside and (url or os.path.isfile(path) or is_sharded(path)):
+        if _folder(path) in self._folders if url else self._is_own_file(path) or _is_only_sharded(path):
             super().remove_checkpoint(path)
         else:
             rank_zero_warn(f"{path} is not removed: it is no checkpoint that this run can have written")
+
+    def _is_own_file(self, path: str | Path) -> bool:
+        place = Path(path).resolve()
+        inside = any(place.is_relative_to(folder) for folder in self._folders)
+        return inside and place.is_file() and Path(path).suffix == place.suffix and place.suffix in self._suffixes
