@@ -244,7 +244,7 @@ class AttnswapCLI(LightningCLI):
         file = f"--ckpt_path {section.get('ckpt_path')}"
         if allowed is not None:
             check_form(stored, file)
-        check_stored({"class_path": stored.get("class_path", "")}, allowed, file, given=given)
+        check_stored({key: stored[key] for key in stored if key == "class_path"}, allowed, file, given=given)
         model = fill(given, stored, allowed)
         check_stored(model, allowed, file, given=given)
         if model != given and "class_path" in model:

@@ -150,8 +150,7 @@ def _check(value: Any, allowed: Collection[str], place: str, given: Any) -> None
                 continue
             _check_settings(str(key), entry, place)
             if key == "class_path":
-                if not isinstance(entry, str) or "." in entry:  # a bare name is one of the place's own modules
-                    stored_object(entry, allowed, place)
+                stored_object(entry, allowed, place)
             elif key == "_instantiator":
                 if entry not in _INSTANTIATORS:
                     raise ValueError(f"{place}.{key} is {entry!r}, which was not called; {TRUST_IT}")

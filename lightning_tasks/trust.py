@@ -198,8 +198,8 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
         ValueError: as :func:`check_origin`, also where an allowed module has the name from another package.
         TypeError: as :func:`check_kind`.
     """
-    if not isinstance(path, str):
-        raise TypeError(f"{place} has {path!r} where a dotted path is needed")
+    if not isinstance(path, str) or "." not in path:  # by a bare name the command line takes any class that is loaded
+        raise TypeError(f"{place} has {path!r} where a dotted path is needed; {GIVE_IT}")
     check_origin(path, allowed, place)
     found: Any
     found, names = find_module(path)
