@@ -13,7 +13,7 @@ from torch import nn
 
 from attention_modules.hosts.base import MARK, PLAN
 from attention_modules.hosts.query import lose_query
-from attention_modules.mechanism import Mechanism, available_mechanisms
+from attention_modules.mechanism import Mechanism, available_mechanisms, short_name
 from attention_modules.swap import swap_attention
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -35,8 +35,8 @@ def load_pretrained(
             the folder says so, and of those whose options could not be written.
 
     Raises:
-        ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism, or is
-            of other weights than those in the folder.
+        ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism or
+            another than ``mechanism``, or is of other weights than those in the folder.
         TypeError: if a mechanism does not take the options that the file holds.
 
     Example:
@@ -79,12 +79,25 @@ def load_pretrained(
 class _Swap:
     """One mechanism with its options, and the layers that have it."""
 
+    recorded: str
     mechanism: Mechanism
     options: Mapping[str, Any]
     names: Sequence[str]
 
     def carry_out(self, model: nn.Module) -> None:
+        """Swap the layers.
+
+        Raises:
+            ValueError: if the mechanism has another name than the file says; a class may have moved to another module.
+        """
         swap_attention(model, self.mechanism, where=list(self.names), **self.options)
+        layer: Any = model.get_submodule(self.names[0])
+        found = short_name(type(layer.mechanism))
+        if found.rpartition(".")[2] != self.recorded.rpartition(".")[2]:
+            raise ValueError(
+                f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give that "
+                f"one, or, where it was renamed, write its new name into {PLAN}"
+            )
 
     def settle(self, model: nn.Module) -> None:
         """Build the mechanisms anew, now that the layers are real: transformers built them on the meta device.
@@ -110,9 +123,9 @@ def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism |
         name, options = layers[0]["mechanism"], layers[0]["options"]
         names = [layer["name"] for layer in layers]
         if name in available_mechanisms() and options is not None:
-            swaps.append(_Swap(name, options, names))
+            swaps.append(_Swap(name, name, options, names))
         elif given is not None:
-            swaps.append(_Swap(given, options or {}, names))
+            swaps.append(_Swap(name, given, options or {}, names))
         else:
             why = (
                 f"the mechanism {name!r}, which is not registered here. Import its package, or give the class as "

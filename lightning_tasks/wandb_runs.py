@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lightning_tasks.charts import loggers_named
 from lightning_tasks.recipes import RecipeError
 
 RUN = "wandb_run"  # in a checkpoint: the run's id and project
+_ID = re.compile(r"(?!\s)[^/\\#?%:;,'\x00-\x1f]{1,128}(?<!\s)")
 _MOST = {"group": 128, "name": 128, "tag": 64}  # characters that W&B takes
 
 
@@ -64,14 +66,26 @@ def check_cell_loggers(loggers: Any) -> None:
 def continue_run(arguments: Any, checkpoint: dict[str, Any]) -> None:
     """Have a W&B logger go on with the run in which the checkpoint was written, if its arguments give it no id.
 
-    An id belongs to a project: a logger of another project starts a run of its own.
+    An id belongs to a project: a logger of another project, or of another entity where both are known, starts a run of
+    its own.
+
+    Raises:
+        RecipeError: what the checkpoint has in the place of an id cannot be one.
     """
     saved = checkpoint.get(RUN)
     if not isinstance(saved, dict):
         return
     open_id = arguments.get("id") is None and arguments.get("version") is None
-    if open_id and arguments.get("project") == saved.get("project"):
-        arguments["id"] = str(saved["id"])
+    entity = arguments.get("entity")
+    same_entity = entity is None or saved.get("entity") in (None, entity)
+    if open_id and same_entity and arguments.get("project") == saved.get("project"):
+        run = saved.get("id")
+        if not isinstance(run, str) or not _ID.fullmatch(run):
+            raise RecipeError(
+                f"the checkpoint names the W&B run {str(run)[:80]!r}, which is no id of one (at most 128 characters, "
+                "without spaces at its ends and / \\ # ? % : ; , '); give the logger an `id` of your own"
+            )
+        arguments["id"] = run
 
 
 def save_run(trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -79,6 +93,8 @@ def save_run(trainer: Any, checkpoint: dict[str, Any]) -> None:
     for logger in loggers_named(trainer, "WandbLogger")[:1]:
         if trainer.is_global_zero:
             checkpoint[RUN] = {"id": str(logger.version), "project": logger.name}
+            if entity := getattr(logger, "_wandb_init", {}).get("entity"):
+                checkpoint[RUN]["entity"] = entity
 
 
 def go_offline_without_key() -> None:

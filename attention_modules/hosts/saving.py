@@ -74,7 +74,8 @@ def _save_swapped(
     plan = plan_of(model)
     plain = functools.partial(type(model).save_pretrained, model, save_directory, is_main_process)
     if not plan:
-        (Path(save_directory) / PLAN).unlink(missing_ok=True)  # of an earlier model in this folder
+        if is_main_process and Path(save_directory).is_dir():
+            (Path(save_directory) / PLAN).unlink(missing_ok=True)  # of an earlier model in this folder
         return plain(state_dict, *args, **kwargs)
     if is_main_process and not Path(save_directory).is_file():
         _write_plan(Path(save_directory), plan)

@@ -152,6 +152,26 @@ def test_a_given_id_or_another_project_is_no_continuation():
     assert arguments["id"] is None
 
 
+@pytest.mark.parametrize(
+    "run", [None, 3, ["abc"], {"a": 1}, "", " a", "../../other", "team/project/abc", "a\\b", "a" * 129]
+)
+def test_what_is_no_id_in_a_checkpoint_is_refused(run):
+    arguments = {"project": "demo", "id": None}
+    for saved in ({"id": run, "project": "demo"}, {"project": "demo"}):
+        with pytest.raises(RecipeError, match=r"which is no id of one .* give the logger an `id`"):
+            continue_run(arguments, {"wandb_run": saved})
+    continue_run(arguments, {"wandb_run": {"id": run, "project": ["demo"]}})
+    assert arguments["id"] is None
+
+
+def test_a_run_of_another_entity_is_not_continued():
+    saved = {"id": "abc", "project": "demo", "entity": "theirs"}
+    for entity, expected in (("ours", None), ("theirs", "abc"), (None, "abc")):
+        arguments = {"project": "demo", "id": None, "entity": entity}
+        continue_run(arguments, {"wandb_run": saved})
+        assert arguments["id"] == expected
+
+
 # -- the key -----------------------------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -224,6 +224,34 @@ def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
     assert loaded.encoder.layer[0].attention.self.mechanism.factor == 2.0
 
 
+def test_another_mechanism_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
+    class Other(Unregistered):
+        pass
+
+    model = built("bert")
+    swap_attention(model, Unregistered, factor=2.0)
+    folder = saved(model, tmp_path)
+    with pytest.raises(ValueError, match=r"mechanism= gives .*Other, and attnswap.json has .*Unregistered'"):
+        load_pretrained(transformers.BertModel, folder, mechanism=Other)
+    moved = type("Unregistered", (Unregistered,), {"__module__": "elsewhere"})
+    loaded = load_pretrained(transformers.BertModel, folder, mechanism=moved)
+    assert type(loaded.encoder.layer[1].attention.self.mechanism) is moved
+
+
+def test_the_main_process_alone_removes_a_stale_plan(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    saved(model, tmp_path / "model")
+    swap_attention(model, "softmax")
+    model.save_pretrained(tmp_path / "model", is_main_process=False)
+    assert (tmp_path / "model" / PLAN).exists()
+    model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / PLAN).exists()
+    (tmp_path / "file").write_text("mine")
+    model.save_pretrained(tmp_path / "file")  # transformers logs that this is a file
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, Unregistered, factor=torch.ones(2))
