@@ -20,6 +20,7 @@ from attention_modules.mechanism import (
 )
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
 from lightning_tasks.callbacks.limits import check_choice
 from lightning_tasks.charts import loggers_named
@@ -164,9 +165,9 @@ class SwapAttention(Callback):
         self._check_overlap(pl_module)
         self._check_processes(pl_module.trainer)
         _refuse_compiled(pl_module)
-        self.report = swap_attention(
-            pl_module, self._class, where=self.where, layers=self.layers, exclude=self.exclude, **self.options
-        )
+        chosen = {"where": self.where, "layers": self.layers, "exclude": self.exclude}
+        with followed_by_cli_optimizer(pl_module):
+            self.report = swap_attention(pl_module, self._class, **chosen, **self.options)
         self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
         done.append(self._plan)
         rank_zero_info(str(self.report))
