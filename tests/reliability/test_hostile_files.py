@@ -197,6 +197,8 @@ def test_a_sharded_checkpoint_is_read_by_unpickling_and_needs_trust(trap, capsys
         {"model": {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "a--b.C"}}},
         {"model": {"model_type": "gpt2", "trust_remote_code": True}},
         {"model": {"model_type": "gpt2", "_attn_implementation": "somebody/kernels"}},
+        {"model": {"model_type": "gpt2", "_experts_implementation_internal": "somebody/kernels"}},
+        {"model": '{"model_type": "gpt2", "trust_remote_code": true}'},
         {"model": {"model_type": "a", "text_config": {"attn_implementation": {"text": "somebody/kernels"}}}},
         {"model": {"mmseg_config": "evil.py"}},
         {"model": {"mmseg_config": "a/evil"}},
@@ -408,6 +410,8 @@ def _attributes(value):
         {"cache_dir": "autostart"},
         {"pretrained_cfg": {"url": "file:///etc/hostname"}},
         {"pretrained_cfg_overlay": {"hf_hub_id": "somebody/weights"}},
+        {"pretrained_cfg": "{url: file:///etc/hostname}"},
+        {"pretrained_cfg.url": "file:///etc/hostname"},
     ],
 )
 def test_weights_are_not_downloaded_to_where_a_checkpoint_says(options):
