@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from datamodules.cifar_archive import CLASSES, Pixels, find_archive, read_archive
+from datamodules.decoding import open_image
 from datamodules.hub import download_parquet, find_shards
 from datamodules.images import ArrayImages, in_mode
 from datamodules.parquet import count_rows, read_rows
@@ -120,16 +120,20 @@ def read_parquet(files: list[Path], description: str) -> Pixels:
         for file in files:
             for rows in read_rows(file, ["img", "label"], _ROWS):
                 for row in rows:
-                    place = f"{file.name}, {(row['img'] or {}).get('path') or f'picture {bar.n}'}"
+                    cell = {} if row["img"] is None else row["img"]
+                    if not isinstance(cell, dict):
+                        raise ValueError(f"{file} has {type(cell).__name__} in 'img': bytes and path are needed")
+                    place = f"{file.name}, {cell.get('path') or f'picture {bar.n}'}"
                     bar.update()
                     try:
-                        with Image.open(BytesIO(row["img"]["bytes"])) as image:
-                            picture = np.asarray(in_mode(image, "RGB"))
+                        with open_image(BytesIO(cell["bytes"])) as image:
+                            size = image.size[::-1]
+                            picture = np.asarray(in_mode(image, "RGB")) if size == (_SIZE, _SIZE) else None
                     except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
                         damaged.append(place)
                         continue
-                    if picture.shape[:2] != (_SIZE, _SIZE):
-                        raise ValueError(f"{place}: {picture.shape[:2]} pixels, where CIFAR-10 has {_SIZE} x {_SIZE}")
+                    if picture is None:
+                        raise ValueError(f"{place}: {size} pixels, where CIFAR-10 has {_SIZE} x {_SIZE}")
                     if type(row["label"]) is not int or not 0 <= row["label"] < CLASSES:  # True is an int, and no class
                         raise ValueError(
                             f"{place}: the label is {row['label']!r}, where CIFAR-10 has integers from 0 to "

@@ -19,6 +19,8 @@ Pixels = tuple[np.ndarray, np.ndarray]
 _PYTHON = {"train": [f"data_batch_{index}" for index in range(1, 6)], "test": ["test_batch"]}
 _BINARY = {split: [f"{name}.bin" for name in names] for split, names in _PYTHON.items()}
 CLASSES = 10
+_MOST_BYTES = 1 << 26  # of a file, which has 31 MB in the release
+_MOST_ARCHIVE = 1 << 30
 _PICTURE = 3 * 32 * 32
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
@@ -58,7 +60,7 @@ def read_archive(archive: Path, split: str) -> Pixels:
             content = read(name)
             try:
                 parts.append(parse_binary(content) if binary else parse_python(content))
-            except (pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError, AttributeError) as error:
+            except Exception as error:  # a pickle of anybody's can fail in any way
                 raise ValueError(f"{archive}: {name} is no whole file of CIFAR-10 ({error})") from error
     return np.concatenate([pixels for pixels, _ in parts]), np.concatenate([labels for _, labels in parts])
 
@@ -91,12 +93,24 @@ def _opened(archive: Path) -> AbstractContextManager[Callable[[str], bytes]]:
     return _Folder(archive) if archive.is_dir() else _Tar(archive)
 
 
+def _check_size(path: Path, size: int) -> None:
+    if size > _MOST_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, and a file of CIFAR-10 at most {_MOST_BYTES:,}")
+
+
 class _Folder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __enter__(self) -> Callable[[str], bytes]:
-        return lambda name: (self.folder / name).read_bytes()
+        return self._read
+
+    def _read(self, name: str) -> bytes:
+        path = self.folder / name
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file")
+        _check_size(path, path.stat().st_size)
+        return path.read_bytes()
 
     def __exit__(self, *error: object) -> None:
         return None
@@ -111,7 +125,12 @@ class _Tar:
     def __enter__(self) -> Callable[[str], bytes]:
         try:
             self._archive = tarfile.open(self.path)
-            self._members = {Path(member.name).name: member for member in self._archive if member.isfile()}
+            self._members = {}
+            for member in self._archive:
+                if self._archive.offset > _MOST_ARCHIVE:  # where the next one begins: nothing is decompressed yet
+                    raise tarfile.ReadError(f"it unpacks to more than {_MOST_ARCHIVE:,} bytes")
+                if member.isfile():
+                    self._members[Path(member.name).name] = member
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{self.path} is no whole tar archive ({error})") from error
         return self._read
@@ -119,6 +138,7 @@ class _Tar:
     def _read(self, name: str) -> bytes:
         if name not in self._members:
             raise FileNotFoundError(f"{self.path} has no {name}")
+        _check_size(self.path / name, self._members[name].size)
         file = self._archive.extractfile(self._members[name])
         if file is None:
             raise FileNotFoundError(f"{self.path} has no {name}")

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.decoding import open_image
 from datamodules.parquet import count_rows
 
 MODES = {1: "L", 3: "RGB"}
@@ -114,7 +115,7 @@ class FileImages(Images):
         self.paths = np.array(paths)  # one object to share with the workers, not a million
 
     def read(self, index: int) -> Image.Image:
-        with Image.open(self.name(index)) as image:
+        with open_image(self.name(index)) as image:
             image.load()
             return image
 
@@ -140,7 +141,10 @@ class ParquetImages(Images):
 
         for path in files:
             count_rows(path)  # names a damaged file, which the library does not
-        rows = datasets.Dataset.from_parquet([str(path) for path in files], cache_dir=str(cache))
+        try:
+            rows = datasets.Dataset.from_parquet([str(path) for path in files], cache_dir=str(cache))
+        except Exception as error:  # of pyarrow, of the features that a file names, of the disk
+            raise _unreadable(files, error) from error
         for column in (image, label):
             if column not in rows.column_names:
                 raise ValueError(f"{files[0]} has the columns {rows.column_names}: {column!r} is needed")
@@ -151,17 +155,26 @@ class ParquetImages(Images):
             raise ValueError(f"{files[0]} and its like have {labels.null_count} pictures without a label")
         super().__init__(labels.to_numpy())
         self.class_names: list[str] | None = getattr(rows.features[label], "names", None)
-        self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        try:
+            self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        except Exception as error:  # of pyarrow: the column holds something else than pictures
+            raise _unreadable(files, error) from error
         self._column = image
 
     def read(self, index: int) -> Image.Image:
-        with Image.open(BytesIO(self._rows[int(index)][self._column]["bytes"])) as image:
+        with open_image(BytesIO(self._rows[int(index)][self._column]["bytes"])) as image:
             image.load()
             return image
 
     def name(self, index: int) -> str:
         cell = self._rows.data.column(self._column)[int(index)]  # straight from the map, without the pixels
         return str(cell["path"].as_py() or f"row {index}")
+
+
+def _unreadable(files: Sequence[Path], error: Exception) -> ValueError:
+    others = f" and {len(files) - 1} like it" if len(files) > 1 else ""
+    reason = error.__cause__ or error  # the library says only that there was an error
+    return ValueError(f"{files[0]}{others} cannot be read as pictures: {type(reason).__name__}: {reason}")
 
 
 class ImageDataset(Dataset):

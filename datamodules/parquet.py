@@ -1,6 +1,7 @@
 """Reading columns of a parquet file in bounded memory."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,16 @@ def _check_columns(path: Path, file: Any, columns: Sequence[str]) -> None:
             raise ValueError(f"{path} has the columns {file.schema_arrow.names}: {column!r} is needed")
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file; what goes wrong with its bytes in the block names it."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
         raise ValueError(f"{path} is no whole parquet file ({error}): put an intact copy in its place") from error

@@ -14,6 +14,7 @@ from torchvision import tv_tensors
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from datamodules.decoding import open_image
 from datamodules.images import ImageDataset, in_mode
 
 IGNORED = 255
@@ -206,7 +207,7 @@ def collate_scenes(items: Sequence[tuple[Tensor, Tensor] | None], *, size: int) 
 
 
 def _open(path: str) -> Image.Image:
-    with Image.open(path) as image:
+    with open_image(path) as image:
         image.load()
         return image
 

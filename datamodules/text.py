@@ -104,7 +104,13 @@ class TextDataModule(DataModule):
         if self.trainer is None or not self._cache_entry().exists():
             self.prepare_data()
         self._entry = self._cache_entry()
-        self._tokenizer = self._tokenizer_class.load(self._entry.folder)
+        try:
+            self._tokenizer = self._tokenizer_class.load(self._entry.folder)
+        except ImportError:
+            raise
+        except Exception as error:  # of JSON, or of the library of the tokenizer
+            path = self._entry.folder / self._tokenizer_class.file_name
+            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}; delete this folder") from error
 
     def train_dataloader(self) -> DataLoader:
         windows = TokenWindows(self.tokens("train"), self.num_tokens, END_OF_LINE_ID)

@@ -66,12 +66,21 @@ class CacheEntry:
         """The ids of `split`, `[tokens]`, as a read-only memory map.
 
         Raises:
-            ValueError: if the entry says that they are no integers; objects would be addresses in memory.
+            ValueError: if the entry says that they are no integers (objects would be addresses in memory), or the file
+                holds none.
         """
-        dtype = json.loads((self.folder / "tokens.json").read_text())[split]
-        if np.dtype(dtype).kind not in "iu":
-            raise ValueError(f"{self.folder / 'tokens.json'}: ids of {split} are {dtype!r}; delete this folder")
-        return np.memmap(self.folder / f"{split}.bin", dtype=dtype, mode="r")
+        index, path = self.folder / "tokens.json", self.folder / f"{split}.bin"
+        try:
+            dtype = json.loads(index.read_text())[split]
+            kind = np.dtype(dtype).kind
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{index} says no type of ids of {split} ({error}); delete this folder") from error
+        if kind not in "iu":
+            raise ValueError(f"{index}: ids of {split} are {dtype!r}; delete this folder")
+        try:
+            return np.memmap(path, dtype=dtype, mode="r")
+        except ValueError as error:
+            raise ValueError(f"{path} holds no ids of type {dtype} ({error}); delete this folder") from error
 
     def _is_whole(self) -> bool:
         return self._fault() is None
@@ -81,6 +90,8 @@ class CacheEntry:
             files = json.loads((self.folder / _MANIFEST).read_text())["files"]
             for name, (size, digest) in files.items():
                 path = self.folder / name
+                if path.parent != self.folder or not path.is_file():  # of a device or a pipe there is no end
+                    return f"{name} is no file in it"
                 if path.stat().st_size != size:
                     return f"{name} has {path.stat().st_size} bytes, {size} were written"
                 if checksums and _sha256(path) != digest:
@@ -91,7 +102,7 @@ class CacheEntry:
             ]
             if unlisted := sorted(set(needed) - set(files)):
                 return f"{_MANIFEST} does not list {', '.join(unlisted)}"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -70,7 +70,12 @@ class WordTokenizer(Tokenizer):
     @classmethod
     def load(cls, folder: Path) -> "WordTokenizer":
         stored = json.loads((folder / cls.file_name).read_text(encoding="utf-8"))
-        return cls(stored["words"], stored["splitter"])
+        words, splitter = stored["words"], stored["splitter"]
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or splitter not in SPLITTERS:
+            raise ValueError("words must be a list of texts, and splitter one of " + ", ".join(SPLITTERS))
+        if words[: len(SPECIAL_TOKENS)] != list(SPECIAL_TOKENS):
+            raise ValueError(f"the first words must be {', '.join(SPECIAL_TOKENS)}")
+        return cls(words, splitter)
 
     def encode(self, lines: Sequence[str]) -> np.ndarray:
         split, ids = SPLITTERS[self.splitter], self._ids
