@@ -133,10 +133,16 @@ def read_variants(name: str) -> list[Variant]:
     base = str(find_recipe(str(content["base"])))
     if "variants" in read_settings(Path(base)):
         raise RecipeError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
-    shared = override_arguments(settings)
-    return [
-        Variant(str(key), base, (*shared, *override_arguments(value or {})), test) for key, value in variants.items()
-    ]
+    try:
+        shared = override_arguments(settings)
+        found = [
+            Variant(str(key), base, (*shared, *override_arguments(value or {})), test)
+            for key, value in variants.items()
+        ]
+        "".join(text for variant in found for text in (variant.name, *variant.overrides)).encode()
+    except (TypeError, UnicodeEncodeError) as error:  # a date, a set, bytes, half of a surrogate pair
+        raise RecipeError(f"{path}: a name or value is no plain data ({error}); put it into quotes") from error
+    return found
 
 
 def check_references(path: Path, references: Any, variants: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ SECTIONS = (
 )
 _MAX_DEPTH = 100  # parsers are recursive: a file of some hundred levels would end them
 _MAX_VALUES = 1_000_000
+_MAX_BYTES = 1 << 24
 _HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
 
 
@@ -90,11 +91,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     from lightning_tasks.bounded_yaml import BoundedLoader
 
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise RecipeError(f"{path} has {size:,} bytes, and settings at most {_MAX_BYTES:,}")
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except RecursionError as error:
         raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror})") from error
+    except RecipeError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # of a date that is none, say
         raise RecipeError(f"{path} is no YAML: {error}") from error
     check_size(content, path)

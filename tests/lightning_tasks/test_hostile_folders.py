@@ -221,3 +221,18 @@ def test_a_line_of_heads_that_was_cut_is_no_value_and_stops_no_resumed_run(tmp_p
     write_heads(path, {"x": ([8], [0], values)}, set())
     steps, _, values = read_heads(path)["x"]
     assert (steps, values[:, 0, 0].tolist()) == ([0, 8], [0.25, 0.25])
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "!!binary aGk=", "!!set {a}", "{2020-01-01: 1}", '"\\uD800"'])
+def test_a_value_of_a_comparison_that_is_no_plain_data_is_named(tmp_path, value):
+    (tmp_path / "base.yaml").write_text("model: {class_path: x}\n")
+    (tmp_path / "c.yaml").write_text(f"base: {tmp_path}/base.yaml\nvariants: {{a: {{x: {value}}}}}\n")
+    with pytest.raises(RecipeError, match=r"c\.yaml: a name or value is no plain data"):
+        read_variants(str(tmp_path / "c.yaml"))
+
+
+def test_a_comparison_file_of_many_gigabytes_is_refused_unread(tmp_path):
+    (tmp_path / "c.yaml").touch()
+    os.truncate(tmp_path / "c.yaml", 1 << 34)
+    with pytest.raises(RecipeError, match=r"c\.yaml has 17,179,869,184 bytes"):
+        read_variants(str(tmp_path / "c.yaml"))
