@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_tasks.early_stop import sigterm_in_one_line
-
 HELP = """\
 usage: attnswap <command> [arguments]
 
@@ -54,17 +52,17 @@ def until_closed(show: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
-@sigterm_in_one_line()
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (by default that of the process).
 
     Raises:
         SystemExit: with code 2 where what was asked for is refused, by the command line or on building and running it;
-            the message is on stderr; with 130 on an interrupt and 143 on SIGTERM. Errors of a training step and of the
-            user's own code pass as they are.
+            the message is on stderr; with 130 on an interrupt, and 143 where SIGTERM ends a trainer's command. Errors
+            of a training step and of the user's own code pass as they are.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
+    from lightning_tasks.early_stop import sigterm_in_one_line
     from lightning_tasks.recipes import RecipeError, print_recipes
     from lightning_tasks.refusals import HINT, library_refusal, refusal_in, refusal_text
 
@@ -92,9 +90,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
             show_batch(arguments[1:])
         elif command in TRAINER_COMMANDS:
-            from lightning_tasks.cli import run
+            with sigterm_in_one_line():
+                from lightning_tasks.cli import run
 
-            run(arguments)
+                run(arguments)
         else:
             known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
             raise RecipeError(f"unknown command {command!r}; the commands are {known}")

@@ -1,8 +1,9 @@
-"""SIGTERM while nothing else handles it: before a trainer does, after it, and in commands without one."""
+"""SIGTERM while no trainer handles it: before one does, and after."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,9 +17,9 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def sigterm_in_one_line() -> Iterator[None]:
-    """End with one line on SIGTERM, and clean up on the way, as on an interrupt.
+    """End with one line on SIGTERM, and clean up on the way: folders, and processes that were started meanwhile.
 
-    A trainer's own handler comes before this one while it runs, and ends the run after its step.
+    While a trainer runs, its own handler comes before this one, and ends the run after its step.
 
     Raises:
         SystemExit: with 143, as a shell says of what SIGTERM ended.
@@ -41,6 +42,8 @@ def sigterm_in_one_line() -> Iterator[None]:
     try:
         yield
     except Terminated:
+        for child in multiprocessing.active_children():  # of `ddp_spawn`: Python would wait for their end
+            child.terminate()
         print("attnswap: ended by SIGTERM", file=sys.stderr)
         raise SystemExit(143) from None
     finally:

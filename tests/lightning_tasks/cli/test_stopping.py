@@ -2,8 +2,10 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from datamodules.windows import CutFileError
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
+from lightning_tasks.early_stop import sigterm_in_one_line
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 from tests.lightning_tasks.demo import DemoModule
 
@@ -80,18 +83,27 @@ def test_sigterm_before_there_is_a_trainer_is_one_line_and_leaves_no_folder(demo
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_sigterm_ends_commands_without_a_trainer_and_what_they_forked(capsys, monkeypatch):
-    def forks_and_is_told():
-        if not (child := os.fork()):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+@sigterm_in_one_line()
+def start_processes_and_be_told():
+    if not (forked := os.fork()):
         os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == -signal.SIGTERM
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    process = context.Process(target=lambda: begun.set() or time.sleep(60))
+    process.start()
+    begun.wait(10)
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    codes = []
-    monkeypatch.setattr("lightning_tasks.recipes.print_recipes", forks_and_is_told)
-    assert ended(["recipes"], capsys) == (143, ["attnswap: ended by SIGTERM"])
-    assert codes == [-signal.SIGTERM]
+
+def test_sigterm_ends_processes_that_were_started_too(capsys):
+    with pytest.raises(SystemExit, match="143"):
+        start_processes_and_be_told()
+    assert capsys.readouterr().err == "attnswap: ended by SIGTERM\n"
+    for process in multiprocessing.active_children():
+        process.join(10)
+        assert process.exitcode == -signal.SIGTERM
 
 
 def test_a_prediction_ends_too(demo, capsys, monkeypatch):
