@@ -179,16 +179,11 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
         ValueError: if it is in another package, or private there, or of torch neither in torch.nn nor in torch.optim.
     """
     package, *parts = path.split(".")
-    check_package(package, path, allowed, place)
+    check_package(path, path, allowed, place)
     if package not in LIBRARIES and package not in allowed and not _is_loaded(path):
         raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {GIVE_IT}")
     if any(part.startswith("_") or not part for part in parts):
         raise ValueError(f"{place} names {path!r}, which is private and was not imported; {GIVE_IT}")
-    if not path.startswith(_PARTS.get(package, "")):
-        raise ValueError(
-            f"{place} names {path!r}, and of torch a checkpoint may name what is in torch.nn and torch.optim. It was "
-            f"not called; {GIVE_IT}"
-        )
 
 
 def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
@@ -208,7 +203,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
             raise ValueError(f"{place} names {path!r}, which was not found: {found!r} has no {name!r}")
         found = getattr(found, name)
         home = found.__name__ if isinstance(found, ModuleType) else str(getattr(found, "__module__", None))
-        check_package(home.partition(".")[0], path, allowed, place)
+        check_package(home, path, allowed, place)
     kind = kind_of(place)
     if not isinstance(found, type) and _defined_as(found) not in kind.factories:
         raise TypeError(
@@ -219,17 +214,30 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
     return found
 
 
-def check_package(package: str, path: str, allowed: Collection[str], place: str) -> None:
-    """Check that a checkpoint may name something of a top-level package.
+def check_package(home: str, path: str, allowed: Collection[str], place: str) -> None:
+    """Check that a checkpoint may name something of a package.
+
+    Args:
+        home: the dotted path of the module that it is defined in, or its own.
+        path: the name.
+        allowed: as for :func:`check_origin`.
+        place: where it stands.
 
     Raises:
-        ValueError: if it is neither one of `LIBRARIES`, nor allowed, nor code of the user's own that is imported.
+        ValueError: if the package is neither one of `LIBRARIES`, nor allowed, nor code of the user's own that is
+            imported; or if it is torch, and the home is neither in torch.nn nor in torch.optim.
     """
+    package = home.partition(".")[0]
     if package not in LIBRARIES and package not in allowed and not _is_users_module(package):
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
             "attnswap, torch, torchvision, torchmetrics, lightning, timm nor transformers, nor does your own "
             f"configuration name it. It was not called; {GIVE_IT}"
+        )
+    if not f"{home}.".startswith(_PARTS.get(package, "")):
+        raise ValueError(
+            f"{place} names {path!r}, and of torch a checkpoint may name what is in torch.nn and torch.optim. It was "
+            f"not called; {GIVE_IT}"
         )
 
 

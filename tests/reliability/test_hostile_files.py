@@ -443,7 +443,11 @@ def test_the_type_of_hyper_parameters_is_no_callable():
 
 
 @pytest.mark.parametrize(
-    "path", ["torch.distributed.nn.RemoteModule", "torch.jit.ScriptModule", "torch.fx.GraphModule", "RemoteModule"]
+    "path",
+    [
+        *("torch.distributed.nn.RemoteModule", "torch.jit.ScriptModule", "torch.fx.GraphModule", "RemoteModule"),
+        *("torch.nn.functional.torch.jit.ScriptModule", "timm.layers.config.torch.jit.ScriptModule"),
+    ],
 )
 def test_of_torch_a_checkpoint_names_layers_and_optimizers_alone(path):
     with pytest.raises(ValueError, match=r"torch\.nn and torch\.optim|a dotted path is needed"):
