@@ -63,8 +63,8 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     from lightning_tasks.early_stop import sigterm_in_one_line
-    from lightning_tasks.recipes import RecipeError, print_recipes
-    from lightning_tasks.refusals import HINT, library_refusal, refusal_in, refusal_text
+    from lightning_tasks.errors import HINT, UsageError, library_refusal, refusal_in, refusal_text
+    from lightning_tasks.recipes import print_recipes
 
     try:
         if command in ("-h", "--help"):
@@ -96,14 +96,14 @@ def main(args: Sequence[str] | None = None) -> None:
                 run(arguments)
         else:
             known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
-            raise RecipeError(f"unknown command {command!r}; the commands are {known}")
+            raise UsageError(f"unknown command {command!r}; the commands are {known}")
     except Exception as error:
-        refusal = error if isinstance(error, RecipeError) else refusal_in(error)
+        refusal = error if isinstance(error, UsageError) else refusal_in(error)
         if refusal is None and command not in TRAINER_COMMANDS:  # a fit can fail in its thousandth step
             refusal = library_refusal(error)
         if refusal is None or os.environ.get("ATTNSWAP_TRACEBACK"):
             raise
-        wraps = refusal.__cause__ is not None and not isinstance(error, RecipeError)
+        wraps = refusal.__cause__ is not None and not isinstance(error, UsageError)
         print(refusal_text(refusal, HINT if wraps else ""), file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt:

@@ -10,8 +10,8 @@ from types import ModuleType
 import datamodules
 import lightning_tasks
 from attention_modules.mechanism import did_you_mean
+from lightning_tasks.errors import UsageError
 from lightning_tasks.hparams import import_object
-from lightning_tasks.recipes import RecipeError
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
@@ -24,13 +24,13 @@ _NOISE = re.compile(
 _PACKAGES: dict[str, ModuleType] = {"data": datamodules, "model": lightning_tasks}
 
 
-def argument_refusal(error: Exception, options: Iterable[str]) -> RecipeError:
+def argument_refusal(error: Exception, options: Iterable[str]) -> UsageError:
     """The parser's error as one of ours; `options` are those that the command knows, such as `--trainer.max_steps`."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines()]
     kept = " ".join(line.removeprefix("- ") for line in lines if not _NOISE.match(line))
     hint = _hint(text, options)
-    return RecipeError((kept or " ".join(lines)) + (f".{hint}" if hint else ""))
+    return UsageError((kept or " ".join(lines)) + (f".{hint}" if hint else ""))
 
 
 def _hint(text: str, options: Iterable[str]) -> str:

@@ -25,12 +25,12 @@ from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.charts import loggers_named
 from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
+from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
 from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
-from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings, recipe_name
-from lightning_tasks.refusals import HINT, library_refusal, unknown_metric
+from lightning_tasks.recipes import check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line, has_begun
@@ -50,7 +50,7 @@ def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
     """Replace the names of recipes and parts behind --config, --trainer, --model and --data by the paths they mean.
 
     Raises:
-        RecipeError: --config or --trainer names nothing that exists.
+        UsageError: --config or --trainer names nothing that exists.
     """
     expanded: list[str] = []
     option = ""
@@ -71,9 +71,9 @@ def _expand(option: str, value: str) -> str:
         return value
     try:
         path = find_recipe(value)
-    except RecipeError as error:
+    except UsageError as error:
         if option in _ALWAYS_FILES:
-            raise RecipeError(f"{option} {error}") from error
+            raise UsageError(f"{option} {error}") from error
         return value  # --model and --data also take a class
     (check_recipe if option in ("-c", "--config") else read_settings)(path)
     return str(path)
@@ -177,7 +177,7 @@ class AttnswapCLI(LightningCLI):
                 raise refusal from error
             raise
 
-    def _refusal(self, error: Exception) -> RecipeError | None:
+    def _refusal(self, error: Exception) -> UsageError | None:
         """The error as one of what was asked for; None where it is one already, or none of that."""
         trainer = getattr(self, "trainer", None)
         if trainer is None or not has_begun(trainer):
@@ -186,7 +186,7 @@ class AttnswapCLI(LightningCLI):
         if unknown is None:
             return None
         kept = "" if self._claimed is None else f" (the run's files stay in {self._claimed[0]})"
-        return RecipeError(f"after {trainer.global_step} steps{kept}: {unknown} ({HINT})")
+        return UsageError(f"after {trainer.global_step} steps{kept}: {unknown} ({HINT})")
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The one that was asked for: each other's parser would take a quarter of a second."""
@@ -224,7 +224,7 @@ class AttnswapCLI(LightningCLI):
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
         if section.get("ckpt_path") and section.get("init_from"):
-            raise RecipeError(
+            raise UsageError(
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"
             )
@@ -233,7 +233,7 @@ class AttnswapCLI(LightningCLI):
             section.ckpt_path = str(last_checkpoint(section.trainer, self._recipe, resumes))
             rank_zero_info(f"attnswap: --ckpt_path last is {section.ckpt_path}")
         if section.get("ckpt_path") and is_sharded(section.ckpt_path) and not section.trust_checkpoint:
-            raise RecipeError(
+            raise UsageError(
                 f"--ckpt_path {section.ckpt_path}: torch reads a sharded checkpoint by unpickling, which runs what it "
                 "holds; if it is yours or you trust it, give --trust_checkpoint"
             )
@@ -350,21 +350,21 @@ def _stored_model(path: str | None, command: str) -> dict[str, Any]:
     """`{class_path, init_args}` of the model in a checkpoint file, as far as it is there; Lightning's own words pass.
 
     Raises:
-        RecipeError: the file cannot be read, is not of a Lightning run, or holds weights only where a fit resumes.
+        UsageError: the file cannot be read, is not of a Lightning run, or holds weights only where a fit resumes.
     """
     if not path or str(path).split(":")[0] in _CKPT_WORDS or is_sharded(path):
         return {}
     try:
         content = read_checkpoint(path)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"--ckpt_path {error}") from error
+        raise UsageError(f"--ckpt_path {error}") from error
     if "pytorch-lightning_version" not in content:
-        raise RecipeError(
+        raise UsageError(
             f"--ckpt_path {path}: weights, but no checkpoint of a Lightning run (it has no 'pytorch-lightning_version')"
             "; take them by --init_from in its place"
         )
     if command == "fit" and "optimizer_states" not in content:
-        raise RecipeError(
+        raise UsageError(
             f"--ckpt_path {path}: weights only, so that a fit cannot go on from it; take them by --init_from in its "
             "place"
         )
@@ -397,7 +397,7 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = (), labels: Ru
     A W&B run gets the `labels` where the configuration gives it none.
 
     Raises:
-        RecipeError: a recipe or part that does not exist, or an argument that the parser refuses.
+        UsageError: a recipe or part that does not exist, or an argument that the parser refuses.
     """
     return _command_line(AttnswapCLI, arguments, callbacks, labels=labels)
 
@@ -406,7 +406,7 @@ def check_arguments(arguments: Sequence[str]) -> Any:
     """Parse the arguments of :func:`run` and build the module, and run nothing; return the trainer's loggers.
 
     Raises:
-        RecipeError: as there.
+        UsageError: as there.
         Exception: from the module's constructor.
     """
     config = _command_line(_ParsingCLI, arguments, ()).config

@@ -23,10 +23,9 @@ from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_run import run_cells
 from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
 from lightning_tasks.divergence import diverged_cells, with_stops
+from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.output_folder import make_output_folder
-from lightning_tasks.reason import reason
-from lightning_tasks.recipes import RecipeError, find_recipe, read_settings, recipe_name
-from lightning_tasks.refusals import refusal_in
+from lightning_tasks.recipes import find_recipe, read_settings, recipe_name
 from lightning_tasks.run_files import written_whole
 
 RESULTS = "results.csv"
@@ -66,7 +65,7 @@ def parse_seeds(text: str) -> list[int]:
     """Seeds from "0:8" (0 to 7) or "0,3,5".
 
     Raises:
-        RecipeError: `text` is neither form, or names no seed.
+        UsageError: `text` is neither form, or names no seed.
     """
     try:
         if ":" in text:
@@ -75,14 +74,14 @@ def parse_seeds(text: str) -> list[int]:
         else:
             seeds = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise RecipeError(f"--seeds {text!r} is neither a range such as 0:8 nor a list such as 0,3,5") from error
+        raise UsageError(f"--seeds {text!r} is neither a range such as 0:8 nor a list such as 0,3,5") from error
     if seeds and (seeds[-1] - seeds[0] >= MAX_SEEDS if isinstance(seeds, range) else len(seeds) > MAX_SEEDS):
-        raise RecipeError(f"--seeds {text!r} names more than {MAX_SEEDS} seeds; compare fewer")
+        raise UsageError(f"--seeds {text!r} names more than {MAX_SEEDS} seeds; compare fewer")
     seeds = list(seeds)
     if strange := [seed for seed in seeds if not 0 <= seed < 1 << 32]:
-        raise RecipeError(f"--seeds {text!r}: {strange[0]} is none; a seed is at least 0 and below 2**32")
+        raise UsageError(f"--seeds {text!r}: {strange[0]} is none; a seed is at least 0 and below 2**32")
     if not seeds or len(set(seeds)) < len(seeds):
-        raise RecipeError(f"--seeds {text!r} must name at least one seed, and none twice")
+        raise UsageError(f"--seeds {text!r} must name at least one seed, and none twice")
     return seeds
 
 
@@ -109,7 +108,7 @@ def read_variants(name: str) -> list[Variant]:
     and `references` the variants whose difference to others than the first one stands there too.
 
     Raises:
-        RecipeError: no such file, a comparison file of another shape, or a reference that is no variant of the file.
+        UsageError: no such file, a comparison file of another shape, or a reference that is no variant of the file.
     """
     path = find_recipe(name)
     content = read_settings(path)
@@ -124,7 +123,7 @@ def read_variants(name: str) -> list[Variant]:
         or not isinstance(test, bool)
         or not (isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics))
     ):
-        raise RecipeError(
+        raise UsageError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
             "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
             "`metrics: [name]`, and `references: {name: [name]}`"
@@ -132,7 +131,7 @@ def read_variants(name: str) -> list[Variant]:
     check_references(path, content.get("references", {}), [str(key) for key in variants])
     base = str(find_recipe(str(content["base"])))
     if "variants" in read_settings(Path(base)):
-        raise RecipeError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
+        raise UsageError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
     try:
         shared = override_arguments(settings)
         found = [
@@ -141,7 +140,7 @@ def read_variants(name: str) -> list[Variant]:
         ]
         "".join(text for variant in found for text in (variant.name, *variant.overrides)).encode()
     except (TypeError, UnicodeEncodeError) as error:  # a date, a set, bytes, half of a surrogate pair
-        raise RecipeError(f"{path}: a name or value is no plain data ({error}); put it into quotes") from error
+        raise UsageError(f"{path}: a name or value is no plain data ({error}); put it into quotes") from error
     return found
 
 
@@ -149,18 +148,18 @@ def check_references(path: Path, references: Any, variants: Sequence[str]) -> No
     """Check that `references` names, for some of the `variants` of the file at `path`, lists of others of them.
 
     Raises:
-        RecipeError: it has another shape, a name that is no variant (the nearest is given), or one twice.
+        UsageError: it has another shape, a name that is no variant (the nearest is given), or one twice.
     """
     if not isinstance(references, dict) or not all(isinstance(others, list) for others in references.values()):
-        raise RecipeError(f"{path}: `references` must be `{{name: [other names]}}`, got {references!r}")
+        raise UsageError(f"{path}: `references` must be `{{name: [other names]}}`, got {references!r}")
     for name, others in references.items():
         for given in map(str, (name, *others)):
             if given not in variants:
                 near = difflib.get_close_matches(given, variants, n=3, cutoff=0.4)
                 hint = f"the nearest are {', '.join(near)}" if near else f"they are {', '.join(variants)}"
-                raise RecipeError(f"{path}: `references` has {given!r}, which is none of the variants; {hint}")
+                raise UsageError(f"{path}: `references` has {given!r}, which is none of the variants; {hint}")
         if len({str(name), *map(str, others)}) <= len(others):
-            raise RecipeError(f"{path}: `references` of {name!r} must be other variants, each once, got {others}")
+            raise UsageError(f"{path}: `references` of {name!r} must be other variants, each once, got {others}")
 
 
 def summary_references(names: Sequence[str]) -> dict[str, list[str]]:
@@ -181,7 +180,7 @@ def plan_cells(
     """Every cell of the comparison of that name, seed by seed, so that an interrupted run leaves complete pairs.
 
     Raises:
-        RecipeError: two configurations have one name, or names of one folder.
+        UsageError: two configurations have one name, or names of one folder.
     """
     cells = [
         Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test, comparison)
@@ -190,7 +189,7 @@ def plan_cells(
     ]
     if len({cell.folder for cell in cells}) < len(cells):
         names = ", ".join(variant.name for variant in variants)
-        raise RecipeError(f"configurations must have different names, also with _ for other signs, got {names}")
+        raise UsageError(f"configurations must have different names, also with _ for other signs, got {names}")
     return cells
 
 
@@ -198,7 +197,7 @@ def check_cells(cells: Iterable[Cell]) -> None:
     """Parse what the cells of each configuration ask for and build its module, before the first of them runs.
 
     Raises:
-        RecipeError: some of them are refused, or cannot be built.
+        UsageError: some of them are refused, or cannot be built.
     """
     from lightning_tasks.cli import check_arguments
     from lightning_tasks.wandb_runs import check_cell_loggers
@@ -210,11 +209,11 @@ def check_cells(cells: Iterable[Cell]) -> None:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 check_cell_loggers(check_arguments(cell.arguments))
         except Exception as error:
-            refusal = error if isinstance(error, RecipeError) else refusal_in(error)
+            refusal = error if isinstance(error, UsageError) else refusal_in(error)
             refused[cell.name] = reason(error) if refusal is None else str(refusal)
     if refused:
         lines = "".join(f"\n{name}: {text}" for name, text in refused.items())
-        raise RecipeError(f"nothing was run, as configurations are refused: {', '.join(refused)}{lines}")
+        raise UsageError(f"nothing was run, as configurations are refused: {', '.join(refused)}{lines}")
 
 
 def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
@@ -307,13 +306,13 @@ def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, the comparison that `arguments` describe; then write its tables and its picture.
 
     Raises:
-        RecipeError: arguments that make no sense.
+        UsageError: arguments that make no sense.
         SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
             again resumes.
     """
     options = _parser().parse_args(list(arguments))
     if options.jobs < 1:
-        raise RecipeError(f"--jobs {options.jobs} must be at least 1")
+        raise UsageError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]
     name = " + ".join(recipe_name(find_recipe(name)) for name in options.configs)
     extra = [f"--{item}" for item in options.set]
@@ -330,13 +329,13 @@ def only_comparison(output: Path) -> Iterator[None]:
     """Hold the folder of a comparison; the lock of one that was killed is free.
 
     Raises:
-        RecipeError: another process holds it.
+        UsageError: another process holds it.
     """
     try:
         with FileLock(output / LOCK, timeout=0):
             yield
     except Timeout:
-        raise RecipeError(
+        raise UsageError(
             f"--output {output}: another `attnswap compare` is at work there; wait for it, or give another folder"
         ) from None
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.run_files import as_step, read_result, refuse_foreign, whole_lines, written_whole
 
 RESULT = "result.json"
@@ -79,11 +79,11 @@ class Cell:
         """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.
 
         Raises:
-            RecipeError: one is.
+            UsageError: one is.
         """
         for folder in (self.folder, *self.folder.parents[:2]):
             if folder.is_symlink():
-                raise RecipeError(
+                raise UsageError(
                     f"{folder} is a symbolic link, and cells that are not finished are deleted: remove the link, or "
                     "give another --output"
                 )
@@ -92,7 +92,7 @@ class Cell:
         """Make the folder anew, without what an interrupted run of this cell left.
 
         Raises:
-            RecipeError: as :meth:`refuse_links`.
+            UsageError: as :meth:`refuse_links`.
         """
         self.refuse_links()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,7 +107,7 @@ class Cell:
         """The result of a finished cell.
 
         Raises:
-            RecipeError: the file is damaged, or not in the folder of the comparison.
+            UsageError: the file is damaged, or not in the folder of the comparison.
         """
         path = self.folder / RESULT
         refuse_foreign(path, Path(self.output))

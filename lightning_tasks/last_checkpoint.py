@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_tasks.checkpoint_files import is_sharded
+from lightning_tasks.errors import UsageError
 from lightning_tasks.loggers import RUNS, runs_folder
-from lightning_tasks.recipes import RecipeError
 from lightning_tasks.resuming import read_checkpoint
 
 
@@ -23,7 +23,7 @@ def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:
         resumes: whether a fit goes on from it, which takes more than the weights.
 
     Raises:
-        RecipeError: there is none; the text names the folders.
+        UsageError: there is none; the text names the folders.
     """
     patterns = dict.fromkeys(_patterns(trainer, recipe))
     # A link may outlive its file: save_last="link" makes one to a checkpoint that is removed later.
@@ -35,7 +35,7 @@ def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:
         rank_zero_warn(f"--ckpt_path last leaves out {path.name}, and takes an older one: {fault}")
     looked = ", ".join(str(folder / pattern) for folder, pattern in patterns)
     none = f"none of {len(found)} checkpoints can be resumed" if found else "there is no checkpoint"
-    raise RecipeError(f"--ckpt_path last: {none} in {looked}; leave it out to start anew, or give the path of a file")
+    raise UsageError(f"--ckpt_path last: {none} in {looked}; leave it out to start anew, or give the path of a file")
 
 
 def _patterns(trainer: Any, recipe: str) -> Iterator[tuple[Path, str]]:

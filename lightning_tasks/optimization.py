@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from lightning_tasks.errors import reason
 from lightning_tasks.hparams import Spec, import_object
-from lightning_tasks.reason import reason
 from lightning_tasks.trust import checked_build, checked_spec
 
 _TIMM_SCHEDULE = "create_scheduler_v2"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 
 def make_output_folder(folder: Path) -> None:
     """Make ``--output``, with the folders above it.
 
     Raises:
-        RecipeError: it, or a part of its path, is a file, or it cannot be made.
+        UsageError: it, or a part of its path, is a file, or it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         file = next(part for part in (folder, *folder.parents) if part.exists())
-        raise RecipeError(f"--output {folder}: {file} is a file; give a folder") from None
+        raise UsageError(f"--output {folder}: {file} is a file; give a folder") from None
     except OSError as error:
-        raise RecipeError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error
+        raise UsageError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error

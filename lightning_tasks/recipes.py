@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_tasks.errors import UsageError
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PART_FOLDERS = ("strategy", "logger", "trainer", "robustness")
 SECTIONS = (
@@ -19,10 +21,6 @@ _MAX_DEPTH = 100  # parsers are recursive: a file of some hundred levels would e
 _MAX_VALUES = 1_000_000
 _MAX_BYTES = 1 << 24
 _HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
-
-
-class RecipeError(ValueError):
-    """A recipe or a part of one that cannot be found or read; the message names the nearest ones that exist."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
     """The file that `name` means: a path, or the name of a shipped recipe or part.
 
     Raises:
-        RecipeError: nothing is called `name`; the message lists the nearest names.
+        UsageError: nothing is called `name`; the message lists the nearest names.
     """
     given, shipped = Path(name), root / f"{name.removesuffix('.yaml')}.yaml"
     with contextlib.suppress(OSError, ValueError):  # a name that no file can have
@@ -76,14 +74,14 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
             return given.resolve()
         if shipped.is_file() and shipped.resolve().is_relative_to(root):
             return shipped
-    raise RecipeError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
+    raise UsageError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file.
 
     Raises:
-        RecipeError: it cannot be read, is no YAML, holds something else than settings by name, or is nested too deeply
+        UsageError: it cannot be read, is no YAML, holds something else than settings by name, or is nested too deeply
             or too large, aliases counted as often as they stand there.
     """
     import yaml  # here, so that the list of recipes does without it
@@ -92,21 +90,21 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
-            raise RecipeError(f"{path} has {size:,} bytes, and settings at most {_MAX_BYTES:,}")
+            raise UsageError(f"{path} has {size:,} bytes, and settings at most {_MAX_BYTES:,}")
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except RecursionError as error:
-        raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
+        raise UsageError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read ({error.strerror})") from error
-    except RecipeError:
+        raise UsageError(f"{path} cannot be read ({error.strerror})") from error
+    except UsageError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # of a date that is none, say
-        raise RecipeError(f"{path} is no YAML: {error}") from error
+        raise UsageError(f"{path} is no YAML: {error}") from error
     check_size(content, path)
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+        raise UsageError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
     if strange := [key for key in content if not isinstance(key, str)]:
-        raise RecipeError(f"{path}: the name {strange[0]!r} is no text; put it into quotes")
+        raise UsageError(f"{path}: the name {strange[0]!r} is no text; put it into quotes")
     return content
 
 
@@ -114,14 +112,14 @@ def check_size(content: Any, path: Path) -> None:
     """Check that nested data from a file is no deeper and no larger than settings are.
 
     Raises:
-        RecipeError: it is, aliases counted as often as they stand there.
+        UsageError: it is, aliases counted as often as they stand there.
     """
     try:
         values = _count_values(content, {}, 0)
     except RecursionError as error:
-        raise RecipeError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
+        raise UsageError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     if values > _MAX_VALUES:
-        raise RecipeError(f"{path} stands for more than {_MAX_VALUES} values, as its aliases repeat others")
+        raise UsageError(f"{path} stands for more than {_MAX_VALUES} values, as its aliases repeat others")
 
 
 def _count_values(node: Any, counted: dict[int, int], depth: int) -> int:
@@ -144,16 +142,16 @@ def check_recipe(path: Path) -> None:
     """Check that a file has the shape of a recipe; what its sections hold is checked when they are built.
 
     Raises:
-        RecipeError: it is no YAML of settings, has a section that no recipe has, or is a comparison.
+        UsageError: it is no YAML of settings, has a section that no recipe has, or is a comparison.
     """
     sections = list(read_settings(path))
     if "variants" in sections:
-        raise RecipeError(f"{path} is a comparison of several runs; start it with `attnswap compare`")
+        raise UsageError(f"{path} is a comparison of several runs; start it with `attnswap compare`")
     for section in sections:
         if section not in SECTIONS:
             near = difflib.get_close_matches(str(section), SECTIONS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS[:4])}"
-            raise RecipeError(f"{path}: unknown section {section!r}; {hint}")
+            raise UsageError(f"{path}: unknown section {section!r}; {hint}")
 
 
 def _suggestion(name: str, names: list[str]) -> str:

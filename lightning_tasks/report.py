@@ -16,7 +16,7 @@ import yaml
 from lightning_tasks.compare_picture import looks
 from lightning_tasks.compare_table import last_values
 from lightning_tasks.divergence import diverged_cells, with_stops
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.report_groups import read_all
 from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.report_runs import Read, Run
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap report` with these arguments.
 
     Raises:
-        RecipeError: a folder that cannot be read, or an output that is a folder or lies in none.
+        UsageError: a folder that cannot be read, or an output that is a folder or lies in none.
         SystemExit: arguments that the parser refuses.
     """
     parser = argparse.ArgumentParser(prog="attnswap report", description=__doc__)
@@ -170,9 +170,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)")
     options = parser.parse_args(list(arguments))
     if options.output.is_dir():
-        raise RecipeError(f"--output {options.output} is a folder: give a file, as {options.output / 'report.html'}")
+        raise UsageError(f"--output {options.output} is a folder: give a file, as {options.output / 'report.html'}")
     if not options.output.parent.is_dir():
-        raise RecipeError(f"--output {options.output}: give a file in a folder that is there")
+        raise UsageError(f"--output {options.output}: give a file in a folder that is there")
     text = page(read_all(options.runs))
     with written_whole(options.output) as path:  # names of folders and texts in YAML may be no Unicode
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_tasks.compare_cell import RESULT
 from lightning_tasks.compare_table import SummaryRow, summarise
 from lightning_tasks.divergence import with_stops
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.report_runs import (
     LOG,
     RESULTS,
@@ -36,12 +36,12 @@ def read_comparison(folder: Path) -> Read:
     The tables are written at the end: those of a comparison that was extended since, or begun anew, are older.
 
     Raises:
-        RecipeError: nothing is finished, or a file cannot be read.
+        UsageError: nothing is finished, or a file cannot be read.
     """
     places = _read_cells(folder)
     table = readable(folder / RESULTS, _read_results, folder) if (folder / RESULTS).is_file() else {}
     if not places and not table:
-        raise RecipeError(f"{folder}: no cell of this comparison is finished; start the same command again")
+        raise UsageError(f"{folder}: no cell of this comparison is finished; start the same command again")
     written = readable(folder / SUMMARY, _read_table, folder) if (folder / SUMMARY).is_file() else []
     notes = _unfinished(folder)
     if not places:
@@ -138,7 +138,7 @@ def _read_cells(folder: Path) -> dict[tuple[str, int], tuple[Path, Rows]]:
         result = read_result(path)
         cell = result["config"], result["seed"]
         if cell in found:
-            raise RecipeError(f"{path} is of the configuration and seed of {found[cell][0] / RESULT}; delete one")
+            raise UsageError(f"{path} is of the configuration and seed of {found[cell][0] / RESULT}; delete one")
         found[cell] = path.parent, result["rows"]
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.report_comparison import prefixed, read_comparison
 from lightning_tasks.report_runs import LOG, Read, Run, is_comparison, read_run
 from lightning_tasks.report_settings import same_but_for_the_run, saved_seed
@@ -17,10 +17,10 @@ def read_all(folders: Sequence[Path]) -> Read:
     """Read run folders and folders of comparisons; runs that differ in their seed alone are one configuration.
 
     Raises:
-        RecipeError: a folder that is neither, a file in it that cannot be read, or one folder twice; it is named.
+        UsageError: a folder that is neither, a file in it that cannot be read, or one folder twice; it is named.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise RecipeError(f"a folder is given twice: {', '.join(map(str, folders))}")
+        raise UsageError(f"a folder is given twice: {', '.join(map(str, folders))}")
     compared = [folder for folder in folders if is_comparison(folder)]
     alone, notes = group_runs([read_run(folder) for folder in folders if folder not in compared])
     found = [read_comparison(folder) for folder in compared]

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightning_tasks.compare_cell import read_metrics
+from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.head_table import TABLE as HEADS
 from lightning_tasks.head_table import read_heads
-from lightning_tasks.reason import reason
-from lightning_tasks.recipes import RecipeError
 from lightning_tasks.report_settings import read_run_settings
 from lightning_tasks.robustness.table import Row, read_csv
 from lightning_tasks.run_files import refuse_foreign
@@ -66,17 +65,17 @@ def read_run(folder: Path) -> Run:
     """The run in a folder; its configuration is named by the folder.
 
     Raises:
-        RecipeError: there is no such folder, no log in it, or a file that cannot be read.
+        UsageError: there is no such folder, no log in it, or a file that cannot be read.
     """
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: no such folder; give the folder of a run, which holds {LOG}")
+        raise UsageError(f"{folder}: no such folder; give the folder of a run, which holds {LOG}")
     if not (folder / LOG).is_file():
         inside = [str(place) for place in runs_below(folder, NAMED + 1)]
         others = " and others" if len(inside) > NAMED else ""
         hint = f"a run has {LOG}, a comparison {RESULTS}"
         if inside:
             hint = f"below it are {', '.join(inside[:NAMED])}{others}, which can be given"
-        raise RecipeError(f"{folder} is no folder of a run or comparison: {hint}")
+        raise UsageError(f"{folder} is no folder of a run or comparison: {hint}")
     return Run(
         f"{folder.resolve().parent.name}/{folder.resolve().name}",
         0,
@@ -144,11 +143,11 @@ def readable(path: Path, read: Callable[[Path], _T], folder: Path) -> _T:
     """What `read` returns of a file in `folder`.
 
     Raises:
-        RecipeError: it found another content than it reads, or the file is too large, or a link out of the folder; the
+        UsageError: it found another content than it reads, or the file is too large, or a link out of the folder; the
             file is named.
     """
     refuse_foreign(path, folder)
     try:
         return read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
-        raise RecipeError(f"{path} cannot be read: {reason(error)}") from error
+        raise UsageError(f"{path} cannot be read: {reason(error)}") from error

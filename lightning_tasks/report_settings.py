@@ -11,8 +11,8 @@ import yaml
 
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.callbacks.swap import SWAPPED
-from lightning_tasks.reason import reason
-from lightning_tasks.recipes import RecipeError, check_size
+from lightning_tasks.errors import UsageError, reason
+from lightning_tasks.recipes import check_size
 from lightning_tasks.run_files import MOST_SETTINGS_BYTES, refuse_foreign
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
@@ -41,7 +41,7 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
     """The configuration that a run saved, else the module's hyper-parameters under `model`, else None.
 
     Raises:
-        RecipeError: the file holds something else than settings, names a swap in another form than ours, is too large,
+        UsageError: the file holds something else than settings, names a swap in another form than ours, is too large,
             or is a link out of the folder.
     """
     for name in ("config.yaml", "hparams.yaml"):
@@ -52,16 +52,16 @@ def read_run_settings(folder: Path) -> dict[str, Any] | None:
         try:
             content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-            raise RecipeError(f"{path} cannot be read: {reason(error)}") from error
+            raise UsageError(f"{path} cannot be read: {reason(error)}") from error
         check_size(content, path)
         if content is not None and not isinstance(content, dict):
-            raise RecipeError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+            raise UsageError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
         if content:
             settings = content if name == "config.yaml" else {"model": content}
             try:
                 swapped(settings)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise RecipeError(f"{path} cannot be read: what it says was swapped: {reason(error)}") from error
+                raise UsageError(f"{path} cannot be read: what it says was swapped: {reason(error)}") from error
             return settings
     return None
 

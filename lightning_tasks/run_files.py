@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 MOST_TABLE_BYTES = 1 << 28
 MOST_SETTINGS_BYTES = 1 << 20
@@ -26,19 +26,19 @@ def refuse_foreign(path: Path, folder: Path, most_bytes: int = MOST_TABLE_BYTES)
     """Check that a file lies in `folder` when links are followed, is a plain file and not too large to be read.
 
     Raises:
-        RecipeError: it is none of these.
+        UsageError: it is none of these.
     """
     try:
         resolved = path.resolve(strict=True)
         inside, size = resolved.is_relative_to(folder.resolve()), resolved.stat().st_size
     except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+        raise UsageError(f"{path} cannot be read: {error}") from error
     if not inside:
-        raise RecipeError(f"{path} is a link out of {folder}, to {resolved}: put a copy of the file in its place")
+        raise UsageError(f"{path} is a link out of {folder}, to {resolved}: put a copy of the file in its place")
     if not resolved.is_file():
-        raise RecipeError(f"{path} is no file; remove it")
+        raise UsageError(f"{path} is no file; remove it")
     if size > most_bytes:
-        raise RecipeError(f"{path} has {size:,} bytes, and at most {most_bytes:,} are read of such a file")
+        raise UsageError(f"{path} has {size:,} bytes, and at most {most_bytes:,} are read of such a file")
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
     """The result of a cell of a comparison.
 
     Raises:
-        RecipeError: the file is damaged, or holds something else.
+        UsageError: the file is damaged, or holds something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
         for row in found["rows"]:
             _check_row(row)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise RecipeError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
+        raise UsageError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
     return found
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_tasks.errors import UsageError
 from lightning_tasks.hparams import import_object
-from lightning_tasks.recipes import RecipeError, check_recipe, find_recipe, read_settings
+from lightning_tasks.recipes import check_recipe, find_recipe, read_settings
 from lightning_tasks.trust import build_typed_classes_only
 
 
@@ -18,13 +19,13 @@ def data_section(recipe: str) -> tuple[dict[str, Any], int | None]:
     """The `data` section of a recipe, by name or path, and its seed.
 
     Raises:
-        RecipeError: there is no such recipe, or it has no data.
+        UsageError: there is no such recipe, or it has no data.
     """
     path = find_recipe(recipe)
     check_recipe(path)
     settings = read_settings(path)
     if not isinstance(settings.get("data"), dict):
-        raise RecipeError(f"{path} has no section 'data'; give --data CLASS")
+        raise UsageError(f"{path} has no section 'data'; give --data CLASS")
     seed = settings.get("seed_everything")
     return settings["data"], seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap show-batch` with these arguments.
 
     Raises:
-        RecipeError: no data module was given, or one whose batches are no pictures.
+        UsageError: no data module was given, or one whose batches are no pictures.
         SystemExit: arguments that the parser refuses.
     """
     build_typed_classes_only()
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str]) -> None:
         given = ["--data", json.dumps(section), *given]
     options = parser.parse_args(given)
     if options.data is None:
-        raise RecipeError("show-batch needs --config RECIPE or --data CLASS")
+        raise UsageError("show-batch needs --config RECIPE or --data CLASS")
     if not hasattr(import_object(options.data.class_path), "show_batch"):
-        raise RecipeError(f"{options.data.class_path} has no show_batch: its batches are no pictures")
+        raise UsageError(f"{options.data.class_path} has no show_batch: its batches are no pictures")
     seed_everything(next((value for value in (options.seed, seed) if value is not None), 0), verbose=False)
     datamodule: Any = parser.instantiate_classes(options).data
     datamodule.prepare_data()

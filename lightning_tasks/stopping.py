@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules.windows import CutFileError
 from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
-from lightning_tasks.reason import reason
+from lightning_tasks.errors import reason
 
 INTERRUPTED, TERMINATED = 130, 143  # as a shell says of what SIGINT and SIGTERM ended
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)

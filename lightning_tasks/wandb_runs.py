@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.charts import loggers_named
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 RUN = "wandb_run"  # in a checkpoint: the run's id and project
 _ID = re.compile(r"(?!\s)[^/\\#?%:;,'\x00-\x1f]{1,128}(?<!\s)")
@@ -51,13 +51,13 @@ def check_cell_loggers(loggers: Any) -> None:
     """Check the ``trainer.logger`` of a cell of a comparison, which needs a log and W&B runs of its own.
 
     Raises:
-        RecipeError: there is no logger, or a W&B logger names its run, which all cells would write into.
+        UsageError: there is no logger, or a W&B logger names its run, which all cells would write into.
     """
     if loggers is False:
-        raise RecipeError("trainer.logger is false, so that there is nothing to compare; leave it out")
+        raise UsageError("trainer.logger is false, so that there is nothing to compare; leave it out")
     for arguments in wandb_arguments(loggers):
         if name := arguments.get("id") or arguments.get("version"):
-            raise RecipeError(
+            raise UsageError(
                 f"the W&B logger has the id {name!r}, so that all cells would write into one run; leave out `id` and "
                 "`version`: each cell gets a run of its own"
             )
@@ -70,7 +70,7 @@ def continue_run(arguments: Any, checkpoint: dict[str, Any]) -> None:
     its own.
 
     Raises:
-        RecipeError: what the checkpoint has in the place of an id cannot be one.
+        UsageError: what the checkpoint has in the place of an id cannot be one.
     """
     saved = checkpoint.get(RUN)
     if not isinstance(saved, dict):
@@ -81,7 +81,7 @@ def continue_run(arguments: Any, checkpoint: dict[str, Any]) -> None:
     if open_id and same_entity and arguments.get("project") == saved.get("project"):
         run = saved.get("id")
         if not isinstance(run, str) or not _ID.fullmatch(run):
-            raise RecipeError(
+            raise UsageError(
                 f"the checkpoint names the W&B run {str(run)[:80]!r}, which is no id of one (at most 128 characters, "
                 "without spaces at its ends and / \\ # ? % : ; , '); give the logger an `id` of your own"
             )
@@ -103,7 +103,7 @@ def go_offline_without_key() -> None:
     W&B itself says which server and which key: by its environment variables, its settings files and netrc.
 
     Raises:
-        RecipeError: W&B refuses the key that it finds.
+        UsageError: W&B refuses the key that it finds.
     """
     if "WANDB_MODE" in os.environ:
         return
@@ -114,7 +114,7 @@ def go_offline_without_key() -> None:
         needs_none = settings.mode in ("offline", "dryrun", "disabled")
         has_key = needs_none or wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError as error:
-        raise RecipeError(f"W&B: {error}; `wandb login` saves another key") from error
+        raise UsageError(f"W&B: {error}; `wandb login` saves another key") from error
     if not has_key:
         os.environ["WANDB_MODE"] = "offline"  # for the processes that this one starts,
         wandb.setup(wandb.Settings(mode="offline"))  # and for itself, which has read its settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 ANALYSES = {
     "kernel-pca": "lightning_tasks.analyses.kernel_pca",
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze` with these arguments: the analysis that the first names, with the others.
 
     Raises:
-        RecipeError: no analysis of this name.
+        UsageError: no analysis of this name.
     """
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -26,5 +26,5 @@ def main(arguments: Sequence[str]) -> None:
         print("\n`attnswap analyze NAME --help` lists the arguments of one.")
         return
     if name not in ANALYSES:
-        raise RecipeError(f"unknown analysis {name!r}; the analyses are {', '.join(ANALYSES)}")
+        raise UsageError(f"unknown analysis {name!r}; the analyses are {', '.join(ANALYSES)}")
     import_module(ANALYSES[name]).main(arguments[1:])

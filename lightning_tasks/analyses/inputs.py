@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
 from datamodules.tokenizers import DEFAULT_BPE_SIZE
 from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
 PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
@@ -64,7 +64,7 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
     """What :func:`add_arguments` names: ``count`` sequences of ``length`` tokens, or pictures.
 
     Raises:
-        RecipeError: if the data is not of the kind that the model takes, or the model has too few positions.
+        UsageError: if the data is not of the kind that the model takes, or the model has too few positions.
         ValueError: as :func:`token_stream`, :func:`apart` and :func:`pictures`.
         FileNotFoundError: missing data.
     """
@@ -72,14 +72,14 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
     kind = "text" if subject.img_size is None else "pictures"
     if options.data not in wanted:
         name = type(subject.model).__name__
-        raise RecipeError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")
+        raise UsageError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")
     if options.data in EMBEDDED and options.root is not None:
-        raise RecipeError(f"--root {options.root}: {options.data} is in an installed package; leave it out")
+        raise UsageError(f"--root {options.root}: {options.data} is in an installed package; leave it out")
     if subject.img_size is not None:
         shown = pictures(options.data, count, subject.img_size, subject.in_chans, options.root)
         return Inputs(shown, kind, f"the first {count} test pictures, at {subject.img_size} pixels")
     if subject.num_positions is not None and length > subject.num_positions:
-        raise RecipeError(
+        raise UsageError(
             f"{length} tokens are asked for, and {options.model} has {subject.num_positions} positions: give fewer"
         )
     tokenizer = options.tokenizer or ("bpe" if options.random else None)

@@ -28,8 +28,8 @@ from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, read_inputs
 from lightning_tasks.analyses.kernel_pca_figure import draw
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
+from lightning_tasks.errors import UsageError
 from lightning_tasks.output_folder import make_output_folder
-from lightning_tasks.recipes import RecipeError
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
 # The largest means that the reproduction study reports.
@@ -148,7 +148,7 @@ def measure(name: str, seen: Seen) -> list[Row]:
     """The rows of a layer: of its own values and of the controls, for every head and sample.
 
     Raises:
-        RecipeError: if its numbers are not finite, or the tokens are too few.
+        UsageError: if its numbers are not finite, or the tokens are too few.
     """
     try:
         loss = projection_loss(
@@ -160,7 +160,7 @@ def measure(name: str, seen: Seen) -> list[Row]:
             for kind, v in {OWN: seen.v, **_controls(seen)}.items():
                 measures[kind] = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"layer {name!r}: {error}") from error
+        raise UsageError(f"layer {name!r}: {error}") from error
     losses = {"signed_loss": loss.signed, "absolute_loss": loss.absolute, "phi": loss.phi, "h": loss.h}
     samples, heads = loss.h.shape
     return [
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze kernel-pca` with these arguments.
 
     Raises:
-        RecipeError: numbers that make no sense, or that a layer's tensors do not allow.
+        UsageError: numbers that make no sense, or that a layer's tensors do not allow.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(list(arguments))
     for name, least in (("samples", 1), ("length", 2)):
         if getattr(options, name) < least:
-            raise RecipeError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+            raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
     names = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.samples, options.length)
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str]) -> None:
         for name in tqdm(names, desc="kernel-pca", unit="layer"):
             try:
                 rows += measure(name, seen[name])
-            except RecipeError as error:
+            except UsageError as error:
                 failed.append(str(error))
     except KeyboardInterrupt:
         failed.append(f"interrupted at layer {name!r}")
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str]) -> None:
         _write(rows, head + "".join(f" Not measured: {each}." for each in failed), options.output)
     if failed:
         kept = len({row.layer for row in rows})
-        raise RecipeError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
+        raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
 
 
 def _write(rows: Sequence[Row], head: str, folder: Path) -> None:

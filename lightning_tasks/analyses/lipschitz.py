@@ -27,9 +27,9 @@ from attention_modules.analysis.lipschitz import LEAST_STEPS
 from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
+from lightning_tasks.errors import UsageError
 from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.output_folder import make_output_folder
-from lightning_tasks.recipes import RecipeError
 from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
 ROWS = "rows.jsonl"
@@ -68,7 +68,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """Lengths from "2:100:2" (2, 4, ... 100, with the end, as the paper counts) or "4,8,16".
 
     Raises:
-        RecipeError: `text` is neither, or a length is below 1 or given twice.
+        UsageError: `text` is neither, or a length is below 1 or given twice.
     """
     try:
         if ":" in text:
@@ -77,9 +77,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         else:
             lengths = [int(part) for part in text.split(",")]
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"--lengths {text!r} is neither a range such as 2:100:2 nor a list such as 4,8,16") from error
+        raise UsageError(f"--lengths {text!r} is neither a range such as 2:100:2 nor a list such as 4,8,16") from error
     if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise RecipeError(f"--lengths {text!r} must give lengths of at least 1, at least one, and none twice")
+        raise UsageError(f"--lengths {text!r} must give lengths of at least 1, at least one, and none twice")
     return tuple(sorted(lengths))
 
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, `attnswap analyze lipschitz` with these arguments.
 
     Raises:
-        RecipeError: numbers that make no sense; or, when all others are measured, what a layer does not allow.
+        UsageError: numbers that make no sense; or, when all others are measured, what a layer does not allow.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.
@@ -231,17 +231,17 @@ def main(arguments: Sequence[str]) -> None:
         return
     said = f"not measured: {described_failures(failures)}; give other layers (--layers) or lengths (--lengths)"
     if not rows:
-        raise RecipeError(said)
+        raise UsageError(said)
     print(write_report(rows, f"{head}\n\nNot measured: {described_failures(failures)}.", options.output), end="")
-    raise RecipeError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")
+    raise UsageError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")
 
 
 def _check(options: Any) -> None:
     for name, least in (("sequences", 1), ("adversarial", 0), ("max_iter", 1)):
         if getattr(options, name) < least:
-            raise RecipeError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     if not 0 < options.tol < 1:
-        raise RecipeError(f"--tol must be above 0 and below 1, got {options.tol}")
+        raise UsageError(f"--tol must be above 0 and below 1, got {options.tol}")
 
 
 def _run(
@@ -265,7 +265,7 @@ def _run(
         return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz"), failures
     except KeyboardInterrupt:
         where = f"{output} ({TABLE}), and the same command goes on from there"
-        raise RecipeError(f"interrupted: {len(kept)} rows are kept in {where}") from None
+        raise UsageError(f"interrupted: {len(kept)} rows are kept in {where}") from None
 
 
 def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: str) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from attention_modules import AttentionSwapError
 from attention_modules.hosts import attention_layers
 from lightning_tasks.eager import eager
+from lightning_tasks.errors import UsageError
 from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.models.causal_lm import position_limit
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
-from lightning_tasks.recipes import RecipeError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Subject:
         try:
             with torch.no_grad(), eager():
                 self.run(inputs)
-        except RecipeError:  # a hook's
+        except UsageError:  # a hook's
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             shape = list(inputs.shape)
@@ -207,7 +207,7 @@ def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_t
                 try:
                     calls[index] = LayerCall.of(module, args, kwargs, layers[index].num_heads, max_tokens=max_tokens)
                 except ValueError as error:
-                    raise RecipeError(f"layer {layers[index].name!r}: {error}; choose others with --layers") from error
+                    raise UsageError(f"layer {layers[index].name!r}: {error}; choose others with --layers") from error
                 if len(calls) == len(layers):
                     raise _Seen
 

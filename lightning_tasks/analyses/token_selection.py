@@ -20,8 +20,8 @@ from datamodules import TokenSelectionDataModule
 from datamodules.token_selection import TokenProblem
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.analyses.token_selection_figure import draw
+from lightning_tasks.errors import UsageError
 from lightning_tasks.output_folder import make_output_folder
-from lightning_tasks.recipes import RecipeError
 
 # Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
 Settings = dict[str, dict[str, Any]]
@@ -183,7 +183,7 @@ def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, lis
     """Rows of an earlier call's summary by experiment, of any seeds, as each row names its own.
 
     Raises:
-        RecipeError: rows of experiments that are not run `again` are of another number of steps.
+        UsageError: rows of experiments that are not run `again` are of another number of steps.
     """
     if not path.is_file():
         return {}
@@ -193,7 +193,7 @@ def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, lis
         return {name: lines for name, lines in found.items() if lines}
     stay = [name for name, lines in found.items() if lines and name not in again]
     if stay:
-        raise RecipeError(
+        raise UsageError(
             f"{path} has {', '.join(stay)} of another number of steps than {steps}, or of another version: give "
             "another --output folder, or --experiment all"
         )
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze token-selection` with these arguments.
 
     Raises:
-        RecipeError: numbers that make no sense, or an interruption; the problems before it are kept.
+        UsageError: numbers that make no sense, or an interruption; the problems before it are kept.
         SystemExit: arguments that the parser refuses.
     """
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", description=__doc__)
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments))
     for option in ("seeds", "steps"):
         if getattr(options, option) < 1:
-            raise RecipeError(f"--{option} must be at least 1, got {getattr(options, option)}")
+            raise UsageError(f"--{option} must be at least 1, got {getattr(options, option)}")
     make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
     found = earlier_lines(options.output / SUMMARY, options.steps, names)
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str]) -> None:
             run_experiment(name, range(options.seeds), options.steps, options.output, partial(keep, name))
     except KeyboardInterrupt:
         count = ", ".join(f"{done.count(name)} of {name}" for name in dict.fromkeys(done)) or "none"
-        raise RecipeError(
+        raise UsageError(
             f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
             f"{SUMMARY}); the same command would begin anew"
         ) from None

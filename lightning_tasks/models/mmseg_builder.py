@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
 from datamodules.base import check_at_least
+from lightning_tasks.errors import reason
 from lightning_tasks.models.mmseg_config import (
     check_types,
     config_file,
@@ -24,7 +25,6 @@ from lightning_tasks.models.mmseg_config import (
     without_pretrained,
 )
 from lightning_tasks.models.segmentation import SegmentationBuilder
-from lightning_tasks.reason import reason
 
 _ARGUMENTS = ("mmseg_config", "crop_size", "pretrained", "cfg_options")
 _IGNORED = 255  # by every head of mmsegmentation's

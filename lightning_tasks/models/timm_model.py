@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
-from lightning_tasks.reason import reason
+from lightning_tasks.errors import reason
 
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")
 

@@ -34,7 +34,7 @@ from lightning_tasks.compare_picture import curve, diverged_configs
 from lightning_tasks.compare_run import VISIBLE, failure, run_cells, start_worker, worker_devices
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
 from lightning_tasks.divergence import STOPPED, diverged_cells, with_stops
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "tests.lightning_tasks.demo.DemoModule"
@@ -70,7 +70,7 @@ def test_seeds(text, seeds):
 
 @pytest.mark.parametrize("text", ["3:3", "a", "1,1", "0:2:4", ""])
 def test_seeds_that_make_no_sense(text):
-    with pytest.raises(RecipeError, match="--seeds"):
+    with pytest.raises(UsageError, match="--seeds"):
         parse_seeds(text)
 
 
@@ -121,7 +121,7 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
 def test_a_comparison_of_another_shape(tmp_path, content):
     path = tmp_path / "wrong.yaml"
     path.write_text(content)
-    with pytest.raises(RecipeError, match=r"wrong\.yaml"):
+    with pytest.raises(UsageError, match=r"wrong\.yaml"):
         read_variants(str(path))
 
 
@@ -139,7 +139,7 @@ def test_references_that_are_no_variants_are_refused_before_anything_runs(compar
     comparison.write_text(comparison.read_text() + yaml.safe_dump({"references": references}))
     with pytest.raises(SystemExit):
         main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
-    with pytest.raises(RecipeError, match=text):
+    with pytest.raises(UsageError, match=text):
         read_variants(str(comparison))
     assert not (tmp_path / "out").exists()
 
@@ -171,12 +171,12 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path):
 
 
 def test_two_configurations_of_one_folder(demo, tmp_path):
-    with pytest.raises(RecipeError, match="with _ for other signs, got a b, a_b"):
+    with pytest.raises(UsageError, match="with _ for other signs, got a b, a_b"):
         plan_cells([Variant("a b", str(demo)), Variant("a_b", str(demo))], [0], tmp_path)
 
 
 def test_two_configurations_of_one_name(demo, tmp_path):
-    with pytest.raises(RecipeError, match="different names"):
+    with pytest.raises(UsageError, match="different names"):
         plan_cells([Variant("a", str(demo)), Variant("a", str(demo))], [0], tmp_path)
 
 

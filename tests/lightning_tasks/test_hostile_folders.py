@@ -10,8 +10,8 @@ import lightning_tasks.report as report_module
 from lightning_tasks.compare import draw_comparison, read_variants, write_results
 from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_table import write_summary
+from lightning_tasks.errors import UsageError
 from lightning_tasks.head_table import read_heads, write_heads
-from lightning_tasks.recipes import RecipeError
 from tests.lightning_tasks.report_folders import report, run_folder
 
 ROW = {"step": 0, "metric": "val/loss", "value": 1.0}
@@ -108,13 +108,13 @@ def test_a_result_that_no_cell_wrote_is_named_with_the_cure(tmp_path, capsys, co
     path = cell(tmp_path / "out", content)
     said = refusal(capsys, tmp_path, tmp_path / "out")
     assert re.search(f"{path} is damaged .*{says}.*; delete it, and its cell is run again", said)
-    with pytest.raises(RecipeError, match=r"is damaged .*; delete it, and its cell is run again"):
+    with pytest.raises(UsageError, match=r"is damaged .*; delete it, and its cell is run again"):
         Cell("a", os.devnull, (), 0, str(tmp_path / "out")).is_finished()
 
 
 def test_a_result_without_what_pairs_it_is_not_believed(tmp_path):
     cell(tmp_path / "out", json.dumps({**CELL, "fingerprint": "f"}))
-    with pytest.raises(RecipeError, match="has fingerprint, initial_weights, training_data, rows"):
+    with pytest.raises(UsageError, match="has fingerprint, initial_weights, training_data, rows"):
         Cell("a", os.devnull, (), 0, str(tmp_path / "out")).is_finished()
 
 
@@ -208,7 +208,7 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
 
 def test_merge_keys_of_a_comparison_file_are_bounded(tmp_path):
     (tmp_path / "c.yaml").write_text(MERGES)
-    with pytest.raises(RecipeError, match="merge keys repeat others"):
+    with pytest.raises(UsageError, match="merge keys repeat others"):
         read_variants(str(tmp_path / "c.yaml"))
 
 
@@ -227,12 +227,12 @@ def test_a_line_of_heads_that_was_cut_is_no_value_and_stops_no_resumed_run(tmp_p
 def test_a_value_of_a_comparison_that_is_no_plain_data_is_named(tmp_path, value):
     (tmp_path / "base.yaml").write_text("model: {class_path: x}\n")
     (tmp_path / "c.yaml").write_text(f"base: {tmp_path}/base.yaml\nvariants: {{a: {{x: {value}}}}}\n")
-    with pytest.raises(RecipeError, match=r"c\.yaml: a name or value is no plain data"):
+    with pytest.raises(UsageError, match=r"c\.yaml: a name or value is no plain data"):
         read_variants(str(tmp_path / "c.yaml"))
 
 
 def test_a_comparison_file_of_many_gigabytes_is_refused_unread(tmp_path):
     (tmp_path / "c.yaml").touch()
     os.truncate(tmp_path / "c.yaml", 1 << 34)
-    with pytest.raises(RecipeError, match=r"c\.yaml has 17,179,869,184 bytes"):
+    with pytest.raises(UsageError, match=r"c\.yaml has 17,179,869,184 bytes"):
         read_variants(str(tmp_path / "c.yaml"))

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
     CONFIGS,
     PART_FOLDERS,
     Recipe,
-    RecipeError,
     check_recipe,
     find_recipe,
     read_settings,
@@ -83,18 +83,18 @@ def test_a_path_wins_over_a_name(configs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["paper/wikitext", "papr/wikitext2", "wikitext2"])
 def test_an_unknown_name_lists_the_nearest(configs, wrong):
-    with pytest.raises(RecipeError, match=rf"'{wrong}'.*paper/wikitext2"):
+    with pytest.raises(UsageError, match=rf"'{wrong}'.*paper/wikitext2"):
         find_recipe(wrong, configs)
 
 
 def test_nothing_near_points_to_the_list(configs):
-    with pytest.raises(RecipeError, match="attnswap recipes"):
+    with pytest.raises(UsageError, match="attnswap recipes"):
         find_recipe("zzzzzzzz", configs)
 
 
 def test_names_do_not_leave_the_folder(configs):
     (configs.parent / "outside.yaml").write_text("a: 1\n")
-    with pytest.raises(RecipeError):
+    with pytest.raises(UsageError):
         find_recipe("../outside", configs)
 
 
@@ -112,7 +112,7 @@ def test_names_do_not_leave_the_folder(configs):
 def test_a_bad_recipe_is_named_with_what_is_wrong(tmp_path, content, says):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
-    with pytest.raises(RecipeError, match=rf"bad\.yaml.*{says}"):
+    with pytest.raises(UsageError, match=rf"bad\.yaml.*{says}"):
         check_recipe(path)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from lightning_tasks.compare import Variant, plan_cells
 from lightning_tasks.compare_cell import run_cell
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
 from tests.lightning_tasks.logged_files import final_config, offline_runs, rows_and_updates, run_record
 
@@ -87,7 +87,7 @@ def test_long_names_and_dots_are_folders_of_their_own(cells, tmp_path):
     ],
 )
 def test_what_would_make_one_run_of_all_cells_is_refused(loggers, text):
-    with pytest.raises(RecipeError, match=text):
+    with pytest.raises(UsageError, match=text):
         check_cell_loggers(loggers)
 
 
@@ -158,7 +158,7 @@ def test_a_given_id_or_another_project_is_no_continuation():
 def test_what_is_no_id_in_a_checkpoint_is_refused(run):
     arguments = {"project": "demo", "id": None}
     for saved in ({"id": run, "project": "demo"}, {"project": "demo"}):
-        with pytest.raises(RecipeError, match=r"which is no id of one .* give the logger an `id`"):
+        with pytest.raises(UsageError, match=r"which is no id of one .* give the logger an `id`"):
             continue_run(arguments, {"wandb_run": saved})
     continue_run(arguments, {"wandb_run": {"id": run, "project": ["demo"]}})
     assert arguments["id"] is None
@@ -176,7 +176,7 @@ def test_a_run_of_another_entity_is_not_continued():
 
 PROGRAM = """
 import json, os, sys
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 from lightning_tasks.wandb_runs import go_offline_without_key
 import wandb
 modes = []
@@ -188,7 +188,7 @@ for case in json.loads(sys.argv[1]):
     wandb.teardown()
     try:
         go_offline_without_key()
-    except RecipeError as error:
+    except UsageError as error:
         modes.append(str(error))
         continue
     modes.append([os.environ.get("WANDB_MODE"), wandb.setup().settings.mode])

@@ -22,7 +22,7 @@ from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
 from lightning_tasks.analyses.lipschitz_fit import fit_slope
 from lightning_tasks.analyses.subjects import Subject
-from lightning_tasks.recipes import RecipeError
+from lightning_tasks.errors import UsageError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -333,7 +333,7 @@ def test_lengths():
     assert parse_lengths("3:5") == (3, 4, 5)
     assert parse_lengths("8,4") == (4, 8)
     for wrong in ("2:4:0", "1:2:3:4", "4,4", "5:2"):
-        with pytest.raises(RecipeError):
+        with pytest.raises(UsageError):
             parse_lengths(wrong)
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli import spell_out_classes
+from lightning_tasks.errors import refusal_in, refusal_text
 from lightning_tasks.models import TransformerLM
-from lightning_tasks.refusals import refusal_in, refusal_text
 from tests.lightning_tasks.cli.runs import DEMO, ROOT, checkpoint, last_run, saved_config
 
 TASK = ["fit", "--model", "lightning_tasks.LanguageModelingTask", "--data", "tests.lightning_tasks.demo.DemoText"]

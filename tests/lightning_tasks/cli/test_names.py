@@ -8,7 +8,8 @@ import pytest
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli import expand_recipe_names
-from lightning_tasks.recipes import CONFIGS, RecipeError
+from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes import CONFIGS
 from tests.lightning_tasks.cli.runs import DEMO, ROOT, saved_config
 
 
@@ -58,12 +59,12 @@ def test_recipe_names_become_paths():
 
 
 def test_an_unknown_part_names_the_nearest():
-    with pytest.raises(RecipeError, match=r"--trainer 'strategy/dpp'.*strategy/ddp"):
+    with pytest.raises(UsageError, match=r"--trainer 'strategy/dpp'.*strategy/ddp"):
         expand_recipe_names(["--trainer", "strategy/dpp"])
 
 
 def test_a_comparison_is_no_recipe():
-    with pytest.raises(RecipeError, match="attnswap compare"):
+    with pytest.raises(UsageError, match="attnswap compare"):
         expand_recipe_names(["fit", "--config", "locater/compare_small_vocabulary"])
 
 

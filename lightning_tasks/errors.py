@@ -1,4 +1,4 @@
-"""Which errors are what the user asked for, and how they are printed; torch is not imported here."""
+"""Errors that the user can mend: how they are recognized and printed; torch is not imported here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-
-from lightning_tasks.reason import reason
-from lightning_tasks.recipes import RecipeError
+from pickle import UnpicklingError
 
 HINT = "ATTNSWAP_TRACEBACK=1 shows where"
 _OURS = ("attention_modules", "lightning_tasks", "datamodules")
@@ -20,6 +18,17 @@ _ROOT = Path(__file__).resolve().parent.parent
 _LIBRARIES = ("<", sysconfig.get_paths()["stdlib"], *(f"{_ROOT / name}{os.sep}" for name in _OURS))
 _METRIC = re.compile(r"conditioned on metric .+ which is not available|could not find the monitored key")
 _INSTALLED = {"site-packages", "dist-packages"}
+
+
+class UsageError(ValueError):
+    """A recipe or a part of one that cannot be found or read; the message names the nearest ones that exist."""
+
+
+def reason(error: BaseException) -> str:
+    """Type and text of an error in one line; what torch advises where it refuses code in a file is left out."""
+    if isinstance(error, UnpicklingError):
+        return "UnpicklingError: it is cut short, is of another kind, or holds more than tensors and plain data"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def refusal_in(error: BaseException | None) -> BaseException | None:
@@ -40,12 +49,12 @@ def refusal_in(error: BaseException | None) -> BaseException | None:
     return error if raised and (package in _OURS or module.startswith(_TRAINER_SETTINGS)) else None
 
 
-def library_refusal(error: Exception) -> RecipeError | None:
+def library_refusal(error: Exception) -> UsageError | None:
     """An error of a library that settings led to, as one of ours; None where it is one, or the user's own code ran."""
     chain = list(_chain(error))
-    if isinstance(error, RecipeError) or refusal_in(error) is not None or any(map(_runs_other_code, chain)):
+    if isinstance(error, UsageError) or refusal_in(error) is not None or any(map(_runs_other_code, chain)):
         return None
-    return RecipeError(f"{reason(_unwrapped(error))} ({HINT})")
+    return UsageError(f"{reason(_unwrapped(error))} ({HINT})")
 
 
 def unknown_metric(error: Exception) -> str | None:
