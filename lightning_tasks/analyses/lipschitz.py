@@ -24,11 +24,11 @@ from torch import Tensor
 
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
 from attention_modules.analysis.lipschitz import LEAST_STEPS
+from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
 from lightning_tasks.errors import UsageError
-from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.sharded import is_sharded
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.layer_charts import LayerCharts
@@ -22,7 +23,6 @@ from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
 from lightning_tasks.distributed import log_joined
 from lightning_tasks.eager import eager
-from lightning_tasks.layer_call import LayerCall
 
 _WHOLE = (
     "works only with as many tokens as the model gives it, as its position bias, rope or windows fix their number: all "

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
 
 from attention_modules import AttentionMechanism, RPCAttention, restore_attention
+from attention_modules.hosts.layer_call import LayerCall
 from datamodules import DigitScenesDataModule
 from lightning_tasks import SegmentationTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.layer_call import LayerCall
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
 from lightning_tasks.models.mmseg_config import set_num_classes, shipped_configs
