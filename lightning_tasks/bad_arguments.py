@@ -11,7 +11,7 @@ import datamodules
 import lightning_tasks
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.errors import UsageError
-from lightning_tasks.hparams import import_object
+from lightning_tasks.training.hparams import import_object
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")

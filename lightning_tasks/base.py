@@ -12,8 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_tasks.hparams import plain_data
-from lightning_tasks.optimization import (
+from lightning_tasks.random_state import gather_random_states, set_random_state
+from lightning_tasks.resumed_optimizer import refuse_other_settings
+from lightning_tasks.resuming import read_checkpoint, refuse_other_layout
+from lightning_tasks.stored_names import allowed_packages, check_checkpoint
+from lightning_tasks.training.hparams import plain_data
+from lightning_tasks.training.optimization import (
     build_optimizer,
     build_scheduler,
     optimizer_spec,
@@ -22,10 +26,6 @@ from lightning_tasks.optimization import (
     scheduler_spec,
     step_timm,
 )
-from lightning_tasks.random_state import gather_random_states, set_random_state
-from lightning_tasks.resumed_optimizer import refuse_other_settings
-from lightning_tasks.resuming import read_checkpoint, refuse_other_layout
-from lightning_tasks.stored_names import allowed_packages, check_checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Self

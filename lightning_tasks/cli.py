@@ -26,7 +26,6 @@ from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.charts import loggers_named
 from lightning_tasks.checkpoint_files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
-from lightning_tasks.hparams import import_object, import_path, join_arguments
 from lightning_tasks.last_checkpoint import last_checkpoint
 from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
@@ -35,7 +34,8 @@ from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stopping import end_in_one_line, has_begun
 from lightning_tasks.stored_names import allowed_packages, check_form, check_stored
-from lightning_tasks.trust import build_typed_classes_only, is_allowed
+from lightning_tasks.training.hparams import import_object, import_path, join_arguments
+from lightning_tasks.training.trust import build_typed_classes_only, is_allowed
 from lightning_tasks.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")

@@ -141,7 +141,7 @@ def run_cell(cell: Cell) -> None:
 
     from lightning_tasks.cli import run
     from lightning_tasks.compare_pairing import RecordPairing
-    from lightning_tasks.non_finite import NonFiniteError
+    from lightning_tasks.training.non_finite import NonFiniteError
     from lightning_tasks.wandb_runs import RunLabels, one_run
 
     torch.set_num_threads(1)

@@ -20,10 +20,6 @@ from torchmetrics.classification import (
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
 from lightning_tasks.class_report import class_table, draw_confusion
-from lightning_tasks.distributed import mean_of_processes, repeated_rows
-from lightning_tasks.mean import WeightedMean
-from lightning_tasks.mechanisms import attention_spec, mechanism_from
-from lightning_tasks.mixing import Mixing, step_seed
 from lightning_tasks.models.timm_model import (
     InputLimits,
     build_timm_model,
@@ -33,8 +29,12 @@ from lightning_tasks.models.timm_model import (
     normalisation,
     swap_layers,
 )
-from lightning_tasks.optimization import model_groups
 from lightning_tasks.pictures import run_folder, save_picture, save_table
+from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
+from lightning_tasks.training.mean import WeightedMean
+from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.training.mixup import Mixing, step_seed
+from lightning_tasks.training.optimization import model_groups
 
 Batch = tuple[Tensor, Tensor]
 TOP_K = 5
@@ -61,7 +61,7 @@ class ImageClassificationTask(BaseTask):
         model_options: further arguments of ``timm.create_model``: img_size, in_chans, patch_size, embed_dim, depth,
             num_heads, drop_path_rate, ...
         mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing, random_erasing: see
-            :class:`~lightning_tasks.mixing.Mixing`.
+            :class:`~lightning_tasks.training.mixup.Mixing`.
         layer_decay: factor on the learning rate from one layer to the one below, or None for one rate.
         mean, std: a channel, for the normalisation; where None, those of the timm model.
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 from lightning_tasks.base import BaseTask
 from lightning_tasks.callbacks.configuring import overrides
 from lightning_tasks.callbacks.swap import carry_out, saved_plans
-from lightning_tasks.hparams import import_object
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.resuming import read_checkpoint
 from lightning_tasks.stored_names import allowed_packages, check_checkpoint, check_stored
+from lightning_tasks.training.hparams import import_object
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 

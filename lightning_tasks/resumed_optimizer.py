@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.hparams import import_object
 from lightning_tasks.resuming import WEIGHTS_ONLY
+from lightning_tasks.training.hparams import import_object
 
 _SETTINGS = ("optimizer", "scheduler", "scheduler_interval", "param_groups", "layer_decay")
 _MOVED_BY_SCHEDULES = ("lr", "momentum", "betas")

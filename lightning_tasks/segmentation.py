@@ -13,16 +13,16 @@ from torch.nn import functional
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
-from lightning_tasks.distributed import mean_of_processes, repeated_rows
-from lightning_tasks.hparams import plain_data
-from lightning_tasks.mean import WeightedMean
-from lightning_tasks.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.models.segmentation import segmentation_builder
 from lightning_tasks.models.timm_model import swap_layers
-from lightning_tasks.optimization import model_groups
 from lightning_tasks.pictures import run_folder
-from lightning_tasks.segmentation_metrics import SegmentationScores, scores, write_class_iou
+from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
+from lightning_tasks.training.hparams import plain_data
+from lightning_tasks.training.mean import WeightedMean
+from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.training.optimization import model_groups
+from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores, write_class_iou
 
 Batch = tuple[Tensor, Tensor]
 

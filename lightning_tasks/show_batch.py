@@ -10,9 +10,9 @@ from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_tasks.errors import UsageError
-from lightning_tasks.hparams import import_object
 from lightning_tasks.recipes import check_recipe, find_recipe, read_settings
-from lightning_tasks.trust import build_typed_classes_only
+from lightning_tasks.training.hparams import import_object
+from lightning_tasks.training.trust import build_typed_classes_only
 
 
 def data_section(recipe: str) -> tuple[dict[str, Any], int | None]:

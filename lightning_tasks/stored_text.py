@@ -17,8 +17,8 @@ import jsonargparse
 import yaml
 from torch import Tensor
 
-from lightning_tasks.hparams import import_object
-from lightning_tasks.trust import GIVE_IT, LIBRARIES, TRUST_IT, check_package
+from lightning_tasks.training.hparams import import_object
+from lightning_tasks.training.trust import GIVE_IT, LIBRARIES, TRUST_IT, check_package
 
 _COMPUTE = ("torch.nn.functional", "torch.nn.init")
 _SPEAKING = ("antigravity", "this")  # modules of the standard library that do something when they are imported

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from attention_modules.prompt import FORMS, PromptAttention
 from datamodules.base import check_at_least
 from lightning_tasks.base import BaseTask, Buildable
-from lightning_tasks.distributed import epoch_weight
+from lightning_tasks.training.distributed import epoch_weight
 
 Batch = tuple[Tensor, Tensor]
 # Of y f, [n]; each falls as y f grows.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from attention_modules import AttentionSwapError
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.layer_call import LayerCall
-from lightning_tasks.eager import eager
 from lightning_tasks.errors import UsageError
 from lightning_tasks.models.causal_lm import position_limit
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+from lightning_tasks.training.eager import eager
 
 
 @dataclass(frozen=True)

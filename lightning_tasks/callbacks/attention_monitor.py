@@ -23,12 +23,12 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
 from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.limits import check_integer, is_sequence
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.charts import keeps_history
 from lightning_tasks.current_step import current_step
-from lightning_tasks.distributed import EpochSums, log_joined
+from lightning_tasks.training.distributed import EpochSums, log_joined
+from lightning_tasks.training.limits import check_integer, is_sequence
 
 Stage = Literal["train", "validation", "test"]
 Observable = Statistic | Literal["sink", "token_similarity"]

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.limits import check_choice, check_number
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.strategies import refuse_flat_shards
+from lightning_tasks.training.limits import check_choice, check_number
 
 
 def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:

@@ -18,11 +18,11 @@ from attention_modules.hosts.sharded import is_sharded
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import listed
-from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label
-from lightning_tasks.distributed import log_joined
-from lightning_tasks.eager import eager
+from lightning_tasks.training.distributed import log_joined
+from lightning_tasks.training.eager import eager
+from lightning_tasks.training.limits import check_integer, check_number
 
 _WHOLE = (
     "works only with as many tokens as the model gives it, as its position bias, rope or windows fix their number: all "

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.current_step import current_step
 from lightning_tasks.divergence import SKIPPED, STOPPED
-from lightning_tasks.non_finite import (
+from lightning_tasks.pictures import run_folder
+from lightning_tasks.random_state import random_state
+from lightning_tasks.training.limits import check_integer
+from lightning_tasks.training.non_finite import (
     Flags,
     NonFiniteError,
     Sample,
@@ -25,8 +27,6 @@ from lightning_tasks.non_finite import (
     local_part,
     save_sample,
 )
-from lightning_tasks.pictures import run_folder
-from lightning_tasks.random_state import random_state
 
 _ACTIONS = ("stop", "skip")
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
@@ -63,9 +63,9 @@ class NonFiniteGuard(Callback):
     one of the window), its indices in the data set where the order of the loader tells them, the loss, and the
     parameters whose gradient is not finite. Place it after callbacks that add to gradients, such as ``LocAteR``.
 
-    ``"stop"`` raises :class:`~lightning_tasks.non_finite.NonFiniteError`. On the CPU that is before the optimizer
-    steps. On CUDA devices nothing waits for the device: what was found at a step is read at the next one, and before
-    each validation and checkpoint, so that no checkpoint has such weights; those in memory took that one step.
+    ``"stop"`` raises :class:`~lightning_tasks.training.non_finite.NonFiniteError`. On the CPU that is before the
+    optimizer steps. On CUDA devices nothing waits for the device: what was found at a step is read at the next one, and
+    before each validation and checkpoint, so that no checkpoint has such weights; those in memory took that one step.
     ``"skip"`` leaves the step out: parameters and optimizer state stay, the schedule goes on. On devices it waits for
     the gradients at each step, as ``torch.amp.GradScaler`` does. Buffers that the forward pass writes (running means
     of batch norm) are not protected. Steps that were skipped are logged as ``non_finite/skipped``.

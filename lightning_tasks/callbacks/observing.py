@@ -16,9 +16,9 @@ from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.limits import check_choice
 from lightning_tasks.callbacks.strategies import refuse_flat_shards
-from lightning_tasks.eager import eager
+from lightning_tasks.training.eager import eager
+from lightning_tasks.training.limits import check_choice
 
 ForwardPreHook = Callable[..., None]
 

@@ -18,11 +18,11 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, NOT_FINITE, PURSUIT_SIGNS, CollapseWarnings
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import listed
-from lightning_tasks.callbacks.limits import check_integer
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label, to_numbers
 from lightning_tasks.current_step import current_step
-from lightning_tasks.distributed import EpochSums, log_joined
+from lightning_tasks.training.distributed import EpochSums, log_joined
+from lightning_tasks.training.limits import check_integer
 
 STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
 

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.limits import check_integer, check_number
 from lightning_tasks.charts import loggers_named
 from lightning_tasks.pictures import run_folder
 from lightning_tasks.robustness.attack_table import read_attacks, read_eps
@@ -24,6 +23,7 @@ from lightning_tasks.robustness.in_precision import InPrecision
 from lightning_tasks.robustness.kind import Batch, Plan, kind_of
 from lightning_tasks.robustness.suite import RowStore, fingerprint, run_suite
 from lightning_tasks.robustness.table import COLUMNS, TABLE, Row, markdown, write_csv
+from lightning_tasks.training.limits import check_integer, check_number
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
 

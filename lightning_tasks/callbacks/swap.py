@@ -22,10 +22,10 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
-from lightning_tasks.callbacks.limits import check_choice
 from lightning_tasks.charts import loggers_named
-from lightning_tasks.hparams import import_object, import_path, plain_data
 from lightning_tasks.resuming import refuse_other_layout
+from lightning_tasks.training.hparams import import_object, import_path, plain_data
+from lightning_tasks.training.limits import check_choice
 
 Plan = dict[str, Any]
 

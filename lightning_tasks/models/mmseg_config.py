@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.hparams import import_object
 from lightning_tasks.models.mmcv_ops import provide_ops
-from lightning_tasks.trust import check_kind
+from lightning_tasks.training.hparams import import_object
+from lightning_tasks.training.trust import check_kind
 
 _TEST_CFG = ("mode", "crop_size", "stride")
 

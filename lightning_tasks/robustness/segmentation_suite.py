@@ -14,7 +14,7 @@ from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.linf import held_still
 from lightning_tasks.robustness.suite import Advance, Measurement, library_versions
 from lightning_tasks.robustness.table import Row
-from lightning_tasks.segmentation_metrics import SegmentationScores, scores
+from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 
 METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}
 

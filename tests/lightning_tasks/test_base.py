@@ -8,7 +8,7 @@ from torch import nn
 
 import lightning_tasks
 from lightning_tasks.base import BaseTask
-from lightning_tasks.optimization import build_scheduler, parameter_groups, scheduler_spec
+from lightning_tasks.training.optimization import build_scheduler, parameter_groups, scheduler_spec
 from tests.lightning_tasks.language_data import trainer
 
 

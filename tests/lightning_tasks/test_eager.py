@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # as any compiled model loads it
 
-from lightning_tasks.eager import eager
+from lightning_tasks.training.eager import eager
 
 
 @pytest.fixture

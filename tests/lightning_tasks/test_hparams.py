@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_tasks import hparams
+from lightning_tasks.training import hparams
 
 
 class Mine:

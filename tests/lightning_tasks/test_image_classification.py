@@ -21,7 +21,7 @@ from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttenti
 from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
-from lightning_tasks.mixing import Mixing
+from lightning_tasks.training.mixup import Mixing
 from tests.lightning_tasks.language_data import trainer
 
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
-from lightning_tasks.mean import WeightedMean
+from lightning_tasks.training.mean import WeightedMean
 from tests.lightning_tasks.language_data import SMALL, TOKENS, VOCAB, trainer
 
 VIT = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 8, "depth": 1, "num_heads": 2}

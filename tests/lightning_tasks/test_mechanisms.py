@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
-from lightning_tasks.mechanisms import attention_spec
+from lightning_tasks.training.mechanisms import attention_spec
 from tests.lightning_tasks.language_data import SMALL, VOCAB
 from tests.lightning_tasks.test_mean import MASKS, VIT
 

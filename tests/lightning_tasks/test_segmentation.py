@@ -21,7 +21,7 @@ from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.mask_figure import draw_masks
 from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.robustness.corruptions import corrupt
-from lightning_tasks.segmentation_metrics import SegmentationScores, scores
+from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer
 
 OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

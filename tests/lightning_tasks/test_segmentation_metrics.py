@@ -6,7 +6,13 @@ import pytest
 import torch
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
 
-from lightning_tasks.segmentation_metrics import SegmentationScores, class_accuracy, class_iou, scores, write_class_iou
+from lightning_tasks.training.segmentation_metrics import (
+    SegmentationScores,
+    class_accuracy,
+    class_iou,
+    scores,
+    write_class_iou,
+)
 
 
 def masks(count=6, classes=4, seed=0):

@@ -17,7 +17,7 @@ from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops
 from lightning_tasks.models.mmseg_builder import preprocessed
 from lightning_tasks.models.mmseg_config import set_num_classes, shipped_configs
-from lightning_tasks.segmentation_metrics import class_accuracy, class_iou, scores
+from lightning_tasks.training.segmentation_metrics import class_accuracy, class_iou, scores
 from tests.attention_modules.hosts.test_mmseg import LargestMap
 from tests.lightning_tasks.language_data import trainer
 
@@ -210,7 +210,7 @@ def test_scores_are_those_of_iou_metric():
     provide_ops()
     from mmseg.evaluation import IoUMetric
 
-    from lightning_tasks.segmentation_metrics import SegmentationScores
+    from lightning_tasks.training.segmentation_metrics import SegmentationScores
 
     generator = torch.Generator().manual_seed(2)
     masks = torch.randint(0, 4, (3, 20, 30), generator=generator)  # class 4 is never there, 5 neither there nor found

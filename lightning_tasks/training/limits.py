@@ -1,4 +1,4 @@
-"""Numbers among the arguments of callbacks, checked."""
+"""Arguments, checked: numbers within their limits, and choices of layers."""
 
 from __future__ import annotations
 

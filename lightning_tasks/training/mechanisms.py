@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
-from lightning_tasks.hparams import Spec, import_object
-from lightning_tasks.trust import check_kind, checked_spec
+from lightning_tasks.training.hparams import Spec, import_object
+from lightning_tasks.training.trust import check_kind, checked_spec
 
 
 def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import jsonargparse
 
-from lightning_tasks.hparams import Spec, build, find_module, import_object, plain_spec
+from lightning_tasks.training.hparams import Spec, build, find_module, import_object, plain_spec
 
 LIBRARIES = frozenset(
     {"attention_modules", "lightning_tasks", "datamodules"}
@@ -142,7 +142,7 @@ def check_kind(target: Any, place: str, path: str = "") -> None:
 
 
 def checked_spec(value: Any, *modules: ModuleType, place: str) -> Spec:
-    """As :func:`~lightning_tasks.hparams.plain_spec`, of the kind that its place takes.
+    """As :func:`~lightning_tasks.training.hparams.plain_spec`, of the kind that its place takes.
 
     Raises:
         TypeError, ValueError: as there, and as :func:`check_kind`.
@@ -153,7 +153,7 @@ def checked_spec(value: Any, *modules: ModuleType, place: str) -> Spec:
 
 
 def checked_build(spec: Spec, place: str, *args: Any, **extra: Any) -> Any:
-    """As :func:`~lightning_tasks.hparams.build`, of the kind that its place takes: what is called, and what it returns.
+    """As :func:`~lightning_tasks.training.hparams.build`; what is called and what it returns are of its place's kind.
 
     Raises:
         TypeError: as there, and as :func:`check_kind`.

@@ -1,0 +1,1 @@
+"""What every task trains with: hyper-parameters as plain data, optimizers, mixup, metrics, sums over processes."""
