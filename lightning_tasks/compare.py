@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare_cell import Cell
-from lightning_tasks.compare_picture import draw_comparison
 from lightning_tasks.compare_run import run_cells
 from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
 from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.errors import UsageError, reason, refusal_in
+from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import find_recipe, read_settings, recipe_name
 from lightning_tasks.run_files import written_whole

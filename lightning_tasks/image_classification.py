@@ -19,7 +19,7 @@ from torchmetrics.classification import (
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.class_count import class_count
-from lightning_tasks.class_report import class_table, draw_confusion
+from lightning_tasks.figures.confusion import draw_confusion
 from lightning_tasks.models.timm_model import (
     InputLimits,
     build_timm_model,
@@ -297,3 +297,12 @@ class ImageClassificationTask(BaseTask):
         if self.hparams["param_groups"] is not None:
             return super().optimizer_groups()
         return model_groups(self.model, self.hparams["optimizer"], self.hparams["layer_decay"])
+
+
+def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:
+    """A row a class: its number and name, how many samples, and their accuracy, None where there are none."""
+    rows = zip(names, counts.tolist(), accuracy.tolist(), strict=True)
+    return [
+        {"class": index, "name": name, "samples": count, "accuracy": round(share, 4) if count else None}
+        for index, (name, count, share) in enumerate(rows)
+    ]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lightning_tasks.compare_picture import looks
 from lightning_tasks.compare_table import last_values
 from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.errors import UsageError
+from lightning_tasks.figures.curves import looks
 from lightning_tasks.report_groups import read_all
 from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.report_runs import Read, Run

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.compare_picture import draw_curve, looks
+from lightning_tasks.figures.curves import draw_curve, looks
 
 _INK = "#010203"  # no picture has this colour: it stands for that of the page's text
 _LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d{1,9})(?:/(?P<part>[^/]+))?$")

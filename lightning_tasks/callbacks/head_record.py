@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tasks.head_figure import draw_heads
+from lightning_tasks.figures.heads import draw_heads
 from lightning_tasks.head_table import TABLE, History, read_heads, write_heads
 from lightning_tasks.pictures import run_folder, save_picture
 

@@ -14,7 +14,7 @@ from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.charts import loggers_named
 from lightning_tasks.divergence import first_non_finite, is_loss
-from lightning_tasks.run_picture import draw_run
+from lightning_tasks.figures.run import draw_run
 
 PICTURE = "run.png"
 

@@ -21,8 +21,8 @@ from lightning_tasks.callbacks.steps import layer_label, log_now
 from lightning_tasks.callbacks.strategies import refuse_flat_shards
 from lightning_tasks.charts import keeps_history, log_histogram
 from lightning_tasks.current_step import current_step
+from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.pictures import save_picture
-from lightning_tasks.spectrum_figure import draw_spectra
 from lightning_tasks.training.limits import check_choice, check_integer
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")

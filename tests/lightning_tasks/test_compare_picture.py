@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_tasks.compare_picture import curve, draw_comparison, draw_curve, looks, paired_differences
+from lightning_tasks.figures.curves import curve, draw_comparison, draw_curve, looks, paired_differences
 
 ROWS = [
     {"config": config, "seed": seed, "step": step, "metric": "val/loss", "value": 3.0 - step / 10 + seed}

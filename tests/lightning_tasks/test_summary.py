@@ -12,7 +12,7 @@ from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli import run
 from lightning_tasks.divergence import first_non_finite, is_loss
-from lightning_tasks.run_picture import draw_run, read_curves, select
+from lightning_tasks.figures.run import draw_run, read_curves, select
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
 

@@ -12,8 +12,8 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
 from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
-from lightning_tasks.attention_figure import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
+from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
 from tests.lightning_tasks.language_data import trainer
 

@@ -17,7 +17,7 @@ from lightning_tasks.callbacks import (
     SpectrumMonitor,
     SwapAttention,
 )
-from lightning_tasks.head_figure import draw_heads
+from lightning_tasks.figures.heads import draw_heads
 from lightning_tasks.head_table import TABLE, read_heads
 from tests.lightning_tasks.callbacks.modules import HEADS, TinyLM, batches, fit
 

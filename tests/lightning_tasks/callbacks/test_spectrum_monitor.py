@@ -13,7 +13,7 @@ from attention_modules.analysis import qk_spectrum, qk_statistics
 from lightning_tasks.callbacks import SpectrumMonitor
 from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS
 from lightning_tasks.charts import log_histogram
-from lightning_tasks.spectrum_figure import draw_spectra
+from lightning_tasks.figures.spectrum import draw_spectra
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
 from tests.lightning_tasks.logged_files import tensorboard_events
 

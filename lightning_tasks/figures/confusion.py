@@ -10,15 +10,6 @@ from torch import Tensor
 _MOST_NAMES = 40
 
 
-def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:
-    """A row a class: its number and name, how many samples, and their accuracy, None where there are none."""
-    rows = zip(names, counts.tolist(), accuracy.tolist(), strict=True)
-    return [
-        {"class": index, "name": name, "samples": count, "accuracy": round(share, 4) if count else None}
-        for index, (name, count, share) in enumerate(rows)
-    ]
-
-
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> Any:
     """A Matplotlib figure of counts ``[C, C]``, a row a true class, as shares of the row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,0 +1,1 @@
+"""Matplotlib figures, from plain arrays and rows."""
