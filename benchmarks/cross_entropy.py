@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_tasks.losses import chunked_cross_entropy
+from lightning_tasks.models.losses import chunked_cross_entropy
 
 SHAPES = {"locater": (4096, 128, 33_278), "small vocabulary": (4096, 128, 4_000), "gpt2": (1024, 768, 50_257)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from lightning_tasks.base import BaseTask, Buildable
-from lightning_tasks.losses import IGNORE_INDEX
 from lightning_tasks.models.causal_lm import (
     build_causal_lm,
     check_window,
@@ -17,6 +16,7 @@ from lightning_tasks.models.causal_lm import (
     loss_sum,
     model_spec,
 )
+from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from

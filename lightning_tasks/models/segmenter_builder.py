@@ -12,8 +12,8 @@ from torch.nn import functional
 from datamodules.base import check_at_least
 from lightning_tasks.models.segmentation import SegmentationBuilder
 from lightning_tasks.models.segmenter import DECODERS, Segmenter
+from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities
 from lightning_tasks.models.timm_model import check_model_name
-from lightning_tasks.sliding_window import Windows, logit_bands, multi_scale_probabilities
 
 _ARGUMENTS = [name for name in inspect.signature(Segmenter).parameters if name != "num_classes"]
 

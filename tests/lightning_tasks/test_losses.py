@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lightning_tasks.losses import chunked_cross_entropy, token_log_probabilities
+from lightning_tasks.models.losses import chunked_cross_entropy, token_log_probabilities
 
 BATCH, TOKENS, DIM, VOCAB = 3, 41, 8, 31
 

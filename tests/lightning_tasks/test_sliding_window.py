@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lightning_tasks import sliding_window
-from lightning_tasks.sliding_window import Windows, logit_bands, multi_scale_probabilities, sliding_logits
+from lightning_tasks.models import sliding_window
+from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities, sliding_logits
 
 
 def network(images):
