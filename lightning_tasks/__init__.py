@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_tasks.base import BaseTask
+    from lightning_tasks.checkpoints.load import load_swapped
     from lightning_tasks.image_classification import ImageClassificationTask
     from lightning_tasks.language_modeling import LanguageModelingTask
-    from lightning_tasks.loading import load_swapped
     from lightning_tasks.segmentation import SegmentationTask
     from lightning_tasks.token_selection import TokenSelectionTask
 
@@ -19,7 +19,7 @@ _HOMES = {
     "LanguageModelingTask": "lightning_tasks.language_modeling",
     "SegmentationTask": "lightning_tasks.segmentation",
     "TokenSelectionTask": "lightning_tasks.token_selection",
-    "load_swapped": "lightning_tasks.loading",
+    "load_swapped": "lightning_tasks.checkpoints.load",
 }
 
 __all__ = [

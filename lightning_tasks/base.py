@@ -12,10 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_tasks.random_state import gather_random_states, set_random_state
-from lightning_tasks.resumed_optimizer import refuse_other_settings
-from lightning_tasks.resuming import read_checkpoint, refuse_other_layout
-from lightning_tasks.stored_names import allowed_packages, check_checkpoint
+from lightning_tasks.checkpoints.resume import gather_random_states, refuse_other_settings, set_random_state
+from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
+from lightning_tasks.checkpoints.weights import read_checkpoint, refuse_other_layout
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.optimization import (
     build_optimizer,

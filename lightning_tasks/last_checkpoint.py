@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_tasks.checkpoint_files import is_sharded
+from lightning_tasks.checkpoints.files import is_sharded
+from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.errors import UsageError
 from lightning_tasks.loggers import RUNS, runs_folder
-from lightning_tasks.resuming import read_checkpoint
 
 
 def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from datamodules.windows import CutFileError
-from lightning_tasks.checkpoint_files import UnwrittenCheckpoint
+from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.errors import reason
 
 INTERRUPTED, TERMINATED = 130, 143  # as a shell says of what SIGINT and SIGTERM ended

@@ -93,7 +93,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
 
 def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
     if name.endswith(".ckpt"):
-        from lightning_tasks.loading import load_module
+        from lightning_tasks.checkpoints.load import load_module
 
         if random:
             raise ValueError(f"{name} is a checkpoint, which is trained: leave out --random, or name a model")

@@ -9,13 +9,6 @@ import lightning.pytorch as pl
 
 from lightning_tasks.callbacks.base import Callback
 
-
-def overrides(pl_module: pl.LightningModule, method: str) -> bool:
-    """Whether the module's class has a method of its own in place of Lightning's, of either package."""
-    core = ("lightning.pytorch.core.", "pytorch_lightning.core.")
-    return not getattr(type(pl_module), method).__module__.startswith(core)
-
-
 Action = Callable[[pl.LightningModule], None]
 
 

@@ -16,21 +16,16 @@ from attention_modules.mechanism import (
     AttentionSpec,
     build_mechanism,
     check_options,
-    mechanism_class,
 )
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
-from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions, overrides
+from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
 from lightning_tasks.charts import loggers_named
-from lightning_tasks.resuming import refuse_other_layout
-from lightning_tasks.training.hparams import import_object, import_path, plain_data
+from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, overrides
+from lightning_tasks.checkpoints.weights import refuse_other_layout
+from lightning_tasks.training.hparams import import_path, plain_data
 from lightning_tasks.training.limits import check_choice
-
-Plan = dict[str, Any]
-
-SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
-_PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 
 class SwapAttention(Callback):
@@ -247,19 +242,6 @@ def _built_later(pl_module: pl.LightningModule) -> bool:
     return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
 
 
-def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
-    """The plans in a checkpoint, of :class:`SwapAttention` and its subclasses, in the order of the callbacks."""
-    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
-    plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
-    return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
-
-
-def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
-    """Swap as a checkpoint's plan says."""
-    swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
-    vars(pl_module).setdefault(_PLANS, []).append(plan)
-
-
 def _check_values(cls: type[AttentionMechanism], options: dict[str, Any]) -> None:
     """Have one of our mechanisms check its options before any layer is there; others may depend on theirs.
 
@@ -270,15 +252,3 @@ def _check_values(cls: type[AttentionMechanism], options: dict[str, Any]) -> Non
         spec = AttentionSpec(dim=8, num_heads=2, head_dim=4, num_tokens=4)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             build_mechanism(cls, spec, **options)
-
-
-def _resolve(mechanism: object) -> type[AttentionMechanism]:
-    """The class of a short name, a class or an import path."""
-    if isinstance(mechanism, str) and "." in mechanism:
-        mechanism = import_object(mechanism)
-    if not isinstance(mechanism, (str, type)):
-        raise TypeError(
-            f"mechanism must be a short name, a class or its import path, got {mechanism!r}, which a checkpoint cannot "
-            "hold; write a subclass of AttentionMechanism, and give its arguments as options="
-        )
-    return mechanism_class(mechanism)

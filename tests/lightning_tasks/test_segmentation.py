@@ -18,8 +18,8 @@ from datamodules.mask_picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.figures.masks import draw_masks
-from lightning_tasks.models.backbone_weights import load_backbone
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer

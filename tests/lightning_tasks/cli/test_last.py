@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.checkpoint_files import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
-from lightning_tasks.resuming import read_checkpoint
+from lightning_tasks.checkpoints.files import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
+from lightning_tasks.checkpoints.weights import read_checkpoint
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 
 LAST = ["--ckpt_path", "last", "--trainer.max_steps=4"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_modules.mechanism import ENTRY_POINT_GROUP
-from lightning_tasks.stored_text import data_in, data_in_file, stands_for_something
+from lightning_tasks.checkpoints.stored_text import data_in, data_in_file, stands_for_something
 from lightning_tasks.training.trust import GIVE_IT, KINDS, TRUST_IT, last_name, stored_object
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")

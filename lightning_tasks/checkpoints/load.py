@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
-from lightning_tasks.base import BaseTask
-from lightning_tasks.callbacks.configuring import overrides
-from lightning_tasks.callbacks.swap import carry_out, saved_plans
+from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint, check_stored
+from lightning_tasks.checkpoints.swaps import carry_out, overrides, saved_plans
+from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.recipes import read_settings
-from lightning_tasks.resuming import read_checkpoint
-from lightning_tasks.stored_names import allowed_packages, check_checkpoint, check_stored
 from lightning_tasks.training.hparams import import_object
 
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -42,7 +41,7 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
     allowed = None if trusted else allowed_packages(cls, kwargs)
     check_checkpoint(content, allowed, path, kwargs.get("hparams_file"))
     kwargs["weights_only"] = weights_only
-    if issubclass(cls, BaseTask):
+    if _checks_names(cls):
         kwargs["trust_checkpoint"] = trusted
     plans = saved_plans(content)
     if not plans:
@@ -115,7 +114,7 @@ def load_module(
         raise ValueError(f"{path} does not say what module it holds: leave it in its run's folder, beside config.yaml")
     if saved_plans(content):
         return load_swapped(cls, path, trust_checkpoint=trust_checkpoint, map_location="cpu")
-    if issubclass(cls, BaseTask):
+    if _checks_names(cls):
         return cls.load_from_checkpoint(path, trust_checkpoint=trust_checkpoint, map_location="cpu")
     return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True)
 
@@ -125,3 +124,8 @@ def _class_path_of_run(folder: Path) -> str | None:
         return None
     model = read_settings(folder / "config.yaml").get("model")
     return model.get("class_path") if isinstance(model, dict) else None
+
+
+def _checks_names(cls: type[pl.LightningModule]) -> bool:
+    """Whether the class checks what a checkpoint names by itself, as our tasks do."""
+    return "trust_checkpoint" in inspect.signature(cls.load_from_checkpoint).parameters

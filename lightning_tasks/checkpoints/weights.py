@@ -9,17 +9,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.layers import SelfAttention
-from lightning_tasks.checkpoint_files import refuse_damaged
+from lightning_tasks.checkpoints.files import refuse_damaged
+
+_PREFIX = "model."
+_POSITIONS = "pos_embed"
 
 
 def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
     """The content of a checkpoint file, on the CPU: tensors and plain data, and no code that is run by reading it.
 
-    What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.stored_names`.
+    What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.checkpoints.stored_names`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -143,3 +147,48 @@ def adopt_plain_weights(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
             adopted.update({f"{name}.{key}" if name else key: value for key, value in fitting.items()})
             names.append(name)
     return adopted, names
+
+
+def load_backbone(network: nn.Module, path: str) -> None:
+    """Fill ``network.backbone`` from the checkpoint of an image classifier; its head is left out.
+
+    Position embeddings are resized to the backbone's grid. Swap first: the backbone then takes weights of a plain and
+    of a swapped classifier.
+
+    Args:
+        network: it has a `backbone`, a timm model.
+        path: a Lightning checkpoint whose weights stand under `model.`.
+
+    Raises:
+        FileNotFoundError: no file at ``path``.
+        ValueError: if the weights do not fit, or the backbone is none of timm's.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"backbone_checkpoint={path}: no such file; give the path of a .ckpt file")
+    content = read_checkpoint(path)
+    weights = {
+        name.removeprefix(_PREFIX): value
+        for name, value in content.get("state_dict", content).items()
+        if name.startswith(_PREFIX) and not name.startswith(f"{_PREFIX}head")
+    }
+    backbone: Any = network.backbone
+    if not hasattr(backbone, "num_prefix_tokens"):
+        raise ValueError(
+            f"backbone_checkpoint={path} goes into a timm backbone, and this one is a {type(backbone).__name__}; a "
+            "model of mmsegmentation's takes `pretrained: true`, or --init_from PATH"
+        )
+    own = backbone.state_dict().get(_POSITIONS)
+    if own is not None and _POSITIONS in weights and weights[_POSITIONS].shape != own.shape:
+        rows, columns = backbone.patch_embed.grid_size
+        weights[_POSITIONS] = resample_abs_pos_embed(
+            weights[_POSITIONS],
+            new_size=[rows, columns],
+            num_prefix_tokens=own.shape[1] - rows * columns,  # some models give class tokens no position
+        )
+    try:
+        backbone.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"backbone_checkpoint={path}: its weights do not fit the backbone; give the model and the attention that "
+            f"they were trained with. {error}"
+        ) from error

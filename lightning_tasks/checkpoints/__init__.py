@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, read safely, loaded into other layouts, resumed."""

@@ -1,0 +1,101 @@
+"""The random state of each process, for a run that goes on where another stopped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, distributed
+
+from lightning_tasks.checkpoints.weights import WEIGHTS_ONLY
+from lightning_tasks.training.hparams import import_object
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of the processor, and that of ``device`` where it is a GPU, of this process."""
+    own = [torch.get_rng_state()]
+    if device.type == "cuda":
+        own.append(torch.cuda.get_rng_state(device))
+    return own
+
+
+def gather_random_states(device: torch.device) -> list[list[Tensor]]:
+    """By rank: the state of the processor, and that of ``device`` where it is a GPU.
+
+    Each process uses one device, so what it has as the state of the others is not what they draw from. All processes
+    must call this.
+    """
+    own = random_state(device)
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [own]
+    states: list[list[Tensor]] = [[] for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(states, own)
+    return states
+
+
+def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device) -> None:
+    """Go on from ``states[rank]``; a rank that had no process before keeps the state that it has."""
+    if rank >= len(states):
+        return
+    cpu, *devices = states[rank]
+    torch.set_rng_state(cpu.cpu())
+    if device.type == "cuda" and devices:
+        torch.cuda.set_rng_state(devices[0].cpu(), device)
+
+
+_SETTINGS = ("optimizer", "scheduler", "scheduler_interval", "param_groups", "layer_decay")
+_CURE = f"Resume with the settings of the checkpoint, or {WEIGHTS_ONLY}"
+
+
+def refuse_other_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to resume a fit whose hyper-parameters ask for another optimizer or schedule than the checkpoint's.
+
+    Raises:
+        ValueError: the text names each setting, as it was and as it is now.
+    """
+    if trainer.state.fn != "fit" or not checkpoint.get("optimizer_states"):
+        return
+    stored, now = checkpoint.get("hyper_parameters", {}), pl_module.hparams
+    changed = [
+        line
+        for name in _SETTINGS
+        if name in stored and name in now
+        for line in _differences(name, stored[name], now[name])
+    ]
+    if changed:
+        raise ValueError(
+            f"the checkpoint's optimizer cannot be resumed with other settings: {'; '.join(changed)}. {_CURE}"
+        )
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+    """What differs between two values of a setting, as "name is A in the checkpoint and B now"."""
+    if _is_spec(before) and _is_spec(now) and before["class_path"] == now["class_path"]:
+        one, other = _arguments(before), _arguments(now)
+        pairs = [(f"{name}.{key}", one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
+    else:
+        pairs = [(name, before, now)]
+    return [f"{what} is {_text(a)} in the checkpoint and {_text(b)} now" for what, a, b in pairs if a != b]
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, Mapping) and "class_path" in value
+
+
+def _arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a class, those that are left at their defaults too."""
+    parameters = inspect.signature(import_object(spec["class_path"])).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    arguments = {**defaults, **(spec.get("init_args") or {})}
+    arguments.pop("optimizer", None)  # a parser's blank among those of a schedule
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+
+
+def _text(value: Any) -> str:
+    if not _is_spec(value):
+        return repr(value)
+    arguments = ", ".join(f"{name}={given!r}" for name, given in (value.get("init_args") or {}).items())
+    return f"{value['class_path']}({arguments})"

@@ -1,0 +1,49 @@
+"""Plans of swaps, which checkpoints keep and from which a swapped module is rebuilt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from attention_modules.mechanism import (
+    AttentionMechanism,
+    mechanism_class,
+)
+from attention_modules.swap import swap_attention
+from lightning_tasks.training.hparams import import_object
+
+Plan = dict[str, Any]
+SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
+_PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
+
+
+def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
+    """The plans in a checkpoint, of :class:`SwapAttention` and its subclasses, in the order of the callbacks."""
+    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
+    plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
+    return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
+
+
+def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
+    """Swap as a checkpoint's plan says."""
+    swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
+    vars(pl_module).setdefault(_PLANS, []).append(plan)
+
+
+def _resolve(mechanism: object) -> type[AttentionMechanism]:
+    """The class of a short name, a class or an import path."""
+    if isinstance(mechanism, str) and "." in mechanism:
+        mechanism = import_object(mechanism)
+    if not isinstance(mechanism, (str, type)):
+        raise TypeError(
+            f"mechanism must be a short name, a class or its import path, got {mechanism!r}, which a checkpoint cannot "
+            "hold; write a subclass of AttentionMechanism, and give its arguments as options="
+        )
+    return mechanism_class(mechanism)
+
+
+def overrides(pl_module: pl.LightningModule, method: str) -> bool:
+    """Whether the module's class has a method of its own in place of Lightning's, of either package."""
+    core = ("lightning.pytorch.core.", "pytorch_lightning.core.")
+    return not getattr(type(pl_module), method).__module__.startswith(core)
