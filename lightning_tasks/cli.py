@@ -23,20 +23,21 @@ from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
-from lightning_tasks.charts import loggers_named
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
 from lightning_tasks.last_checkpoint import last_checkpoint
-from lightning_tasks.loggers import RUNS, existing_part, release_run_folder, runs_folder, with_csv_logger
+from lightning_tasks.loggers import runs_folder, with_csv_logger
 from lightning_tasks.nested_keys import join_nested_keys
 from lightning_tasks.recipes import check_recipe, find_recipe, read_settings, recipe_name
 from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
+from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
+from lightning_tasks.runs.loggers import loggers_named
+from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 from lightning_tasks.stopping import end_in_one_line, has_begun
 from lightning_tasks.training.hparams import import_object, import_path, join_arguments
 from lightning_tasks.training.trust import build_typed_classes_only, is_allowed
-from lightning_tasks.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
 
 _FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
 _ALWAYS_FILES = ("-c", "--config", "--trainer")

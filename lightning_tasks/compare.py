@@ -21,12 +21,12 @@ from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_run import run_cells
 from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
-from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.figures.curves import draw_comparison
-from lightning_tasks.output_folder import make_output_folder
 from lightning_tasks.recipes import find_recipe, read_settings, recipe_name
-from lightning_tasks.run_files import written_whole
+from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
+from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.safe_files import written_whole
 
 RESULTS = "results.csv"
 LOCK = ".compare.lock"
@@ -200,7 +200,7 @@ def check_cells(cells: Iterable[Cell]) -> None:
         UsageError: some of them are refused, or cannot be built.
     """
     from lightning_tasks.cli import check_arguments
-    from lightning_tasks.wandb_runs import check_cell_loggers
+    from lightning_tasks.runs.wandb_runs import check_cell_loggers
 
     refused = {}
     for cell in {cell.name: cell for cell in cells}.values():
@@ -273,7 +273,10 @@ def write_tables(
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }
     rows = with_stops(rows)
-    draw_comparison(rows, names, metrics, output / "curves.png")
+    figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
+    if figure is not None:
+        with written_whole(output / "curves.png") as path:
+            figure.savefig(path, dpi=110, format="png")
     summary = summarise(rows, names, metrics, references)
     print(write_summary(summary, remarks, output))
     if absent := [metric for metric in metrics if metric not in logged]:

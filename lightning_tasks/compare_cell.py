@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
 import json
 import os
@@ -20,10 +19,10 @@ from typing import Any
 import yaml
 
 from lightning_tasks.errors import UsageError
-from lightning_tasks.run_files import as_step, read_result, refuse_foreign, whole_lines, written_whole
+from lightning_tasks.runs.log import read_metrics
+from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
 
 RESULT = "result.json"
-_MOST_COLUMNS = 100_000
 _NEEDED = ("fingerprint", "initial_weights", "training_data", "rows")
 _MOST_BYTES = 200  # of the 255 that file systems take
 
@@ -141,8 +140,8 @@ def run_cell(cell: Cell) -> None:
 
     from lightning_tasks.cli import run
     from lightning_tasks.compare_pairing import RecordPairing
+    from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError
-    from lightning_tasks.wandb_runs import RunLabels, one_run
 
     torch.set_num_threads(1)
     cell.clear()
@@ -175,37 +174,6 @@ def run_cell(cell: Cell) -> None:
     }
     with written_whole(cell.folder / RESULT) as partial:
         partial.write_text(json.dumps(result), encoding="utf-8")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows {step, metric, value} of a CSV log of Lightning; nan stays, as that of a run that diverged.
-
-    A last line that has no end is left out: it was cut while it was written, and so may be its last number.
-
-    Raises:
-        ValueError: the run logged nothing, or the file is no log.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.DictReader(whole_lines(file))
-        names = lines.fieldnames or ["step"]  # an empty file is a log of nothing
-        if "step" not in names:
-            raise ValueError(f"it has no column step, but {', '.join(names)}: no log of Lightning's CSVLogger")
-        if len(names) > _MOST_COLUMNS:
-            raise ValueError(f"it has {len(names):,} columns, and at most {_MOST_COLUMNS:,} are read")
-        return [row for line in lines for row in _values(line, lines.line_num)]
-
-
-def _values(line: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """The values of a line of a log."""
-    if None in line:
-        raise ValueError(f"line {number} has more values than there are columns")
-    values = {metric: text for metric, text in line.items() if metric not in ("step", "epoch") and text}
-    if not values:
-        return []
-    step = as_step(line["step"], f"line {number}")
-    return [{"step": step, "metric": metric, "value": float(text)} for metric, text in values.items()]
 
 
 def last_error(text: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.divergence import diverged_cells
-from lightning_tasks.run_files import written_whole
+from lightning_tasks.runs.divergence import diverged_cells
+from lightning_tasks.runs.safe_files import written_whole
 
 
 @dataclass(frozen=True)

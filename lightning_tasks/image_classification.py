@@ -29,7 +29,7 @@ from lightning_tasks.models.timm_model import (
     normalisation,
     swap_layers,
 )
-from lightning_tasks.pictures import run_folder, save_picture, save_table
+from lightning_tasks.runs.files import run_folder, save_picture, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_tasks.checkpoints.files import is_sharded
 from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.errors import UsageError
-from lightning_tasks.loggers import RUNS, runs_folder
+from lightning_tasks.loggers import runs_folder
+from lightning_tasks.runs.folder import RUNS
 
 
 def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:

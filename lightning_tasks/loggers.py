@@ -6,45 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
 
-RUNS = Path("runs")
-
-
-def claim_run_folder(recipe: str, root: Path) -> Path:
-    """Make and return the first free `root/recipe/version_N`; two jobs that start at once get two folders.
-
-    Processes other than rank zero write nothing: they make no folder.
-    """
-    parent, number = root / recipe, 0
-    if getattr(rank_zero_only, "rank", 0) != 0:
-        return parent / "version_0"
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            (parent / f"version_{number}").mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return parent / f"version_{number}"
-
-
-def release_run_folder(folder: Path, kept: Path) -> None:
-    """Remove the folder of a run that could not begin, and those above it that are below `kept`, as far as empty."""
-    if getattr(rank_zero_only, "rank", 0) != 0:
-        return
-    for path in (folder, *folder.parents):
-        if kept not in path.parents:
-            return
-        try:
-            path.rmdir()
-        except OSError:
-            return
-
-
-def existing_part(path: Path) -> Path:
-    """The longest part of a path that is there."""
-    return next((part for part in (path, *path.parents) if part.exists()), path)
+from lightning_tasks.runs.folder import claim_run_folder
 
 
 def with_csv_logger(loggers: Any, recipe: str, root: Path, own_place: bool = True) -> tuple[list[Any], Path]:

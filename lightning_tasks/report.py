@@ -14,15 +14,15 @@ import numpy as np
 import yaml
 
 from lightning_tasks.compare_table import last_values
-from lightning_tasks.divergence import diverged_cells, with_stops
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
 from lightning_tasks.report_groups import read_all
 from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
-from lightning_tasks.report_runs import Read, Run
-from lightning_tasks.report_settings import differences, swapped
-from lightning_tasks.robustness.table import figure
-from lightning_tasks.run_files import written_whole
+from lightning_tasks.runs.divergence import diverged_cells, with_stops
+from lightning_tasks.runs.robustness import figure
+from lightning_tasks.runs.run import Read, Run
+from lightning_tasks.runs.safe_files import written_whole
+from lightning_tasks.runs.settings import differences, swapped
 
 TEMPLATE = "report.html.j2"
 MOST_CURVES = 100  # of a page, each of which takes a good part of a second

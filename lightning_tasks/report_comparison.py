@@ -10,21 +10,12 @@ from typing import Any
 
 from lightning_tasks.compare_cell import RESULT
 from lightning_tasks.compare_table import SummaryRow, summarise
-from lightning_tasks.divergence import with_stops
 from lightning_tasks.errors import UsageError
-from lightning_tasks.report_runs import (
-    LOG,
-    RESULTS,
-    Read,
-    Rows,
-    Run,
-    merge_epochs,
-    read_head_rows,
-    read_robustness,
-    readable,
-)
-from lightning_tasks.report_settings import read_run_settings
-from lightning_tasks.run_files import as_step, read_result, refuse_foreign
+from lightning_tasks.runs.divergence import with_stops
+from lightning_tasks.runs.log import Rows, merge_epochs
+from lightning_tasks.runs.run import LOG, RESULTS, Read, Run, read_head_rows, read_robustness, readable
+from lightning_tasks.runs.safe_files import as_step, read_result, refuse_foreign
+from lightning_tasks.runs.settings import read_run_settings
 
 SUMMARY = "summary.csv"
 Logged = dict[tuple[str, int], Rows]  # by configuration and seed

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.report_comparison import prefixed, read_comparison
-from lightning_tasks.report_runs import LOG, Read, Run, is_comparison, read_run
-from lightning_tasks.report_settings import same_but_for_the_run, saved_seed
+from lightning_tasks.runs.run import LOG, Read, Run, is_comparison, read_run
+from lightning_tasks.runs.settings import same_but_for_the_run, saved_seed
 
 
 def read_all(folders: Sequence[Path]) -> Read:

@@ -16,7 +16,7 @@ from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.class_count import class_count
 from lightning_tasks.models.segmentation import segmentation_builder
 from lightning_tasks.models.timm_model import swap_layers
-from lightning_tasks.pictures import run_folder
+from lightning_tasks.runs.files import run_folder
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.mean import WeightedMean

@@ -29,7 +29,7 @@ from lightning_tasks.analyses.inputs import add_arguments, read_inputs
 from lightning_tasks.analyses.kernel_pca_figure import draw
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
-from lightning_tasks.output_folder import make_output_folder
+from lightning_tasks.runs.folder import make_output_folder
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
 # The largest means that the reproduction study reports.

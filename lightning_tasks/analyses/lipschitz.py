@@ -29,8 +29,8 @@ from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
 from lightning_tasks.errors import UsageError
-from lightning_tasks.output_folder import make_output_folder
-from lightning_tasks.robustness.suite import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
+from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.measurements import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
 ROWS = "rows.jsonl"
 ADVERSARIAL = "adversarial"

@@ -21,7 +21,7 @@ from datamodules.token_selection import TokenProblem
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.analyses.token_selection_figure import draw
 from lightning_tasks.errors import UsageError
-from lightning_tasks.output_folder import make_output_folder
+from lightning_tasks.runs.folder import make_output_folder
 
 # Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
 Settings = dict[str, dict[str, Any]]

@@ -17,9 +17,9 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.collapse import NOT_FINITE, CollapseWarnings
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label
-from lightning_tasks.current_step import current_step
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
-from lightning_tasks.pictures import save_picture
+from lightning_tasks.runs.files import save_picture
+from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_integer
 
 _ROWS_AT_ONCE = 256

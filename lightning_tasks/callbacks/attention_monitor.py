@@ -25,8 +25,7 @@ from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
 from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.observing import MechanismObserver
 from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
-from lightning_tasks.charts import keeps_history
-from lightning_tasks.current_step import current_step
+from lightning_tasks.runs.loggers import current_step, keeps_history
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer, is_sequence
 

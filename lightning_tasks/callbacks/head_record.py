@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_tasks.figures.heads import draw_heads
-from lightning_tasks.head_table import TABLE, History, read_heads, write_heads
-from lightning_tasks.pictures import run_folder, save_picture
+from lightning_tasks.runs.files import run_folder, save_picture
+from lightning_tasks.runs.heads import TABLE, History, read_heads, write_heads
 
 MOST_PENDING = 512  # records on the device, where no validation has them written
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_tasks.charts import Curve, log_charts, loggers_named
-from lightning_tasks.current_step import current_step
+from lightning_tasks.runs.loggers import Curve, current_step, log_charts, loggers_named
 
 MOST_POINTS = 4096  # of a line, however long the run: above it every second one goes, and every second new one
 

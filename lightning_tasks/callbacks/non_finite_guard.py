@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.checkpoints.resume import random_state
-from lightning_tasks.current_step import current_step
-from lightning_tasks.divergence import SKIPPED, STOPPED
-from lightning_tasks.pictures import run_folder
+from lightning_tasks.runs.divergence import SKIPPED, STOPPED
+from lightning_tasks.runs.files import run_folder
+from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_integer
 from lightning_tasks.training.non_finite import (
     Flags,

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_tasks.callbacks.alone import check_alone
-from lightning_tasks.pictures import run_folder
+from lightning_tasks.runs.files import run_folder
 
 TABLE = "predictions.csv"
 

@@ -20,7 +20,7 @@ from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import listed
 from lightning_tasks.callbacks.observing import LayerObserver
 from lightning_tasks.callbacks.steps import layer_label, to_numbers
-from lightning_tasks.current_step import current_step
+from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer
 

@@ -13,16 +13,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.charts import loggers_named
-from lightning_tasks.pictures import run_folder
 from lightning_tasks.robustness.attack_table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders
 from lightning_tasks.robustness.corruption_means import read_baseline, with_means
 from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
 from lightning_tasks.robustness.in_precision import InPrecision
 from lightning_tasks.robustness.kind import Batch, Plan, kind_of
-from lightning_tasks.robustness.suite import RowStore, fingerprint, run_suite
-from lightning_tasks.robustness.table import COLUMNS, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.files import run_folder
+from lightning_tasks.runs.loggers import loggers_named
+from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
+from lightning_tasks.runs.robustness import COLUMNS, TABLE, Row, markdown, write_csv
 from lightning_tasks.training.limits import check_integer, check_number
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"

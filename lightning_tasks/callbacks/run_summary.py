@@ -12,9 +12,10 @@ from torch import nn
 from attention_modules import AttentionMechanism, SoftmaxAttention
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.charts import loggers_named
-from lightning_tasks.divergence import first_non_finite, is_loss
 from lightning_tasks.figures.run import draw_run
+from lightning_tasks.runs.divergence import first_non_finite, is_loss
+from lightning_tasks.runs.log import read_curves
+from lightning_tasks.runs.loggers import loggers_named
 
 PICTURE = "run.png"
 
@@ -66,7 +67,7 @@ class RunSummary(Callback):
         ]
         if folder is None:
             return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
-        picture = draw_run(folder / "metrics.csv", folder / PICTURE)
+        picture = draw_run(read_curves(folder / "metrics.csv"), folder / PICTURE)
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         # W&B keeps dozens of files of its own there.
         files = sorted({"wandb/" if path.parts[0] == "wandb" else path.as_posix() for path in paths})

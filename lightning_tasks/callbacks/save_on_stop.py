@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.loggers import existing_part
+from lightning_tasks.runs.folder import existing_part
 
 
 class SaveOnStop(Callback):

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_tasks.callbacks.alone import check_alone
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.figures.masks import draw_masks
-from lightning_tasks.pictures import save_picture
+from lightning_tasks.runs.files import save_picture
 
 
 class SegmentationOverlay(Callback):

@@ -19,10 +19,9 @@ from lightning_tasks.callbacks.layer_charts import LayerCharts
 from lightning_tasks.callbacks.layer_words import warn_of_caveats
 from lightning_tasks.callbacks.steps import layer_label, log_now
 from lightning_tasks.callbacks.strategies import refuse_flat_shards
-from lightning_tasks.charts import keeps_history, log_histogram
-from lightning_tasks.current_step import current_step
 from lightning_tasks.figures.spectrum import draw_spectra
-from lightning_tasks.pictures import save_picture
+from lightning_tasks.runs.files import save_picture
+from lightning_tasks.runs.loggers import current_step, keeps_history, log_histogram
 from lightning_tasks.training.limits import check_choice, check_integer
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_modules.hosts import AttentionLayer
-from lightning_tasks.current_step import current_step
+from lightning_tasks.runs.loggers import current_step
 
 
 def layer_number(layer: AttentionLayer) -> int:

@@ -6,15 +6,10 @@ Below it the differences to the first configuration, seed by seed.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from lightning_tasks.divergence import diverged_cells
-from lightning_tasks.run_files import written_whole
 
 Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
 _LARGEST = 1e100  # that an axis takes: differences and squares are finite too
@@ -66,14 +61,6 @@ def _spread(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
-def diverged_configs(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What the legend adds to a configuration of which runs diverged: " (1 of 3 diverged)"."""
-    cells = {(row["config"], row["seed"]) for row in rows}
-    counts = Counter(config for config, _ in diverged_cells(rows))
-    seeds = Counter(config for config, _ in cells)
-    return {config: f" ({count} of {seeds[config]} diverged)" for config, count in counts.items()}
-
-
 def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     """Rows with the value of configuration ``first``, of the same metric, seed and step, taken off."""
 
@@ -89,9 +76,11 @@ def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[
 
 
 def draw_comparison(
-    rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], picture: Path
-) -> Path | None:
-    """Draw two panels for each metric that was logged; return the file written, None where none was.
+    rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], remarks: Mapping[str, str]
+) -> Any:
+    """A figure with two panels for each metric that was logged, None where none was.
+
+    ``remarks`` are what the legend adds to the names of configurations.
 
     Metrics of one step, such as those of a test, are no curves: the tables have them, and they are drawn only where
     there is nothing else.
@@ -117,9 +106,6 @@ def draw_comparison(
             if kind:
                 axes.axhline(0.0, color="0.5", linewidth=0.8, linestyle=":")
     legend = figure.axes[0].legend(fontsize="small", frameon=False)
-    diverged = diverged_configs(rows)
     for text in legend.get_texts():
-        text.set_text(f"{text.get_text()}{diverged.get(text.get_text(), '')}")
-    with written_whole(picture) as path:
-        figure.savefig(path, dpi=110, format=picture.suffix.removeprefix("."))
-    return picture
+        text.set_text(f"{text.get_text()}{remarks.get(text.get_text(), '')}")
+    return figure

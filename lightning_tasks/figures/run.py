@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,21 +16,6 @@ PANELS = (
 Curve = tuple[list[int], list[float]]
 
 
-def read_curves(path: Path) -> dict[str, Curve]:
-    """Steps and values of every metric in a CSV log of Lightning; epoch summaries (`_epoch`) are left out."""
-    curves: dict[str, Curve] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if name in ("step", "epoch") or name.endswith("_epoch") or not text:
-                    continue
-                steps, values = curves.setdefault(name.removesuffix("_step"), ([], []))
-                if math.isfinite(value := float(text)):
-                    steps.append(int(row["step"]))
-                    values.append(value)
-    return {name: curve for name, curve in curves.items() if curve[0]}
-
-
 def select(curves: dict[str, Curve], prefixes: Sequence[str]) -> dict[str, Curve]:
     """The curves that one panel shows: those named so, or grouped under such a name; of one layer not its mean too."""
     shown = {
@@ -44,9 +27,8 @@ def select(curves: dict[str, Curve], prefixes: Sequence[str]) -> dict[str, Curve
     return {name: curve for name, curve in shown.items() if layers != 1 or not name.endswith("/mean")}
 
 
-def draw_run(log: Path, picture: Path) -> Path | None:
-    """Draw a panel for each of `PANELS` that `log` has curves for; return the file written, None if it has none."""
-    curves = read_curves(log) if log.is_file() else {}
+def draw_run(curves: dict[str, Curve], picture: Path) -> Path | None:
+    """Draw a panel for each of `PANELS` that has curves; return the file written, None where none has."""
     panels = [(title, shown) for title, prefixes in PANELS if (shown := select(curves, prefixes))]
     if not panels:
         return None

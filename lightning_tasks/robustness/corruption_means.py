@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
 from lightning_tasks.robustness.corruptions import CORRUPTIONS
-from lightning_tasks.robustness.table import TABLE, Row, corruption_errors, read_csv
+from lightning_tasks.runs.robustness import TABLE, Row, corruption_errors, read_csv
 
 
 def read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row]:

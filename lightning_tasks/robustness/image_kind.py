@@ -26,8 +26,8 @@ from lightning_tasks.robustness.image_suite import (
 from lightning_tasks.robustness.in_precision import InPrecision
 from lightning_tasks.robustness.kind import Batch, Plan
 from lightning_tasks.robustness.linf import check_batch
-from lightning_tasks.robustness.suite import Measurement
-from lightning_tasks.robustness.table import Row
+from lightning_tasks.runs.measurements import Measurement
+from lightning_tasks.runs.robustness import Row
 
 if TYPE_CHECKING:
     from lightning_tasks.callbacks.robustness import RobustnessEvaluation

@@ -20,8 +20,8 @@ from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.gradient_norm import input_gradient_norms
 from lightning_tasks.robustness.linf import held_still, logits_of
 from lightning_tasks.robustness.ood import OOD_METRICS, anomaly_scores, detection_metrics
-from lightning_tasks.robustness.suite import Advance, Measurement, library_versions
-from lightning_tasks.robustness.table import Row
+from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
+from lightning_tasks.runs.robustness import Row
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_tasks.robustness.suite import Measurement
-from lightning_tasks.robustness.table import Row
+from lightning_tasks.runs.measurements import Measurement
+from lightning_tasks.runs.robustness import Row
 
 if TYPE_CHECKING:
     from lightning_tasks.callbacks.robustness import RobustnessEvaluation

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
 from lightning_tasks.robustness.linf import held_still
-from lightning_tasks.robustness.suite import Advance, Measurement, library_versions
-from lightning_tasks.robustness.table import Row
+from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
+from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 
 METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_tasks.robustness.linf import held_still
-from lightning_tasks.robustness.suite import Advance, Measurement
-from lightning_tasks.robustness.table import GIVES_NAN, Row
 from lightning_tasks.robustness.word_swap import IGNORED, swap_words
+from lightning_tasks.runs.measurements import Advance, Measurement
+from lightning_tasks.runs.robustness import GIVES_NAN, Row
 
 
 @dataclass

@@ -29,12 +29,13 @@ from lightning_tasks.compare import (
     summary_references,
     unpaired_seeds,
 )
-from lightning_tasks.compare_cell import RESULT, last_error, read_metrics, run_cell
+from lightning_tasks.compare_cell import RESULT, last_error, run_cell
 from lightning_tasks.compare_run import VISIBLE, failure, run_cells, start_worker, worker_devices
 from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
-from lightning_tasks.divergence import STOPPED, diverged_cells, with_stops
 from lightning_tasks.errors import UsageError
-from lightning_tasks.figures.curves import curve, diverged_configs
+from lightning_tasks.figures.curves import curve
+from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
+from lightning_tasks.runs.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "tests.lightning_tasks.demo.DemoModule"

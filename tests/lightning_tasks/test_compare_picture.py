@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from lightning_tasks.figures.curves import curve, draw_comparison, draw_curve, looks, paired_differences
 
@@ -20,26 +19,21 @@ def test_a_curve_is_sorted_and_averaged_over_seeds():
 
 
 def test_a_panel_for_each_metric_that_was_logged(tmp_path):
-    picture = draw_comparison(ROWS, ["a", "b"], ["val/loss", "absent"], tmp_path / "curves.png")
-    assert picture is not None
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    figure = draw_comparison(ROWS, ["a", "b"], ["val/loss", "absent"], {"b": " (1 of 2 diverged)"})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "b (1 of 2 diverged)"]
+    figure.savefig(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("rows", "panels"), [(ROWS, ["val/loss"]), ([], ["test/loss"])])
-def test_what_was_logged_once_is_no_curve(tmp_path, monkeypatch, rows, panels):
+def test_what_was_logged_once_is_no_curve(rows, panels):
     once = [{**row, "metric": "test/loss"} for row in ROWS if row["step"] == 5]
-    drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *given, **named: drawn.append(figure) or save(figure, *given, **named)
-    )
-    draw_comparison([*rows, *once], ["a", "b"], ["val/loss", "test/loss"], tmp_path / "curves.png")
-    assert [axes.get_title("left") for axes in drawn[0].axes] == [*panels, f"{panels[0]}, difference to a"]
+    figure = draw_comparison([*rows, *once], ["a", "b"], ["val/loss", "test/loss"], {})
+    assert [axes.get_title("left") for axes in figure.axes] == [*panels, f"{panels[0]}, difference to a"]
 
 
-def test_no_picture_without_a_known_metric(tmp_path):
-    assert draw_comparison(ROWS, ["a"], ["absent"], tmp_path / "curves.png") is None
-    assert not list(tmp_path.iterdir())
+def test_no_figure_without_a_known_metric():
+    assert draw_comparison(ROWS, ["a"], ["absent"], {}) is None
 
 
 def test_differences_are_of_one_metric_seed_and_step():

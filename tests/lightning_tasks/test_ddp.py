@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_tasks.head_table import read_heads
+from lightning_tasks.runs.heads import read_heads
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from lightning_tasks.compare import draw_comparison, read_variants, write_result
 from lightning_tasks.compare_cell import Cell
 from lightning_tasks.compare_table import write_summary
 from lightning_tasks.errors import UsageError
-from lightning_tasks.head_table import read_heads, write_heads
+from lightning_tasks.runs.heads import read_heads, write_heads
 from tests.lightning_tasks.report_folders import report, run_folder
 
 ROW = {"step": 0, "metric": "val/loss", "value": 1.0}

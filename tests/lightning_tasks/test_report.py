@@ -11,9 +11,10 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from lightning_tasks.report import order
 from lightning_tasks.report_picture import heat_map, layer_metrics
-from lightning_tasks.report_runs import merge_epochs, read_run
-from lightning_tasks.report_settings import differences, flatten, read_run_settings, swapped
-from lightning_tasks.robustness.table import Row, write_csv
+from lightning_tasks.runs.log import merge_epochs
+from lightning_tasks.runs.robustness import Row, write_csv
+from lightning_tasks.runs.run import read_run
+from lightning_tasks.runs.settings import differences, flatten, read_run_settings, swapped
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.report_folders import SWAP, report, run_folder
 

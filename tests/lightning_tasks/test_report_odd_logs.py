@@ -5,7 +5,7 @@ import re
 import pytest
 
 import lightning_tasks.report as report_module
-from lightning_tasks.compare_cell import read_metrics
+from lightning_tasks.runs.log import read_metrics
 from tests.lightning_tasks.report_folders import report, run_folder
 
 HEAD = "epoch,step,val/loss,train/x\n"

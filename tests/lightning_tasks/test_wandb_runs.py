@@ -13,7 +13,7 @@ import yaml
 from lightning_tasks.compare import Variant, plan_cells
 from lightning_tasks.compare_cell import run_cell
 from lightning_tasks.errors import UsageError
-from lightning_tasks.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
+from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
 from tests.lightning_tasks.logged_files import final_config, offline_runs, rows_and_updates, run_record
 
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "demo", "tags": ["mine"]}}
@@ -104,7 +104,7 @@ def test_labels_leave_what_was_given():
 def resumed(recipe, tmp_path_factory):
     """The folder of the runs: a fit, another that resumes it, and a test of the checkpoint."""
     import lightning_tasks.cli as cli
-    from lightning_tasks.wandb_runs import one_run
+    from lightning_tasks.runs.wandb_runs import one_run
 
     folder = tmp_path_factory.mktemp("resumed")
     common = ["--config", str(recipe), f"--trainer.default_root_dir={folder}"]
@@ -177,7 +177,7 @@ def test_a_run_of_another_entity_is_not_continued():
 PROGRAM = """
 import json, os, sys
 from lightning_tasks.errors import UsageError
-from lightning_tasks.wandb_runs import go_offline_without_key
+from lightning_tasks.runs.wandb_runs import go_offline_without_key
 import wandb
 modes = []
 for case in json.loads(sys.argv[1]):

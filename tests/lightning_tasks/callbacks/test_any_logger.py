@@ -9,8 +9,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor
 from lightning_tasks.callbacks import SwapAttention as Swap
 from lightning_tasks.callbacks.robustness import _beside_runs
-from lightning_tasks.pictures import run_folder
-from lightning_tasks.wandb_runs import one_run
+from lightning_tasks.runs.files import run_folder
+from lightning_tasks.runs.wandb_runs import one_run
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
 

@@ -20,7 +20,7 @@ from lightning_tasks.callbacks import (
     SpectrumMonitor,
     SwapAttention,
 )
-from lightning_tasks.head_table import TABLE, read_heads, write_heads
+from lightning_tasks.runs.heads import TABLE, read_heads, write_heads
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, batches, fit
 from tests.lightning_tasks.logged_files import tensorboard_events, wandb_records
 

@@ -18,7 +18,7 @@ from lightning_tasks.callbacks import (
     SwapAttention,
 )
 from lightning_tasks.figures.heads import draw_heads
-from lightning_tasks.head_table import TABLE, read_heads
+from lightning_tasks.runs.heads import TABLE, read_heads
 from tests.lightning_tasks.callbacks.modules import HEADS, TinyLM, batches, fit
 
 MONITORS = [AttentionMonitor, SpectrumMonitor, PursuitMonitor, LipschitzMonitor, AttentionMapLogger]

@@ -27,9 +27,9 @@ from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, suite
 from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
 from lightning_tasks.robustness.image_suite import Subject, corruption_measurement
-from lightning_tasks.robustness.suite import fingerprint
-from lightning_tasks.robustness.table import Row, figure, read_csv, write_csv
 from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, perplexity
+from lightning_tasks.runs.measurements import fingerprint
+from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
 

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.recipes import CONFIGS
-from lightning_tasks.robustness.table import read_csv
+from lightning_tasks.runs.robustness import read_csv
 
 TWIN = Path(__file__).resolve().parents[2] / "conf" / "quickstart" / "language_modeling.yaml"
 MODULES = "tests.lightning_tasks.robustness.modules"

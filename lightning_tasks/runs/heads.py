@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_tasks.run_files import as_step, whole_lines, written_whole
+from lightning_tasks.runs.safe_files import as_step, whole_lines, written_whole
 
 TABLE = "attention_heads.csv"
 _MOST_MISSING = 100_000  # places of steps and layers, before those without a value are counted

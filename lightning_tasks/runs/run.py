@@ -11,18 +11,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightning_tasks.compare_cell import read_metrics
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.head_table import TABLE as HEADS
-from lightning_tasks.head_table import read_heads
-from lightning_tasks.report_settings import read_run_settings
-from lightning_tasks.robustness.table import Row, read_csv
-from lightning_tasks.run_files import refuse_foreign
+from lightning_tasks.runs.heads import TABLE as HEADS
+from lightning_tasks.runs.heads import read_heads
+from lightning_tasks.runs.log import Rows, merge_epochs, read_metrics
+from lightning_tasks.runs.robustness import Row, read_csv
+from lightning_tasks.runs.safe_files import refuse_foreign
+from lightning_tasks.runs.settings import read_run_settings
 
 MOST_STEPS = 200  # of what was observed of heads, so that pages stay small
 NAMED = 3  # folders in a hint
 LOG, RESULTS, ROBUSTNESS = "metrics.csv", "results.csv", "robustness.csv"
-Rows = list[dict[str, Any]]  # step, metric, value
 _T = TypeVar("_T")
 
 
@@ -108,16 +107,6 @@ def _folders_in(folder: Path) -> list[Path]:
         return sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
     except OSError:  # not ours to read
         return []
-
-
-def merge_epochs(rows: Rows) -> Rows:
-    """Without Lightning's epoch means of what was logged by the step too; `_step` is no part of a name then."""
-    names = {row["metric"] for row in rows}
-    both = {name.removesuffix("_step") for name in names if f"{name.removesuffix('_step')}_epoch" in names}
-    means = {f"{name}_epoch" for name in both}
-    kept = [row for row in rows if row["metric"] not in means]
-    renamed = {f"{name}_step": name for name in both}
-    return [{**row, "metric": renamed.get(row["metric"], row["metric"])} for row in kept]
 
 
 def read_robustness(folder: Path) -> list[Row]:

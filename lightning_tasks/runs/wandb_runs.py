@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_tasks.charts import loggers_named
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.loggers import loggers_named
 
 RUN = "wandb_run"  # in a checkpoint: the run's id and project
 _ID = re.compile(r"(?!\s)[^/\\#?%:;,'\x00-\x1f]{1,128}(?<!\s)")

@@ -11,7 +11,6 @@ import numpy as np
 
 BINS = 64
 _MOST_ROWS = 10_000  # of a table behind a chart of W&B's
-
 Curve = tuple[list[int], list[float]]
 
 
@@ -81,3 +80,8 @@ def _thinned(curve: Curve, most: int) -> Curve:
     finite = [(step, value) for step, value in zip(*curve, strict=True) if math.isfinite(value)]
     places = np.linspace(0, len(finite) - 1, min(len(finite), max(2, most))).round().astype(int)
     return [finite[place][0] for place in places], [finite[place][1] for place in places]
+
+
+def current_step(trainer: Any) -> int:
+    """Steps taken so far, as Lightning's own metrics count them: one a batch that stepped, for any optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped  # type: ignore[no-any-return]

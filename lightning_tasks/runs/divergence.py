@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,11 @@ def diverged_cells(rows: Sequence[Row]) -> dict[Cell, str]:
         if metric == STOPPED
     }
     return {**{cell: ", ".join(texts) for cell, texts in losses.items()}, **stopped}
+
+
+def diverged_configs(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What the legend adds to a configuration of which runs diverged: " (1 of 3 diverged)"."""
+    cells = {(row["config"], row["seed"]) for row in rows}
+    counts = Counter(config for config, _ in diverged_cells(rows))
+    seeds = Counter(config for config, _ in cells)
+    return {config: f" ({count} of {seeds[config]} diverged)" for config, count in counts.items()}

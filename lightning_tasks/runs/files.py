@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_tasks.charts import loggers_named
-from lightning_tasks.current_step import current_step
+from lightning_tasks.runs.loggers import current_step, loggers_named
 
 
 def run_folder(trainer: Any) -> Path | None:

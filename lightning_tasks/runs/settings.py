@@ -13,7 +13,7 @@ from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.checkpoints.swaps import SWAPPED
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.recipes import check_size
-from lightning_tasks.run_files import MOST_SETTINGS_BYTES, refuse_foreign
+from lightning_tasks.runs.safe_files import MOST_SETTINGS_BYTES, refuse_foreign
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
 # classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.

@@ -1,0 +1,62 @@
+"""Folders that a command writes into: one a run, and that of --output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_tasks.errors import UsageError
+
+RUNS = Path("runs")
+
+
+def claim_run_folder(recipe: str, root: Path) -> Path:
+    """Make and return the first free `root/recipe/version_N`; two jobs that start at once get two folders.
+
+    Processes other than rank zero write nothing: they make no folder.
+    """
+    parent, number = root / recipe, 0
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        return parent / "version_0"
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            (parent / f"version_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return parent / f"version_{number}"
+
+
+def release_run_folder(folder: Path, kept: Path) -> None:
+    """Remove the folder of a run that could not begin, and those above it that are below `kept`, as far as empty."""
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        return
+    for path in (folder, *folder.parents):
+        if kept not in path.parents:
+            return
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
+def existing_part(path: Path) -> Path:
+    """The longest part of a path that is there."""
+    return next((part for part in (path, *path.parents) if part.exists()), path)
+
+
+def make_output_folder(folder: Path) -> None:
+    """Make ``--output``, with the folders above it.
+
+    Raises:
+        UsageError: it, or a part of its path, is a file, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(part for part in (folder, *folder.parents) if part.exists())
+        raise UsageError(f"--output {folder}: {file} is a file; give a folder") from None
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error

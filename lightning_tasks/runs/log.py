@@ -1,0 +1,74 @@
+"""The CSV log of a run, read as curves, last values and rows by epoch."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning_tasks.runs.safe_files import as_step, whole_lines
+
+_MOST_COLUMNS = 100_000
+Curve = tuple[list[int], list[float]]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows {step, metric, value} of a CSV log of Lightning; nan stays, as that of a run that diverged.
+
+    A last line that has no end is left out: it was cut while it was written, and so may be its last number.
+
+    Raises:
+        ValueError: the run logged nothing, or the file is no log.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: the run logged no metric, so that there is nothing to compare")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.DictReader(whole_lines(file))
+        names = lines.fieldnames or ["step"]  # an empty file is a log of nothing
+        if "step" not in names:
+            raise ValueError(f"it has no column step, but {', '.join(names)}: no log of Lightning's CSVLogger")
+        if len(names) > _MOST_COLUMNS:
+            raise ValueError(f"it has {len(names):,} columns, and at most {_MOST_COLUMNS:,} are read")
+        return [row for line in lines for row in _values(line, lines.line_num)]
+
+
+def _values(line: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """The values of a line of a log."""
+    if None in line:
+        raise ValueError(f"line {number} has more values than there are columns")
+    values = {metric: text for metric, text in line.items() if metric not in ("step", "epoch") and text}
+    if not values:
+        return []
+    step = as_step(line["step"], f"line {number}")
+    return [{"step": step, "metric": metric, "value": float(text)} for metric, text in values.items()]
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Steps and values of every metric in a CSV log of Lightning; epoch summaries (`_epoch`) are left out."""
+    curves: dict[str, Curve] = {}
+    if not path.is_file():
+        return curves
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if name in ("step", "epoch") or name.endswith("_epoch") or not text:
+                    continue
+                steps, values = curves.setdefault(name.removesuffix("_step"), ([], []))
+                if math.isfinite(value := float(text)):
+                    steps.append(int(row["step"]))
+                    values.append(value)
+    return {name: curve for name, curve in curves.items() if curve[0]}
+
+
+Rows = list[dict[str, Any]]  # step, metric, value
+
+
+def merge_epochs(rows: Rows) -> Rows:
+    """Without Lightning's epoch means of what was logged by the step too; `_step` is no part of a name then."""
+    names = {row["metric"] for row in rows}
+    both = {name.removesuffix("_step") for name in names if f"{name.removesuffix('_step')}_epoch" in names}
+    means = {f"{name}_epoch" for name in both}
+    kept = [row for row in rows if row["metric"] not in means]
+    renamed = {f"{name}_step": name for name in both}
+    return [{**row, "metric": renamed.get(row["metric"], row["metric"])} for row in kept]
