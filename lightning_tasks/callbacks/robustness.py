@@ -13,12 +13,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.robustness.attack_table import read_attacks, read_eps
+from lightning_tasks.robustness.attacks.table import read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_folders
-from lightning_tasks.robustness.corruption_means import read_baseline, with_means
 from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
-from lightning_tasks.robustness.in_precision import InPrecision
-from lightning_tasks.robustness.kind import Batch, Plan, kind_of
+from lightning_tasks.robustness.evaluation import Batch, Plan, kind_of
+from lightning_tasks.robustness.scores import read_baseline, with_means
+from lightning_tasks.robustness.tested_model import InPrecision
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite

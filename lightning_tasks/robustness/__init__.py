@@ -6,13 +6,11 @@ beside the rest (looked up in November 2026): torchattacks (2023) pins requests 
 are those of `imagecorruptions-imaug` (2026).
 """
 
-from lightning_tasks.robustness.fgsm import fgsm
-from lightning_tasks.robustness.gradient_norm import input_gradient_norms
-from lightning_tasks.robustness.pgd import pgd
-from lightning_tasks.robustness.released import released_fgsm, released_pgd, released_spsa
-from lightning_tasks.robustness.spsa import spsa
-from lightning_tasks.robustness.square import square
-from lightning_tasks.robustness.transfer import transfer
+from lightning_tasks.robustness.attacks.gradient import fgsm, input_gradient_norms, pgd
+from lightning_tasks.robustness.attacks.released import released_fgsm, released_pgd, released_spsa
+from lightning_tasks.robustness.attacks.spsa import spsa
+from lightning_tasks.robustness.attacks.square import square
+from lightning_tasks.robustness.attacks.transfer import transfer
 
 __all__ = [
     "fgsm",

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.robustness.corruption_error import Errors
-
 GIVES_NAN = "the model gives nan"
 """The note of a figure that is nan, and was measured."""
 
@@ -96,19 +94,6 @@ def _parsed(key: str, text: str) -> Any:
     if key in ("value", "gradient_l1", "gradient_l2", "seconds"):
         return float(text or "nan")
     return text
-
-
-def corruption_errors(rows: Sequence[Row]) -> tuple[float, Errors]:
-    """Error rate on clean images, and that of each (corruption, severity).
-
-    Raises:
-        ValueError: if the rows have no accuracy on clean images.
-    """
-    clean = [row.value for row in rows if row.test == "clean" and row.metric == "accuracy"]
-    if not clean:
-        raise ValueError("the table has no accuracy on clean images")
-    corrupted = {(row.name, int(row.setting)): 1 - row.value for row in rows if row.test == "corruption"}
-    return 1 - clean[0], {key: value for key, value in corrupted.items() if not math.isnan(value)}
 
 
 def markdown(rows: Sequence[Row]) -> str:

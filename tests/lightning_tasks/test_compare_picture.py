@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from lightning_tasks.figures.curves import curve, draw_comparison, draw_curve, looks, paired_differences
 

@@ -25,9 +25,9 @@ from attention_modules import swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, suite
-from lightning_tasks.robustness.attack_table import ATTACKS, AttackSetting, read_eps
-from lightning_tasks.robustness.image_suite import Subject, corruption_measurement
-from lightning_tasks.robustness.text_suite import Text, clean_text_measurement, perplexity
+from lightning_tasks.robustness.attacks.table import ATTACKS, AttackSetting, read_eps
+from lightning_tasks.robustness.images import Subject, corruption_measurement
+from lightning_tasks.robustness.text import Text, clean_text_measurement, perplexity
 from lightning_tasks.runs.measurements import fingerprint
 from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText

@@ -19,7 +19,7 @@ from lightning_tasks.robustness import (
     square,
     transfer,
 )
-from lightning_tasks.robustness.square import square_share
+from lightning_tasks.robustness.attacks.square import square_share
 from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, Normalised, batch, convolutional, vit
 
 EPS = 4 / 255

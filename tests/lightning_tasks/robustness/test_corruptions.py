@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tasks.robustness.corruption_error import mean_corruption_error, relative_mean_corruption_error
 from lightning_tasks.robustness.corruptions import (
     CORRUPTIONS,
     EXTRA_CORRUPTIONS,
@@ -16,6 +15,7 @@ from lightning_tasks.robustness.corruptions import (
     corrupt,
     corruption_library,
 )
+from lightning_tasks.robustness.scores import mean_corruption_error, relative_mean_corruption_error
 
 EVERY = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 NEEDS = "imagecorruptions-imaug is not installed (extra `robustness`)"

@@ -13,8 +13,8 @@ from lightning_tasks.robustness.class_folders import (
     imagenet_wnids,
     read_wnids,
 )
-from lightning_tasks.robustness.ood import anomaly_scores, detection_metrics
-from lightning_tasks.robustness.word_swap import swap_words
+from lightning_tasks.robustness.scores import anomaly_scores, detection_metrics
+from lightning_tasks.robustness.text import swap_words
 
 # -- out of distribution -----------------------------------------------------------------------------------------------
 

@@ -12,14 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tasks.robustness.attack_options import check_options
-from lightning_tasks.robustness.fgsm import fgsm
-from lightning_tasks.robustness.linf import check_eps
-from lightning_tasks.robustness.pgd import pgd
-from lightning_tasks.robustness.released import STEPS, released_fgsm, released_pgd, released_spsa
-from lightning_tasks.robustness.spsa import spsa
-from lightning_tasks.robustness.square import square
-from lightning_tasks.robustness.transfer import transfer
+from lightning_tasks.robustness.attacks.common import check_eps, check_options
+from lightning_tasks.robustness.attacks.gradient import fgsm, pgd
+from lightning_tasks.robustness.attacks.released import STEPS, released_fgsm, released_pgd, released_spsa
+from lightning_tasks.robustness.attacks.spsa import spsa
+from lightning_tasks.robustness.attacks.square import square
+from lightning_tasks.robustness.attacks.transfer import transfer
 
 GRADIENT = 3.0
 """Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""

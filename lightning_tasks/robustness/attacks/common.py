@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Model = nn.Module | Callable[[Tensor], Tensor]
+from lightning_tasks.robustness.tested_model import Model
 
 
 def _name(model: Model) -> str:
@@ -54,20 +54,6 @@ def check_batch(images: Tensor, labels: Tensor) -> None:
     low, high = (images.amin().item(), images.amax().item()) if images.numel() else (0.0, 0.0)
     if not (low >= 0 and high <= 1):
         raise ValueError(f"images are in [{low:g}, {high:g}]: give them in [0, 1], and let the model normalise them")
-
-
-@contextmanager
-def held_still(model: Model, gradients: bool) -> Iterator[None]:
-    """The model in eval mode, with or without gradients whatever the caller's mode is; then as it was before."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @dataclass(frozen=True)
@@ -185,3 +171,41 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
     if not gradient.isfinite().all():
         raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf")
     return losses.detach(), gradient
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "steps": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "restarts": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "queries": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "samples": (lambda value: _whole(value, 2) and value % 2 == 0, "an even integer of at least 2"),
+    "step_size": (lambda value: value is None or _positive(value), "a positive number, or None for 2.5 eps / steps"),
+    "delta": (_positive, "a positive number"),
+    "learning_rate": (_positive, "a positive number"),
+    "initial_share": (lambda value: _positive(value) and value <= 1, "a number above 0 and at most 1"),
+    "random_start": (lambda value: isinstance(value, bool), "True or False"),
+    "std": (
+        lambda value: isinstance(value, Sequence) and len(value) > 0 and all(_positive(each) for each in value),
+        "a list of positive numbers, one a channel",
+    ),
+}
+
+
+def check_options(**options: Any) -> None:
+    """Check the values of options of an attack.
+
+    Raises:
+        ValueError: for the first that is out of its limits.
+    """
+    for name, value in options.items():
+        allowed, what = _ALLOWED[name]
+        if not allowed(value):
+            cure = f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+            raise ValueError(f"{name}={value!r} must be {what}{cure}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -30,3 +33,20 @@ class InPrecision(nn.Module):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         with self._plugin.forward_context():
             return self.module.predict_step(batch, batch_idx)
+
+
+Model = nn.Module | Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def held_still(model: Model, gradients: bool) -> Iterator[None]:
+    """The model in eval mode, with or without gradients whatever the caller's mode is; then as it was before."""
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

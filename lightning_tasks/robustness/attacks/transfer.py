@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tasks.robustness.linf import Model, check_batch, held_still, logits_of
-from lightning_tasks.robustness.pgd import pgd
+from lightning_tasks.robustness.attacks.common import check_batch, logits_of
+from lightning_tasks.robustness.attacks.gradient import pgd
+from lightning_tasks.robustness.tested_model import Model, held_still
 
 
 def transfer(

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_tasks.robustness.attack_options import check_options
-from lightning_tasks.robustness.linf import (
+from lightning_tasks.robustness.attacks.common import (
     Best,
     LinfBall,
-    Model,
     check_batch,
     check_eps,
+    check_options,
     cross_entropies,
     detached,
-    held_still,
     logits_of,
     losses_and_gradient,
 )
+from lightning_tasks.robustness.tested_model import Model, held_still
 
 
 def pgd(
@@ -86,3 +85,45 @@ def ascent(
 @torch.no_grad()
 def _with_losses(model: Model, points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return points, cross_entropies(logits_of(model, points), labels)
+
+
+def fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float) -> Tensor:
+    """Images moved by ``eps`` along the sign of the gradient of the cross-entropy, and clipped to [0, 1].
+
+    The fast gradient sign method (Goodfellow et al., ICLR 2015). It works under ``no_grad`` and in inference mode, and
+    leaves the model as it was.
+
+    Args:
+        model: images ``[B, C, H, W]`` in [0, 1] to logits ``[B, classes]``; it runs in eval mode.
+        images: ``[B, C, H, W]``, float32 or float64.
+        labels: the true classes ``[B]``, int64.
+        eps: the largest change of a value, in [0, 1].
+
+    Returns:
+        ``[B, C, H, W]``, in [0, 1].
+
+    Raises:
+        ValueError: if ``eps``, the images or the labels are out of range, or the model gives no gradient.
+        TypeError: for other dtypes.
+    """
+    eps = check_eps(eps)
+    check_batch(images, labels)
+    with held_still(model, gradients=True):
+        images, labels = detached(images, labels)
+        _, gradient = losses_and_gradient(model, images, labels)
+        return LinfBall.around(images, eps).project(images + eps * gradient.sign())
+
+
+def input_gradient_norms(model: Model, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """L1 and L2 norm of the gradient of each image's cross-entropy for that image, each ``[B]``, in nats a unit.
+
+    Args:
+        model, images, labels: see :func:`~lightning_tasks.robustness.fgsm`.
+
+    Raises:
+        ValueError, TypeError: see :func:`~lightning_tasks.robustness.fgsm`.
+    """
+    check_batch(images, labels)
+    with held_still(model, gradients=True):
+        _, gradient = losses_and_gradient(model, *detached(images, labels))
+        return gradient.flatten(1).norm(1, dim=1), gradient.flatten(1).norm(2, dim=1)

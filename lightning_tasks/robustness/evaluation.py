@@ -74,9 +74,9 @@ class Kind(Protocol):
 def kind_of(task: Any) -> Kind:
     """The kind that a LightningModule is of: image classification, if no other."""
     from lightning_tasks.language_modeling import LanguageModelingTask
-    from lightning_tasks.robustness.image_kind import ImageKind
-    from lightning_tasks.robustness.mask_kind import MaskKind
-    from lightning_tasks.robustness.text_kind import TextKind
+    from lightning_tasks.robustness.images import ImageKind
+    from lightning_tasks.robustness.masks import MaskKind
+    from lightning_tasks.robustness.text import TextKind
     from lightning_tasks.segmentation import SegmentationTask
 
     kinds: dict[type, type[Kind]] = {LanguageModelingTask: TextKind, SegmentationTask: MaskKind}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_tasks.robustness.attack_options import check_options
-from lightning_tasks.robustness.linf import (
+from lightning_tasks.robustness.attacks.common import (
     LinfBall,
-    Model,
     check_batch,
     check_eps,
+    check_options,
     detached,
-    held_still,
     logits_of,
     margins,
     random_signs,
 )
+from lightning_tasks.robustness.tested_model import Model, held_still
 
 # After so many of 10,000 queries, the share of the image that a square covers is halved (Andriushchenko et al.).
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)

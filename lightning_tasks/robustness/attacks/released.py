@@ -13,19 +13,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_tasks.robustness.attack_options import check_options
-from lightning_tasks.robustness.linf import (
+from lightning_tasks.robustness.attacks.common import (
     LinfBall,
-    Model,
     check_batch,
     check_eps,
+    check_options,
     detached,
-    held_still,
     logits_of,
     losses_and_gradient,
 )
-from lightning_tasks.robustness.pgd import ascent
-from lightning_tasks.robustness.spsa import estimated_ascent
+from lightning_tasks.robustness.attacks.gradient import ascent
+from lightning_tasks.robustness.attacks.spsa import estimated_ascent
+from lightning_tasks.robustness.tested_model import Model, held_still
 
 STEPS, STEP_SHARE = 20, 0.15
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tasks.robustness.corruptions import LIBRARIES, CorruptedImages
-from lightning_tasks.robustness.linf import held_still
+from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, corruption_library, too_small
+from lightning_tasks.robustness.evaluation import Batch, Plan
+from lightning_tasks.robustness.tested_model import held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 
+if TYPE_CHECKING:
+    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}
 
 
@@ -76,3 +80,39 @@ def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) 
 
     what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
     return Measurement(what, 3.0, measure)
+
+
+class MaskKind:
+    """:class:`~lightning_tasks.SegmentationTask`: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
+
+    def check(self, asked: RobustnessEvaluation) -> None:
+        if asked.corrupted:
+            corruption_library()
+        if asked.baseline is not None:
+            raise ValueError("baseline is for mCE, which is of classifiers: leave it out for a SegmentationTask")
+        if asked.attacks or asked.shifts or asked.ood:
+            rank_zero_warn("attacks, shifts and ood are for classifiers: not measured of a SegmentationTask")
+
+    def first(self, batch: Batch, room: int | None) -> Batch:
+        return batch[0][:room], batch[1][:room]
+
+    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+        images = [image for batch, _ in seen for image in batch]
+        masks = [mask for _, batch in seen for mask in batch]
+        # The loader's batches: it knows which images have one size, and how many fit into memory.
+        batch_size = 1 if len({image.shape for image in images}) > 1 else max(len(batch) for batch, _ in seen)
+        classes, ignored = task.hparams["num_classes"], task.hparams["ignore_index"]
+        subject = MaskedImages(
+            *(model, images, masks, classes, ignored, task.device, batch_size, asked.num_workers, asked.seed)
+        )
+        measurements = [clean_mask_measurement(subject)]
+        small = [image for image in images if min(image.shape[1:]) < SMALLEST]
+        if not small:
+            measurements += [corrupted_mask_measurement(subject, *which) for which in asked.corrupted]
+        elif asked.corrupted:
+            rank_zero_warn(f"no corruption is measured: {too_small(small[0])}")
+
+        def one_pass() -> None:
+            subject.scores(images[:batch_size], lambda share: None)
+
+        return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks])

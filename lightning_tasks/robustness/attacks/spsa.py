@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_tasks.robustness.attack_options import check_options
-from lightning_tasks.robustness.linf import (
+from lightning_tasks.robustness.attacks.common import (
     Best,
     LinfBall,
-    Model,
     check_batch,
     check_eps,
+    check_options,
     detached,
-    held_still,
     logits_of,
     margins,
     random_signs,
 )
+from lightning_tasks.robustness.tested_model import Model, held_still
 
 
 def spsa(

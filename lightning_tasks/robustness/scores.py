@@ -1,0 +1,180 @@
+"""The mean corruption error, against a baseline, and its relative form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    binary_average_precision,
+    binary_specificity_at_sensitivity,
+)
+
+from attention_modules.precision import to_float64
+from lightning_tasks.robustness.corruptions import CORRUPTIONS
+from lightning_tasks.runs.robustness import TABLE, Row, read_csv
+
+Errors = Mapping[tuple[str, int], float]
+"""Error rate in [0, 1] by (corruption, severity)."""
+OOD_METRICS = ("auroc", "aupr", "fpr95")
+
+
+def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
+    """mCE: the mean over corruptions of Σ errors / Σ baseline errors, both over severities; 1 is the baseline.
+
+    Hendrycks and Dietterich (ICLR 2019), who multiply by 100 and take AlexNet as the baseline. It is taken over those
+    of the fifteen corruptions, and the severities, that ``errors`` has.
+
+    Args:
+        errors: of the model.
+        baseline: of the baseline, for at least the same corruptions and severities.
+
+    Raises:
+        ValueError: if the baseline lacks one, has no error at all for one, or there is none of the fifteen.
+    """
+    return _mean_ratio(errors, baseline, 0.0, 0.0, relative=False)
+
+
+def relative_mean_corruption_error(errors: Errors, clean: float, baseline: Errors, baseline_clean: float) -> float:
+    """Relative mCE: as :func:`mean_corruption_error`, of how much each error rate exceeds that on clean images.
+
+    Args:
+        errors: of the model.
+        clean: its error rate on clean images.
+        baseline, baseline_clean: the same of the baseline.
+
+    Raises:
+        ValueError: as :func:`mean_corruption_error`, or if a corruption does not harm the baseline at all.
+    """
+    return _mean_ratio(errors, baseline, clean, baseline_clean, relative=True)
+
+
+def _mean_ratio(errors: Errors, baseline: Errors, clean: float, baseline_clean: float, relative: bool) -> float:
+    names = [name for name in CORRUPTIONS if any(name == known for known, _ in errors)]
+    if not names:
+        raise ValueError("the mean corruption error needs at least one of the fifteen corruptions")
+    ratios = []
+    for name in names:
+        keys = [key for key in errors if key[0] == name]
+        if missing := [key for key in keys if key not in baseline]:
+            raise ValueError(
+                f"the baseline has no {name} at severity {', '.join(str(severity) for _, severity in missing)}; "
+                "measure it with the same corruptions and severities"
+            )
+        above = sum(baseline[key] - baseline_clean for key in keys)
+        if above <= 0:
+            exceeds = " above that on clean images" if relative else ""
+            raise ValueError(f"the baseline has no error{exceeds} under {name}: a ratio to it means nothing")
+        ratios.append(sum(errors[key] - clean for key in keys) / above)
+    return sum(ratios) / len(ratios)
+
+
+def read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row]:
+    """The rows of a baseline's table.
+
+    Raises:
+        ValueError: if there is none, it lacks a corruption or severity, or has no error at all under a corruption.
+    """
+    file = path / TABLE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
+    rows = read_csv(file)
+    mean_corruption_error(dict.fromkeys(corrupted, 0.0), corruption_errors(rows)[1])
+    return rows
+
+
+def with_means(rows: Sequence[Row], baseline: Sequence[Row] | None, note: str) -> list[Row]:
+    """The rows, the mean over corruptions among them, and the errors relative to the baseline."""
+    means = _mean_row(rows)
+    if means and baseline is not None:
+        clean, errors = corruption_errors(rows)
+        means = _with_errors(means, errors, clean, baseline, note)
+    last = max((place for place, row in enumerate(rows) if row.test == "corruption"), default=-1)
+    return [*rows[: last + 1], *means, *rows[last + 1 :]]
+
+
+def _with_errors(
+    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row], note: str
+) -> list[Row]:
+    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images."""
+    base_clean, base = corruption_errors(baseline)
+    samples = means[0].samples
+    others = {row.samples for row in baseline if row.test == "corruption"} - {samples}
+    note += f", measured on {max(others):,} images" if others else ""
+    result = list(means)
+    for metric, compute in (
+        ("mCE", partial(mean_corruption_error, errors, base)),
+        ("relative mCE", partial(relative_mean_corruption_error, errors, clean, base, base_clean)),
+    ):
+        try:
+            value, said = compute(), note
+        except ValueError as error:  # a corruption that does the baseline no harm, at the severities measured so far
+            value, said = math.nan, str(error)
+        result.append(Row("mean corruption", "", "", metric, value, samples, note=said))
+    return result
+
+
+def _mean_row(rows: Sequence[Row]) -> list[Row]:
+    """The mean over those of the fifteen corruptions, and the severities, that were measured."""
+    measured = [row for row in rows if row.test == "corruption" and row.name in CORRUPTIONS]
+    if not measured:
+        return []
+    names = {row.name for row in measured}
+    note = f"{len(names)} of 15 corruptions, severities {', '.join(sorted({row.setting for row in measured}))}"
+    mean = sum(row.value for row in measured) / len(measured)
+    return [Row("mean corruption", "", "", measured[0].metric, mean, measured[0].samples, note=note)]
+
+
+def anomaly_scores(logits: Tensor) -> Tensor:
+    """1 - the largest softmax probability of each row of ``[N, classes]``, ``[N]`` in float64."""
+    # 1 - max p = Σ of the others: sure predictions, which 1 - p rounds to 0, keep their order.
+    probabilities = to_float64(logits).softmax(1)
+    highest = probabilities.argmax(1, keepdim=True)
+    return probabilities.scatter(1, highest, 0.0).sum(1)
+
+
+def detection_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
+    """AUROC, AUPR and FPR95 of anomaly scores; the images from outside are the positive class, as for ImageNet-O.
+
+    AUPR depends on the share of outside images, which is its value at chance. FPR95 is the share of inside images
+    that are taken for outside where at least 95% of the outside ones are found. Definitions of Hendrycks and Gimpel
+    (ICLR 2017) and Hendrycks et al. (CVPR 2021), computed by torchmetrics.
+
+    Args:
+        inside: scores ``[N]`` of images of the classes, each in [0, 1], higher for what seems from outside.
+        outside: scores ``[M]`` of the others.
+
+    Raises:
+        ValueError: if one of them is empty, or a score is not in [0, 1].
+    """
+    if not len(inside) or not len(outside):
+        raise ValueError(f"{len(inside)} images inside and {len(outside)} outside: at least one of each is needed")
+    inside, outside = to_float64(inside), to_float64(outside)
+    scores = torch.cat([inside, outside])
+    if not (scores.min() >= 0 and scores.max() <= 1):
+        raise ValueError(f"scores are in [{scores.min():g}, {scores.max():g}]: give them in [0, 1]")
+    target = torch.cat([torch.zeros_like(inside, dtype=torch.int64), torch.ones_like(outside, dtype=torch.int64)])
+    specificity, _ = binary_specificity_at_sensitivity(scores, target, min_sensitivity=0.95)
+    return {
+        "auroc": float(binary_auroc(scores, target)),
+        "aupr": float(binary_average_precision(scores, target)),
+        "fpr95": 1 - float(specificity),
+    }
+
+
+def corruption_errors(rows: Sequence[Row]) -> tuple[float, Errors]:
+    """Error rate on clean images, and that of each (corruption, severity).
+
+    Raises:
+        ValueError: if the rows have no accuracy on clean images.
+    """
+    clean = [row.value for row in rows if row.test == "clean" and row.metric == "accuracy"]
+    if not clean:
+        raise ValueError("the table has no accuracy on clean images")
+    corrupted = {(row.name, int(row.setting)): 1 - row.value for row in rows if row.test == "corruption"}
+    return 1 - clean[0], {key: value for key, value in corrupted.items() if not math.isnan(value)}
