@@ -14,9 +14,9 @@ from torch import Tensor
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.collapse import NOT_FINITE, CollapseWarnings
-from lightning_tasks.callbacks.observing import MechanismObserver
-from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.callbacks.monitoring.names import layer_label
+from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
+from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.runs.files import save_picture
 from lightning_tasks.runs.loggers import current_step

@@ -20,11 +20,11 @@ from attention_modules.analysis import (
 )
 from attention_modules.masks import visible
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.collapse import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
-from lightning_tasks.callbacks.head_record import HeadRecord, stack_sums
-from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.observing import MechanismObserver
-from lightning_tasks.callbacks.steps import layer_label, layer_number, log_now, to_numbers
+from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.heads import HeadRecord, stack_sums
+from lightning_tasks.callbacks.monitoring.names import layer_label, layer_number, log_now, to_numbers
+from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
+from lightning_tasks.callbacks.monitoring.warnings import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
 from lightning_tasks.runs.loggers import current_step, keeps_history
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer, is_sequence

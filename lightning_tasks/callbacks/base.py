@@ -12,8 +12,11 @@ except ImportError:
     _BASES: tuple[type, ...] = (pl.Callback,)
 else:
     _BASES = (pl.Callback, _StandaloneCallback)
-
 Where = str | list[str] | None
+_CURES = {
+    "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
+    "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
+}
 
 
 class Callback(*_BASES):  # type: ignore[misc]
@@ -34,3 +37,37 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def check_alone(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Check that the trainer has no second callback of this class, or of one derived from it.
+
+    Raises:
+        ValueError: if it has; the text says how the options of one that a recipe brings are changed.
+    """
+    others: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    if any(other is not callback and isinstance(other, type(callback)) for other in others):
+        name = type(callback).__name__
+        raise ValueError(
+            f"the trainer has two callbacks {name}, which would log the same names and overwrite each other's files: "
+            "keep one, with the options of both. Where a recipe has it already, change its options there: in a copy "
+            "of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is the whole list "
+            f"and replaces that of RECIPE (--trainer.callbacks+={name} adds to the list, and "
+            "--trainer.callbacks.init_args... changes its last callback only)"
+        )
+
+
+def is_strategy(trainer: pl.Trainer, name: str) -> bool:
+    """Whether the trainer's strategy is of a class of this name, of either Lightning package."""
+    return any(kind.__name__ == name for kind in type(trainer.strategy).__mro__)
+
+
+def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
+    """Refuse FSDP1 and DeepSpeed by name; ``what`` says who cannot do what, as ``"LocAteR cannot add to gradients"``.
+
+    Raises:
+        ValueError: under one of them, with the strategy to use.
+    """
+    for name, cure in _CURES.items():
+        if is_strategy(trainer, name):
+            raise ValueError(f"{what} here: {cure}")

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
-from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
-from lightning_tasks.callbacks.strategies import refuse_flat_shards
 from lightning_tasks.training.limits import check_choice, check_number
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.configuring import after_configure_model
+from lightning_tasks.callbacks.configure_hook import after_configure_model
 from lightning_tasks.checkpoints.weights import adopt_plain_weights, read_checkpoint
 
 

@@ -16,10 +16,9 @@ from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.sharded import is_sharded
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.layer_words import listed
-from lightning_tasks.callbacks.observing import LayerObserver
-from lightning_tasks.callbacks.steps import layer_label
+from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.names import layer_label, listed
+from lightning_tasks.callbacks.monitoring.observer import LayerObserver
 from lightning_tasks.training.distributed import log_joined
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_integer, check_number

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
-from lightning_tasks.callbacks.base import Callback, Where, reshard, whole
-from lightning_tasks.callbacks.layer_words import warn_of_caveats
-from lightning_tasks.callbacks.strategies import refuse_flat_shards
+from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards, reshard, whole
+from lightning_tasks.callbacks.monitoring.names import warn_of_caveats
 from lightning_tasks.training.limits import check_choice, check_number
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}

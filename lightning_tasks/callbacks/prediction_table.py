@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 
-from lightning_tasks.callbacks.alone import check_alone
+from lightning_tasks.callbacks.base import check_alone
 from lightning_tasks.runs.files import run_folder
 
 TABLE = "predictions.csv"

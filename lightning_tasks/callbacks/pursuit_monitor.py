@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.collapse import FEWEST_KEYS, IDLE_PURSUIT, NOT_FINITE, PURSUIT_SIGNS, CollapseWarnings
-from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.layer_words import listed
-from lightning_tasks.callbacks.observing import LayerObserver
-from lightning_tasks.callbacks.steps import layer_label, to_numbers
+from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.names import layer_label, listed, to_numbers
+from lightning_tasks.callbacks.monitoring.observer import LayerObserver
+from lightning_tasks.callbacks.monitoring.warnings import (
+    FEWEST_KEYS,
+    IDLE_PURSUIT,
+    NOT_FINITE,
+    PURSUIT_SIGNS,
+    CollapseWarnings,
+)
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer

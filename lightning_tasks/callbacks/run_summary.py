@@ -10,8 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from attention_modules import AttentionMechanism, SoftmaxAttention
-from lightning_tasks.callbacks.alone import check_alone
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.figures.run import draw_run
 from lightning_tasks.runs.divergence import first_non_finite, is_loss
 from lightning_tasks.runs.log import read_curves

@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_tasks.callbacks.alone import check_alone
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.figures.masks import draw_masks
 from lightning_tasks.runs.files import save_picture
 

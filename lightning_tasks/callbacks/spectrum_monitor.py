@@ -12,13 +12,10 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from attention_modules.hosts import attention_layers
-from lightning_tasks.callbacks.alone import check_alone
-from lightning_tasks.callbacks.base import Callback, Where, whole
-from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS, CollapseWarnings
-from lightning_tasks.callbacks.layer_charts import LayerCharts
-from lightning_tasks.callbacks.layer_words import warn_of_caveats
-from lightning_tasks.callbacks.steps import layer_label, log_now
-from lightning_tasks.callbacks.strategies import refuse_flat_shards
+from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards, whole
+from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.names import layer_label, log_now, warn_of_caveats
+from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS, CollapseWarnings
 from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.files import save_picture
 from lightning_tasks.runs.loggers import current_step, keeps_history, log_histogram

@@ -20,7 +20,7 @@ from attention_modules.mechanism import (
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
-from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
+from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, overrides
 from lightning_tasks.checkpoints.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named

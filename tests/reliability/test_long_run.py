@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_tasks.callbacks import head_record, layer_charts
-from lightning_tasks.callbacks.head_record import HeadRecord
-from lightning_tasks.callbacks.layer_charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.heads import HeadRecord
 from lightning_tasks.runs.heads import TABLE, read_heads
 from tests.reliability.long_run import COUNTED, Sample, growing, main, slope
 

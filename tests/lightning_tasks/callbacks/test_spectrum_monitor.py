@@ -11,7 +11,7 @@ from PIL import Image
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from lightning_tasks.callbacks import SpectrumMonitor
-from lightning_tasks.callbacks.collapse import SPECTRUM_SIGNS
+from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS
 from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.loggers import log_histogram
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit

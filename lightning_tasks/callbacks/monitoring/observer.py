@@ -13,10 +13,8 @@ from torch import nn
 from attention_modules import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.swap import make_observable, make_plain
-from lightning_tasks.callbacks.alone import check_alone
-from lightning_tasks.callbacks.base import Callback, Where
-from lightning_tasks.callbacks.configuring import after_configure_model, forget_actions
-from lightning_tasks.callbacks.strategies import refuse_flat_shards
+from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards
+from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_choice
 

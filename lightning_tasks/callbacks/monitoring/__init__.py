@@ -1,0 +1,1 @@
+"""What monitors share: hooks, names of metrics, tables of heads, charts, warnings."""
