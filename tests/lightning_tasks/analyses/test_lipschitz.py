@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, BertModel, GPT2Config
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
-from lightning_tasks.analyses.lipschitz_fit import fit_slope
+from lightning_tasks.analyses.lipschitz_report import fit_slope
 from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.errors import UsageError
 

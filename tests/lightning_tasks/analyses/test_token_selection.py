@@ -17,8 +17,7 @@ from datamodules.token_selection import TokenProblem
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import ANALYSES, token_selection
 from lightning_tasks.analyses.descent import gradient_path, regularization_path
-from lightning_tasks.analyses.token_selection import EXPERIMENTS, find_target, measure
-from lightning_tasks.analyses.token_selection_figure import plane
+from lightning_tasks.analyses.token_selection import EXPERIMENTS, find_target, measure, plane
 
 
 @pytest.mark.parametrize("name", ["single", "multi", "joint"])
