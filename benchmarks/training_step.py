@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.common import ResidentPeak, write_results
-from lightning_tasks.cli import run
+from lightning_tasks.cli.fit import run
 from lightning_tasks.compare import plan_cells, read_variants
 from lightning_tasks.recipes import find_recipe, recipe_name
 

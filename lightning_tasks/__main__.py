@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
-    from lightning_tasks.early_stop import sigterm_in_one_line
+    from lightning_tasks.cli.early_stop import sigterm_in_one_line
     from lightning_tasks.errors import HINT, UsageError, library_refusal, refusal_in, refusal_text
     from lightning_tasks.recipes import print_recipes
 
@@ -86,12 +86,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
             analyze(arguments[1:])
         elif command == "show-batch":
-            from lightning_tasks.show_batch import main as show_batch
+            from lightning_tasks.cli.show_batch import main as show_batch
 
             show_batch(arguments[1:])
         elif command in TRAINER_COMMANDS:
             with sigterm_in_one_line():
-                from lightning_tasks.cli import run
+                from lightning_tasks.cli.fit import run
 
                 run(arguments)
         else:

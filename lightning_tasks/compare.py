@@ -199,7 +199,7 @@ def check_cells(cells: Iterable[Cell]) -> None:
     Raises:
         UsageError: some of them are refused, or cannot be built.
     """
-    from lightning_tasks.cli import check_arguments
+    from lightning_tasks.cli.fit import check_arguments
     from lightning_tasks.runs.wandb_runs import check_cell_loggers
 
     refused = {}

@@ -138,7 +138,7 @@ def run_cell(cell: Cell) -> None:
     """Run `cell` in this process with one torch thread, its output in log.txt, and write its result."""
     import torch
 
-    from lightning_tasks.cli import run
+    from lightning_tasks.cli.fit import run
     from lightning_tasks.compare_pairing import RecordPairing
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli import run
-from lightning_tasks.nested_keys import join_nested_keys
+from lightning_tasks.cli.fit import run
+from lightning_tasks.cli.nested_keys import join_nested_keys
 
 RECIPE = ["fit", "--config", "quickstart/segmentation"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
-from lightning_tasks.cli import run
+from lightning_tasks.cli.fit import run
 from lightning_tasks.figures.run import draw_run, select
 from lightning_tasks.runs.divergence import first_non_finite, is_loss
 from lightning_tasks.runs.log import read_curves

@@ -103,7 +103,7 @@ def test_labels_leave_what_was_given():
 @pytest.fixture(scope="module")
 def resumed(recipe, tmp_path_factory):
     """The folder of the runs: a fit, another that resumes it, and a test of the checkpoint."""
-    import lightning_tasks.cli as cli
+    import lightning_tasks.cli.fit as cli
     from lightning_tasks.runs.wandb_runs import one_run
 
     folder = tmp_path_factory.mktemp("resumed")

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_tasks.callbacks import NonFiniteGuard
-from lightning_tasks.cli import run
+from lightning_tasks.cli.fit import run
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
 

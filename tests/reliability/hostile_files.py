@@ -295,7 +295,7 @@ def _swapped(content: dict[str, Any], folder: Path) -> None:
 
 
 def _command(content: dict[str, Any], folder: Path) -> None:
-    from lightning_tasks.cli import _command_line, _ParsingCLI
+    from lightning_tasks.cli.fit import _command_line, _ParsingCLI
 
     torch.save(content, folder / "evil.ckpt")
     arguments = ["validate", "--ckpt_path", str(folder / "evil.ckpt"), "--data", "datamodules.DigitsDataModule"]
@@ -308,7 +308,7 @@ def _command(content: dict[str, Any], folder: Path) -> None:
 def _recipe(content: dict[str, Any], folder: Path) -> None:
     import yaml
 
-    from lightning_tasks.cli import _command_line, _ParsingCLI
+    from lightning_tasks.cli.fit import _command_line, _ParsingCLI
 
     hparams = dict(content["hyper_parameters"])
     task = hparams.pop("_class_path")

@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import lightning_tasks.cli  # noqa: F401  what a fork need not import again
+    import lightning_tasks.cli.fit  # noqa: F401  what a fork need not import again
 
     failed = []
     with tempfile.TemporaryDirectory() as folder:

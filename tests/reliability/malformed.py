@@ -289,7 +289,7 @@ class Runner:
     """Runs cases in this process, in one folder, with one parser for each subcommand."""
 
     def __init__(self) -> None:
-        from lightning_tasks import cli
+        from lightning_tasks.cli.fit import fit as cli
 
         self._parsers: dict[str, tuple[Any, ...]] = {}
         self._kind, self._set_up = cli.AttnswapCLI, cli.AttnswapCLI.setup_parser

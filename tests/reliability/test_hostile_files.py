@@ -19,7 +19,7 @@ from lightning_tasks import ImageClassificationTask, LanguageModelingTask, Segme
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoints.load import load_module
 from lightning_tasks.checkpoints.stored_names import check_form, check_stored
-from lightning_tasks.cli import _command_line, _ParsingCLI
+from lightning_tasks.cli.fit import _command_line, _ParsingCLI
 from lightning_tasks.training.hparams import build
 from tests.lightning_tasks.language_data import VOCAB
 from tests.reliability import hostile_files

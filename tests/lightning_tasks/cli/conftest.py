@@ -35,5 +35,5 @@ def demo(tmp_path):
 def said(monkeypatch):
     """What the command says of a run."""
     lines = []
-    monkeypatch.setattr("lightning_tasks.cli.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_tasks.cli.fit.rank_zero_info", lines.append)
     return lines

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from lightning_tasks.__main__ import HELP, main
-from lightning_tasks.cli import fill
+from lightning_tasks.cli.fit import fill
 from tests.lightning_tasks.cli.runs import ARGUMENTS, DEMO, checkpoint, last_run, saved_config
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli import spell_out_classes
+from lightning_tasks.cli.arguments import spell_out_classes
 from lightning_tasks.errors import refusal_in, refusal_text
 from lightning_tasks.models import TransformerLM
 from tests.lightning_tasks.cli.runs import DEMO, ROOT, checkpoint, last_run, saved_config

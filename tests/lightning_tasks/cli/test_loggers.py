@@ -17,7 +17,7 @@ from tests.lightning_tasks.cli.runs import ROOT, last_run
 
 def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
     pytest.importorskip("wandb")
-    from lightning_tasks.cli import run
+    from lightning_tasks.cli.fit import run
 
     arguments = ["fit", "--config", demo, "--trainer", "logger/wandb"]
     for _ in range(2):

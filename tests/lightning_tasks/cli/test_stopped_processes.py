@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks.callbacks import SaveOnStop
-from lightning_tasks.stopping import end_in_one_line
+from lightning_tasks.cli.stopping import end_in_one_line
 from tests.lightning_tasks.cli.runs import ROOT
 from tests.lightning_tasks.demo import DemoModule
 

@@ -14,7 +14,7 @@ import torch
 from datamodules.windows import CutFileError
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
-from lightning_tasks.early_stop import sigterm_in_one_line
+from lightning_tasks.cli.early_stop import sigterm_in_one_line
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 from tests.lightning_tasks.demo import DemoModule
 

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_tasks.checkpoints.files import is_sharded
 from lightning_tasks.checkpoints.weights import read_checkpoint
+from lightning_tasks.cli.loggers import runs_folder
 from lightning_tasks.errors import UsageError
-from lightning_tasks.loggers import runs_folder
 from lightning_tasks.runs.folder import RUNS
 
 

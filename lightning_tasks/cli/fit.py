@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-import lightning_tasks.models as own_models
-from attention_modules.mechanism import mechanism_class
-from lightning_tasks.bad_arguments import argument_refusal
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.prediction_table import PredictionTable
@@ -26,87 +20,21 @@ from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint
+from lightning_tasks.cli.arguments import argument_refusal, expand_recipe_names, spell_out_classes
+from lightning_tasks.cli.last_checkpoint import last_checkpoint
+from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
+from lightning_tasks.cli.nested_keys import join_nested_keys
+from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
+from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
-from lightning_tasks.last_checkpoint import last_checkpoint
-from lightning_tasks.loggers import runs_folder, with_csv_logger
-from lightning_tasks.nested_keys import join_nested_keys
-from lightning_tasks.recipes import check_recipe, find_recipe, read_settings, recipe_name
-from lightning_tasks.resumed_optimizer import CheckResumedOptimizer
+from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
-from lightning_tasks.stopping import end_in_one_line, has_begun
-from lightning_tasks.training.hparams import import_object, import_path, join_arguments
+from lightning_tasks.training.hparams import import_object, join_arguments
 from lightning_tasks.training.trust import build_typed_classes_only, is_allowed
 
-_FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
-_ALWAYS_FILES = ("-c", "--config", "--trainer")
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
-_MECHANISMS = ("attention", "other_attention")
 _CKPT_WORDS = ("best", "hpc", *(("registry",) if find_spec("litmodels") else ()))  # what Lightning resolves itself
-
-
-def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
-    """Replace the names of recipes and parts behind --config, --trainer, --model and --data by the paths they mean.
-
-    Raises:
-        UsageError: --config or --trainer names nothing that exists.
-    """
-    expanded: list[str] = []
-    option = ""
-    for argument in arguments:
-        head, equals, value = argument.partition("=")
-        if option:
-            expanded.append(_expand(option, argument))
-        elif equals and head in _FILE_OPTIONS:
-            expanded.append(f"{head}={_expand(head, value)}")
-        else:
-            expanded.append(argument)
-        option = argument if not option and argument in _FILE_OPTIONS else ""
-    return expanded
-
-
-def _expand(option: str, value: str) -> str:
-    if value.lstrip().startswith("{"):  # JSON typed on the command line
-        return value
-    try:
-        path = find_recipe(value)
-    except UsageError as error:
-        if option in _ALWAYS_FILES:
-            raise UsageError(f"{option} {error}") from error
-        return value  # --model and --data also take a class
-    (check_recipe if option in ("-c", "--config") else read_settings)(path)
-    return str(path)
-
-
-def spell_out_classes(arguments: Sequence[str]) -> list[str]:
-    """`--model.optimizer SGD --model.optimizer.lr 0.5` with `{"class_path": "torch.optim.SGD"}`, which the key joins.
-
-    jsonargparse does so itself for arguments that are classes only; where a string is allowed too, as for ours, the key
-    would replace it.
-    """
-    spelled = list(arguments)
-    for index, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        place = index if equals else index + 1
-        if not option.startswith("--model.") or place >= len(arguments):
-            continue
-        path = _class_path(option.rsplit(".", 1)[-1], value if equals else arguments[place])
-        if path is not None and any(later.startswith(f"{option}.") for later in arguments[place + 1 :]):
-            spelled[place] = (f"{option}=" if equals else "") + json.dumps({"class_path": path})
-    return spelled
-
-
-def _class_path(name: str, value: str) -> str | None:
-    """The dotted path that `value` is, or that the argument `name` of our tasks knows by it; None where it is none."""
-    if "." in value:
-        return value if _DOTTED.fullmatch(value) and not Path(value).exists() else None
-    try:
-        known = mechanism_class(value) if name in _MECHANISMS else import_object(value, _CLASSES[name])
-        return import_path(known)
-    except (KeyError, ValueError, TypeError):
-        return None
 
 
 class SaveConfig(SaveConfigCallback):

@@ -1,0 +1,1 @@
+"""`attnswap fit|validate|test|predict|show-batch`."""
