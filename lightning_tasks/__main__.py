@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
         elif command == "recipes":
             until_closed(print_recipes)
         elif command == "compare":
-            from lightning_tasks.compare import main as compare
+            from lightning_tasks.compare.command import main as compare
 
             compare(arguments[1:])
         elif command == "report":

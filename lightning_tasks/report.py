@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lightning_tasks.compare_table import last_values
+from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
 from lightning_tasks.report_groups import read_all

@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare import (
+from lightning_tasks.compare.cell import RESULT, last_error, run_cell
+from lightning_tasks.compare.command import (
     KEYS,
     Variant,
     override_arguments,
@@ -29,9 +30,14 @@ from lightning_tasks.compare import (
     summary_references,
     unpaired_seeds,
 )
-from lightning_tasks.compare_cell import RESULT, last_error, run_cell
-from lightning_tasks.compare_run import VISIBLE, failure, run_cells, start_worker, worker_devices
-from lightning_tasks.compare_table import last_values, markdown, minimum_detectable_effect, paired_interval, summarise
+from lightning_tasks.compare.statistics import (
+    last_values,
+    markdown,
+    minimum_detectable_effect,
+    paired_interval,
+    summarise,
+)
+from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_worker, worker_devices
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
@@ -294,7 +300,7 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process under /proc")
 def test_a_killed_comparison_leaves_nobody_at_work():
     code = (
-        "import os\nfrom time import sleep\nfrom lightning_tasks.compare_cell import end_with_parent\n"
+        "import os\nfrom time import sleep\nfrom lightning_tasks.compare.cell import end_with_parent\n"
         "parent, worker = os.getpid(), os.fork()\n"
         "if worker == 0:\n    end_with_parent(parent, 0.05)\nelse:\n    print(worker, flush=True)\n"
         "sleep(60)\n"
@@ -390,7 +396,7 @@ def test_a_worker_sees_its_own_device_alone(monkeypatch):
 
 def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
     """A worker of a machine with three devices hands one to its cell."""
-    monkeypatch.setattr("lightning_tasks.compare_run._cuda_count", lambda: 3)
+    monkeypatch.setattr("lightning_tasks.compare.workers._cuda_count", lambda: 3)
     monkeypatch.setenv(VISIBLE, "6,7,8")
     seen = {"class_path": "tests.lightning_tasks.demo.WriteDevice", "init_args": {"folder": str(cells[0].folder)}}
     cell = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(seen)}",))

@@ -9,8 +9,8 @@ import yaml
 
 from datamodules.token_cache import CacheEntry
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare import only_comparison
-from lightning_tasks.compare_cell import Cell
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.command import only_comparison
 from tests.lightning_tasks.cli.runs import DEMO
 
 

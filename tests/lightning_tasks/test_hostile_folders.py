@@ -7,9 +7,9 @@ import re
 import pytest
 
 import lightning_tasks.report as report_module
-from lightning_tasks.compare import draw_comparison, read_variants, write_results
-from lightning_tasks.compare_cell import Cell
-from lightning_tasks.compare_table import write_summary
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.command import draw_comparison, read_variants, write_results
+from lightning_tasks.compare.statistics import write_summary
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.heads import read_heads, write_heads
 from tests.lightning_tasks.report_folders import report, run_folder

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lightning_tasks.compare import Variant, plan_cells
-from lightning_tasks.compare_cell import run_cell
+from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.command import Variant, plan_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
 from tests.lightning_tasks.logged_files import final_config, offline_runs, rows_and_updates, run_record

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_tasks.compare_cell import Cell, end_with_parent, last_error, run_cell
+from lightning_tasks.compare.cell import Cell, end_with_parent, last_error, run_cell
 from lightning_tasks.errors import reason
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -18,9 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from attention_modules.mechanism import did_you_mean
-from lightning_tasks.compare_cell import Cell
-from lightning_tasks.compare_run import run_cells
-from lightning_tasks.compare_table import SummaryRow, summarise, write_summary
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.statistics import SummaryRow, summarise, write_summary
+from lightning_tasks.compare.workers import run_cells
 from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.recipes import find_recipe, read_settings, recipe_name

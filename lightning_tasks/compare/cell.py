@@ -139,7 +139,7 @@ def run_cell(cell: Cell) -> None:
     import torch
 
     from lightning_tasks.cli.fit import run
-    from lightning_tasks.compare_pairing import RecordPairing
+    from lightning_tasks.compare.pairing import RecordPairing
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.compare_cell import RESULT
-from lightning_tasks.compare_table import SummaryRow, summarise
+from lightning_tasks.compare.cell import RESULT
+from lightning_tasks.compare.statistics import SummaryRow, summarise
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
 from lightning_tasks.runs.log import Rows, merge_epochs

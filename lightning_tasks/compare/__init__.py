@@ -1,0 +1,1 @@
+"""`attnswap compare`: configurations by seeds, paired, resumable, with intervals and verdicts."""
