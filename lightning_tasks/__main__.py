@@ -78,7 +78,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
             compare(arguments[1:])
         elif command == "report":
-            from lightning_tasks.report import main as report
+            from lightning_tasks.report.page import main as report
 
             report(arguments[1:])
         elif command == "analyze":

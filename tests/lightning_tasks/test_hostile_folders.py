@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-import lightning_tasks.report as report_module
+import lightning_tasks.report.page as report_module
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.command import draw_comparison, read_variants, write_results
 from lightning_tasks.compare.statistics import write_summary

@@ -9,8 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
-from lightning_tasks.report import order
-from lightning_tasks.report_picture import heat_map, layer_metrics
+from lightning_tasks.report.page import order
+from lightning_tasks.report.svg import heat_map, layer_metrics
 from lightning_tasks.runs.log import merge_epochs
 from lightning_tasks.runs.robustness import Row, write_csv
 from lightning_tasks.runs.run import read_run

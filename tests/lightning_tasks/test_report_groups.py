@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lightning_tasks.report_groups import distinct_names
+from lightning_tasks.report.groups import distinct_names
 from lightning_tasks.runs.run import runs_below
 from tests.lightning_tasks.report_folders import report, run_folder
 

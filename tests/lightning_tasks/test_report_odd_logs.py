@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-import lightning_tasks.report as report_module
+import lightning_tasks.report.page as report_module
 from lightning_tasks.runs.log import read_metrics
 from tests.lightning_tasks.report_folders import report, run_folder
 

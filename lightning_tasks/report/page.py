@@ -16,8 +16,8 @@ import yaml
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
-from lightning_tasks.report_groups import read_all
-from lightning_tasks.report_picture import curves_svg, heat_map, heat_svg, layer_metrics
+from lightning_tasks.report.groups import read_all
+from lightning_tasks.report.svg import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
 from lightning_tasks.runs.robustness import figure
 from lightning_tasks.runs.run import Read, Run

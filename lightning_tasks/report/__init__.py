@@ -1,0 +1,1 @@
+"""`attnswap report`: one page about several runs, read from what they wrote."""
