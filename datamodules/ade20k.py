@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from datamodules.paths import data_root
-from datamodules.scenes import FileScenes, LabelCode
 from datamodules.segmentation import SegmentationDataModule
+from datamodules.shared.paths import data_root
+from datamodules.shared.scenes import FileScenes, LabelCode
 
 NUM_CLASSES = 150
 _FOLDERS = {"train": "training", "validation": "validation", "test": "validation"}
@@ -26,8 +26,8 @@ class ADE20KDataModule(SegmentationDataModule):
         folder: the name of the set below `root`.
         batch_size, num_workers, crop_size, eval_batch_size: see
             :class:`~datamodules.segmentation.SegmentationDataModule`.
-        train_transform: further arguments of :class:`~datamodules.scene_transform.TrainTransform`: scale, short_side
-            (512 where left out), max_class_share, flip, photometric.
+        train_transform: further arguments of :class:`~datamodules.shared.scene_transform.TrainTransform`: scale,
+            short_side (512 where left out), max_class_share, flip, photometric.
 
     Raises:
         ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.

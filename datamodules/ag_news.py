@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datamodules.hub import download_parquet, find_shards
-from datamodules.parquet import count_rows, read_column
-from datamodules.paths import data_root
+from datamodules.shared.hub import count_rows, download_parquet, find_shards, read_column
+from datamodules.shared.paths import data_root
 from datamodules.text import TextDataModule
 
 REPOSITORY = "fancyzhx/ag_news"

@@ -3,9 +3,9 @@
 import os
 from typing import Any
 
-from datamodules.paths import data_root
-from datamodules.scenes import FileScenes, LabelCode
 from datamodules.segmentation import SegmentationDataModule
+from datamodules.shared.paths import data_root
+from datamodules.shared.scenes import FileScenes, LabelCode
 
 _FOLDERS = {"train": "train", "validation": "val", "test": "test"}
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from datamodules.base import check_at_least
 from datamodules.digits import DigitsDataModule
-from datamodules.scenes import Scenes
 from datamodules.segmentation import SegmentationDataModule
+from datamodules.shared.base import check_at_least
+from datamodules.shared.scenes import Scenes
 
 _SMALLEST = 32
 _KEPT = 32  # pixels a side up to which cut-outs are kept

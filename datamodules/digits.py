@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from datamodules.images import ArrayImages
+from datamodules.shared.images import ArrayImages
 from datamodules.vision import VisionDataModule, split_indices
 
 _TEST, _VALIDATION = 0.2, 0.125  # of all; of the rest

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from datamodules.paths import data_root
+from datamodules.shared.paths import data_root
 from datamodules.text import TextDataModule
 
 SOURCE = "https://www.nltk.org/nltk_data/ (gutenberg)"

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from timm.data import ImageNetInfo
 
-from datamodules.folders import class_folders, class_pictures
-from datamodules.hub import find_shards
-from datamodules.images import FileImages, Images, ParquetImages
-from datamodules.paths import cache_root, data_root
+from datamodules.shared.hub import find_shards
+from datamodules.shared.images import FileImages, Images, ParquetImages
+from datamodules.shared.paths import cache_root, class_folders, class_pictures, data_root
 from datamodules.vision import VisionDataModule
 
 REPOSITORY = "ILSVRC/imagenet-1k"

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datamodules.base import check_at_least
+from datamodules.shared.base import check_at_least
 from datamodules.text import TextDataModule
 
 _LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"}

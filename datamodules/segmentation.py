@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.base import check_at_least
-from datamodules.image_module import ImageDataModule
-from datamodules.mask_picture import paint
-from datamodules.picture import draw_batch
-from datamodules.scene_transform import TrainTransform
-from datamodules.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
+from datamodules.shared.base import check_at_least
+from datamodules.shared.image_module import ImageDataModule
+from datamodules.shared.picture import draw_batch, paint
+from datamodules.shared.scene_transform import TrainTransform
+from datamodules.shared.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
 
 _CHECKED = 5
 
@@ -32,8 +31,8 @@ class SegmentationDataModule(ImageDataModule):
         num_workers: loader processes.
         crop_size: H = W of training pictures, in pixels.
         eval_batch_size: pictures a batch in the other splits; None for `batch_size`. 1 where they differ in size.
-        train_transform: further arguments of :class:`~datamodules.scene_transform.TrainTransform`: scale, short_side,
-            max_class_share, flip, photometric.
+        train_transform: further arguments of :class:`~datamodules.shared.scene_transform.TrainTransform`: scale,
+            short_side, max_class_share, flip, photometric.
 
     Raises:
         ValueError: a number is out of its limits; on setup and when a picture is read, if its mask has another size, is

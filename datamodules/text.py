@@ -12,12 +12,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 from tqdm import tqdm
 
-from datamodules.base import DataModule, check_at_least
-from datamodules.loader import ResumableLoader
-from datamodules.paths import cache_root
-from datamodules.token_cache import CacheEntry, write_tokens
-from datamodules.tokenizers import END_OF_LINE_ID, MIN_BPE_SIZE, MIN_WORD_SIZE, BPETokenizer, Tokenizer, WordTokenizer
-from datamodules.windows import EpochShuffle, TokenWindows
+from datamodules.shared.base import DataModule, check_at_least
+from datamodules.shared.loader import ResumableLoader
+from datamodules.shared.paths import cache_root
+from datamodules.shared.token_cache import CacheEntry, write_tokens
+from datamodules.shared.tokenizers import (
+    END_OF_LINE_ID,
+    MIN_BPE_SIZE,
+    MIN_WORD_SIZE,
+    BPETokenizer,
+    Tokenizer,
+    WordTokenizer,
+)
+from datamodules.shared.windows import EpochShuffle, TokenWindows
 
 SPLITS = ("train", "validation", "test")
 _TOKENIZERS: dict[str, tuple[type[WordTokenizer] | type[BPETokenizer], int]] = {

@@ -10,10 +10,10 @@ from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.base import check_at_least
-from datamodules.image_module import ImageDataModule
-from datamodules.images import MODES, ImageDataset, Images, collate_images
-from datamodules.picture import draw_batch
+from datamodules.shared.base import check_at_least
+from datamodules.shared.image_module import ImageDataModule
+from datamodules.shared.images import MODES, ImageDataset, Images, collate_images
+from datamodules.shared.picture import draw_batch
 
 
 class VisionDataModule(ImageDataModule):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from attention_modules.prompt import FORMS, PromptAttention
-from datamodules.base import check_at_least
+from datamodules.shared.base import check_at_least
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.training.distributed import epoch_weight
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
-from datamodules.tokenizers import DEFAULT_BPE_SIZE
+from datamodules.shared.tokenizers import DEFAULT_BPE_SIZE
 from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
 from lightning_tasks.errors import UsageError
 

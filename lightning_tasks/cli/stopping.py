@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from datamodules.windows import CutFileError
+from datamodules.shared.windows import CutFileError
 from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.errors import reason
 

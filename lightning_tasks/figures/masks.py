@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.mask_picture import class_colours, paint
+from datamodules.shared.picture import class_colours, paint
 
 _MOST_NAMED = 24
 

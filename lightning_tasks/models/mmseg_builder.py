@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
-from datamodules.base import check_at_least
+from datamodules.shared.base import check_at_least
 from lightning_tasks.errors import reason
 from lightning_tasks.models.mmseg_config import (
     check_types,

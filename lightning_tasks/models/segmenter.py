@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
-from datamodules.base import check_at_least
+from datamodules.shared.base import check_at_least
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
 
 DECODERS = ("mask_transformer", "linear")

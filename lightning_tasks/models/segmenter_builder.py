@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from datamodules.base import check_at_least
+from datamodules.shared.base import check_at_least
 from lightning_tasks.models.segmentation import SegmentationBuilder
 from lightning_tasks.models.segmenter import DECODERS, Segmenter
 from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from datamodules.folders import class_folders, class_pictures
-from datamodules.images import FileImages, ImageDataset, Images
+from datamodules.shared.images import FileImages, ImageDataset, Images
+from datamodules.shared.paths import class_folders, class_pictures
 
 _WNID = re.compile(r"n\d{8}")
 

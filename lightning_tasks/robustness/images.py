@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from attention_modules.precision import to_float64
-from datamodules.images import ImageDataset, collate_images
+from datamodules.shared.images import ImageDataset, collate_images
 from lightning_tasks.robustness.attacks.common import check_batch, logits_of
 from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
 from lightning_tasks.robustness.attacks.table import GRADIENT, AttackSetting

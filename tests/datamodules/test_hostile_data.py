@@ -13,12 +13,12 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from datamodules import CIFAR10DataModule, GutenbergDataModule
-from datamodules.cifar_archive import read_archive
-from datamodules.decoding import open_image
-from datamodules.images import ParquetImages
-from datamodules.parquet import read_column
-from datamodules.scenes import FileScenes
-from datamodules.token_cache import CacheEntry, _write_manifest, write_tokens
+from datamodules.cifar10 import read_archive
+from datamodules.shared.decoding import open_image
+from datamodules.shared.hub import read_column
+from datamodules.shared.images import ParquetImages
+from datamodules.shared.scenes import FileScenes
+from datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
 from tests.datamodules.pictures import encoded, random_pixels
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -12,9 +12,9 @@ import torch
 from timm.data import ImageNetInfo
 
 from datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
-from datamodules.cifar_archive import parse_python
+from datamodules.cifar10 import parse_python
 from datamodules.imagenet import check_wnids
-from datamodules.images import ArrayImages
+from datamodules.shared.images import ArrayImages
 from tests.datamodules.pictures import random_pixels, write_class_folders, write_parquet
 
 PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.paths import cache_root, data_root
+from datamodules.shared.paths import cache_root, data_root
 
 
 @pytest.mark.parametrize(("function", "variable"), [(data_root, "ATTNSWAP_DATA"), (cache_root, "ATTNSWAP_CACHE")])

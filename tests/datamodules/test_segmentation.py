@@ -12,9 +12,9 @@ from torchvision import tv_tensors
 
 from datamodules import ADE20KDataModule, CamVidDataModule, DigitScenesDataModule
 from datamodules.digits import DigitsDataModule
-from datamodules.mask_picture import class_colours, paint
-from datamodules.scene_transform import LimitedCrop, RandomScale, TrainTransform
-from datamodules.scenes import IGNORED, LabelCode
+from datamodules.shared.picture import class_colours, paint
+from datamodules.shared.scene_transform import LimitedCrop, RandomScale, TrainTransform
+from datamodules.shared.scenes import IGNORED, LabelCode
 from tests.datamodules.scene_files import write_ade20k, write_camvid
 
 

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from datamodules.token_cache import CacheEntry, write_tokens
+from datamodules.shared.token_cache import CacheEntry, write_tokens
 
 
 def entry_in(folder):

@@ -2,7 +2,7 @@ import builtins
 
 import pytest
 
-from datamodules.tokenizers import BPETokenizer, WordTokenizer
+from datamodules.shared.tokenizers import BPETokenizer, WordTokenizer
 
 LINES = ["b a a\n", "", "c a <unk> b\n"]
 

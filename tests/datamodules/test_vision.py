@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 from PIL import Image
 
 from datamodules import DigitsDataModule, ImageNetDataModule
-from datamodules.images import ArrayImages, FileImages, ImageDataset
+from datamodules.shared.images import ArrayImages, FileImages, ImageDataset
 from datamodules.vision import VisionDataModule
 from tests.datamodules.pictures import random_pixels, write_class_folders
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from datamodules.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows
+from datamodules.shared.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows
 
 START = 1
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
 from datamodules import DigitScenesDataModule
-from datamodules.mask_picture import class_colours, paint
+from datamodules.shared.picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
