@@ -1,5 +1,8 @@
 """Attention mechanisms for PyTorch, and the means to put them into models that exist."""
 
+import sys
+from importlib import import_module
+
 from attention_modules.diagnostics import rpc_diagnostics
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import (
@@ -10,14 +13,18 @@ from attention_modules.mechanism import (
     mechanism_class,
     register_mechanism,
 )
+from attention_modules.mechanisms.rpc import RPCAttention, rpc_attention
+from attention_modules.mechanisms.scaled import ScaledAttention, scaled_attention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
+from attention_modules.mechanisms.symmetric import SymmetricAttention, symmetric_attention
+from attention_modules.mechanisms.uniform import UniformAttention
 from attention_modules.pretrained import load_pretrained
 from attention_modules.prompt import PromptAttention, prompt_attention
-from attention_modules.rpc import RPCAttention, rpc_attention
-from attention_modules.scaled import ScaledAttention, scaled_attention
-from attention_modules.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention, swapped
-from attention_modules.symmetric import SymmetricAttention, symmetric_attention
-from attention_modules.uniform import UniformAttention
+
+# Where the mechanisms were until 0.1: pickled models and stored class paths name these modules.
+for _name in ("pursuit", "rpc", "scaled", "softmax", "symmetric", "uniform"):
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.mechanisms.{_name}")
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide
-from attention_modules.pursuit import clip, pass_inputs
-from attention_modules.rpc import Threshold, check_rpc_options, check_rpc_shapes, pursuit_threshold
+from attention_modules.mechanisms.pursuit import clip, pass_inputs
+from attention_modules.mechanisms.rpc import Threshold, check_rpc_options, check_rpc_shapes, pursuit_threshold
 
 ROWS_AT_ONCE = 256
 

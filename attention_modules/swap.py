@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from attention_modules.hosts import describe
-from attention_modules.hosts.base import AttentionLayer, Swapped, hook_refusal, swapped_class
+from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Swapped, hook_refusal, swapped_class
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
-from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sharded import is_sharded, sharded_refusal

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules import rpc_attention
+from attention_modules.naive import naive_rpc
 from benchmarks.common import alternate, peak_memory, write_results
-from tests.attention_modules.naive import naive_rpc
 
 ITERATIONS = 4
 Attention = Callable[[Tensor, Tensor], Tensor]
@@ -115,7 +115,7 @@ def main(args: list[str] | None = None) -> None:
     notes = (
         f"RPC-Attention with n = {ITERATIONS}, float32, medians of {clock}, the calls of a row taking turns in one "
         f"process. Floor: {ITERATIONS} passes of scaled_dot_product_attention(k, k, v), each with its backward. "
-        "Naive: the equations with every map in memory (tests/attention_modules/naive.py). MiB: rise of resident "
+        "Naive: the equations with every map in memory (attention_modules/naive.py). MiB: rise of resident "
         "memory during one call."
     )
     rows: list[dict[str, object]] = []

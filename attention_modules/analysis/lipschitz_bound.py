@@ -13,8 +13,8 @@ from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.precision import to_float64
-from attention_modules.softmax import SoftmaxAttention
 
 # By name, so that nothing of timm or Hugging Face is loaded here.
 _PACKED = (SelfAttentionHost.name, "timm Attention")

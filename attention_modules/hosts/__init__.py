@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from attention_modules.hosts.base import AttentionLayer, Host
+from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Host
 from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, select, survey
-from attention_modules.hosts.errors import AttentionSwapError
 from attention_modules.hosts.table import known_hosts
 
 __all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]

@@ -307,3 +307,7 @@ class AttentionLayer:
         query, key = self._rows()
         found = key.parameters() if self._shares_rows() else [*query.parameters(), *key.parameters()]
         return list({id(parameter): parameter for parameter in found}.values())
+
+
+class AttentionSwapError(ValueError):
+    """A swap or its undoing was refused; nothing of the model was changed."""

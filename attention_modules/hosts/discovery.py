@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from attention_modules.hosts.base import Host, Swapped, hook_refusal
-from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.base import AttentionSwapError, Host, Swapped, hook_refusal
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, did_you_mean

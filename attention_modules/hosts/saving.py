@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
 from attention_modules.mechanism import short_name
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 
 _ATTRIBUTE = "save_pretrained"
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attention_modules import rpc_diagnostics
+from attention_modules.naive import soft, visibility
 from tests.attention_modules.compare import masks, random_heads
-from tests.attention_modules.naive import soft, visibility
 
 
 def by_hand(k, v, iterations, lam, attn_mask=None, is_causal=False):

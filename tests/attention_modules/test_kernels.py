@@ -36,7 +36,7 @@ def test_another_schema_takes_the_public_path(changed, monkeypatch, fresh):
     monkeypatch.setitem(kernels.SCHEMAS, changed, kernels.SCHEMAS[changed].replace("Tensor query", "Tensor queries"))
     assert not kernels.has_flash_kernels()
     called = []
-    monkeypatch.setattr("attention_modules.pursuit.flash", lambda *_: called.append(1))
+    monkeypatch.setattr("attention_modules.mechanisms.pursuit.flash", lambda *_: called.append(1))
     assert_same(values_and_gradients(lambda k, v: rpc_attention(k, v, lam=0.3), inputs), fast, 1e-10)
     assert not called
     missing = lse_and_mean_key(inputs["k"].float(), inputs["k"].float(), None, False, 1.0) is None

@@ -16,10 +16,10 @@ from attention_modules import (
     rpc_diagnostics,
     symmetric_attention,
 )
-from attention_modules.pursuit import FusedPursuit
-from attention_modules.rpc import pursuit_threshold
+from attention_modules.mechanisms.pursuit import FusedPursuit
+from attention_modules.mechanisms.rpc import pursuit_threshold
+from attention_modules.naive import naive_rpc, soft
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.attention_modules.naive import naive_rpc, soft
 
 SETTINGS = {
     "default": {},
@@ -166,7 +166,7 @@ def test_long_sequences_are_finite_and_never_hold_a_map():
 
 
 def test_dropout_acts_in_the_last_pass_only(monkeypatch):
-    from attention_modules import pursuit
+    from attention_modules.mechanisms import pursuit
 
     seen = []
     attend = pursuit.attend

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from attention_modules import AttentionSpec, ScaledAttention, SoftmaxAttention, scaled_attention
+from attention_modules.naive import naive_scaled
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.attention_modules.naive import naive_scaled
 
 SPEC = AttentionSpec(24, 3, 8, num_tokens=9)
 

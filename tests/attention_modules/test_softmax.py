@@ -3,8 +3,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules import AttentionSpec, SoftmaxAttention
+from attention_modules.naive import naive_attention
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.attention_modules.naive import naive_attention
 
 
 @pytest.mark.parametrize("case", masks())

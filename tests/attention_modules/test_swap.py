@@ -16,7 +16,7 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import Skipped
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import (
     AttentionSwapError,
     SwapReport,

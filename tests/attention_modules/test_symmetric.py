@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from attention_modules import AttentionSpec, SymmetricAttention, symmetric_attention
+from attention_modules.naive import naive_attention
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.attention_modules.naive import naive_attention
 
 
 @pytest.mark.parametrize("case", masks())

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from attention_modules import AttentionSpec
+from attention_modules.mechanisms.uniform import UniformAttention
 from attention_modules.testing import CHECKS, check_mechanism
-from attention_modules.uniform import UniformAttention
 
 
 @pytest.fixture

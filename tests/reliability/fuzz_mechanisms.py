@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_modules import AttentionSpec
 from attention_modules.mechanism import build_mechanism
-from tests.attention_modules.naive import naive_attention, naive_rpc, naive_scaled, visibility
+from attention_modules.naive import naive_attention, naive_rpc, naive_scaled, visibility
 
 MECHANISMS = ("softmax", "symmetric", "rpc", "scaled", "uniform")
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "autocast bfloat16", "autocast float16")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import attention_layers, huggingface
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
     DIM,

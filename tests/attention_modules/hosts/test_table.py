@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.errors import AttentionSwapError
+from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.masks import visible
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import MECHANISMS
 from tests.attention_modules.hosts.timm_cases import LAYERS, layer

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
-from attention_modules.scaled import ScaledAttention
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.scaled import ScaledAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import DIM, HOSTS, MECHANISMS, built, features
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 from attention_modules.mechanism import AttentionMechanism
-from attention_modules.softmax import SoftmaxAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from lightning_tasks.callbacks import (
     AttentionMonitor,
     FreezeQK,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.symmetric import check_self_attention
+from attention_modules.mechanisms.symmetric import check_self_attention
 
 Variant = Literal["matrix", "scalar"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from attention_modules.kernels import autocast, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.pursuit import pursue
-from attention_modules.symmetric import check_self_attention
+from attention_modules.mechanisms.pursuit import pursue
+from attention_modules.mechanisms.symmetric import check_self_attention
 
 Threshold = Literal["released", "ratio"]
 RELEASED_LAM = 4.0

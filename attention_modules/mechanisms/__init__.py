@@ -1,0 +1,1 @@
+"""Attention mechanisms, one a file: a pure function under a thin class."""
