@@ -12,7 +12,7 @@ from attention_modules.analysis import (
     max_margin_direction,
     max_margin_head,
 )
-from tests.attention_modules.test_golden import golden
+from tests.attention_modules.mechanisms.test_golden import golden
 
 optimize = pytest.importorskip("scipy.optimize")
 

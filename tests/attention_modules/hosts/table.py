@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.attention_modules.hosts import timm_models
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS
+from tests.attention_modules.hosts.timm import models as timm_models
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hosts.md"
@@ -97,7 +97,7 @@ TIMM = """\
 Of timm {version}'s models, {number} are of families in which a model has attention among tokens. Softmax goes into
 {softmax} of them, symmetric attention into {symmetric}, RPC into {rpc}. A number in brackets is that of the family's
 models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a line a model, made by
-`python -m tests.attention_modules.hosts.timm_models`, which builds each on the meta device and swaps all its layers.
+`python -m tests.attention_modules.hosts.timm.models`, which builds each on the meta device and swaps all its layers.
 `pytest -m slow tests/attention_modules/hosts` counts anew, and runs every kind of layer of every model at its true
 size, and a small model of each family whole, forward and backward, on real tensors.
 """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
-from tests.attention_modules.hosts import timm_cases
 from tests.attention_modules.hosts.cases import HOSTS, built, padding_mask
+from tests.attention_modules.hosts.timm import cases as timm_cases
 
 # Layers that write softmax(q kᵀ) v out instead of calling scaled_dot_product_attention, or call it on axes of their
 # own: the same draws and layouts, and the same numbers but for rounding.

@@ -12,7 +12,7 @@ from lightning_tasks.callbacks.robustness import _beside_runs
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.wandb_runs import one_run
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
-from tests.lightning_tasks.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
+from tests.lightning_tasks.runs.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
 
 FILES = {"attention_heads.csv", "attention_entropy_heads.png", "val_attention_entropy_heads.png"}
 FILES |= {f"attention_maps_layer_0{index}.png" for index in range(2)}

@@ -24,7 +24,7 @@ from lightning_tasks.callbacks import (
     before_sharding,
 )
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, network
-from tests.lightning_tasks.process_cases import task_and_data
+from tests.lightning_tasks.processes.process_cases import task_and_data
 
 STALL = timedelta(seconds=60)
 

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from tests.lightning_tasks.report_folders import report, run_folder
+from tests.lightning_tasks.report.report_folders import report, run_folder
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TELEPHONE = 390  # pixels

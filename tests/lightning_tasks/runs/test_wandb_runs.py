@@ -14,7 +14,7 @@ from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.command import Variant, plan_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
-from tests.lightning_tasks.logged_files import final_config, offline_runs, rows_and_updates, run_record
+from tests.lightning_tasks.runs.logged_files import final_config, offline_runs, rows_and_updates, run_record
 
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "demo", "tags": ["mine"]}}
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -213,7 +213,7 @@ def test_the_key_is_looked_up_as_wandb_does(tmp_path):
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    environment |= {"WANDB_CONFIG_DIR": str(tmp_path / "config"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"WANDB_CONFIG_DIR": str(tmp_path / "config"), "PYTHONPATH": str(Path(__file__).parents[3])}
 
     def modes(cases):
         command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]

@@ -7,7 +7,7 @@ import pytest
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
 from lightning_tasks.training.mechanisms import attention_spec
 from tests.lightning_tasks.language_data import SMALL, VOCAB
-from tests.lightning_tasks.test_mean import MASKS, VIT
+from tests.lightning_tasks.training.test_mean import MASKS, VIT
 
 LEFT_OVER = {"attention": "softmax", "attention_options": {"iterations": 2, "lam": 4.0}}
 TASKS = {

@@ -43,7 +43,7 @@ from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEMO = "tests.lightning_tasks.demo.DemoModule"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_tasks.report.groups import distinct_names
 from lightning_tasks.runs.run import runs_below
-from tests.lightning_tasks.report_folders import report, run_folder
+from tests.lightning_tasks.report.report_folders import report, run_folder
 
 
 def comparison_folder(folder, value):

@@ -6,7 +6,7 @@ import pytest
 
 import lightning_tasks.report.page as report_module
 from lightning_tasks.runs.log import read_metrics
-from tests.lightning_tasks.report_folders import report, run_folder
+from tests.lightning_tasks.report.report_folders import report, run_folder
 
 HEAD = "epoch,step,val/loss,train/x\n"
 

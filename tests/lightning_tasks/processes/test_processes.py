@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.lightning_tasks.process_cases import KINDS, main, tasks
+from tests.lightning_tasks.processes.process_cases import KINDS, main, tasks
 from tests.lightning_tasks.programs import run_program
 
 
@@ -21,7 +21,7 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
-    run_program("-m", "tests.lightning_tasks.process_cases", str(folder), "2")
+    run_program("-m", "tests.lightning_tasks.processes.process_cases", str(folder), "2")
     return [{"folder": folder, **read(folder / f"result_{rank}.pt")} for rank in range(2)]
 
 
@@ -100,7 +100,7 @@ def check_tasks(folder, processes):
 
 @pytest.mark.slow
 def test_four_processes(tmp_path):
-    run_program("-m", "tests.lightning_tasks.process_cases", str(tmp_path), "4", "1")
+    run_program("-m", "tests.lightning_tasks.processes.process_cases", str(tmp_path), "4", "1")
     check_tasks(tmp_path, 4)
 
 
@@ -113,7 +113,7 @@ def test_torchrun_with_two_nodes_on_this_machine(tmp_path):
     def node(rank):
         started = ("--nnodes", "2", "--node_rank", str(rank), "--nproc_per_node", "1")
         there = ("--master_addr", "127.0.0.1", "--master_port", port)
-        program = ("-m", "tests.lightning_tasks.process_cases", str(tmp_path), "1", "2")
+        program = ("-m", "tests.lightning_tasks.processes.process_cases", str(tmp_path), "1", "2")
         return run_program("-m", "torch.distributed.run", *started, *there, *program)
 
     with ThreadPoolExecutor(2) as pool:

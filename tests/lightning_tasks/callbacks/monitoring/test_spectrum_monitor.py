@@ -15,7 +15,7 @@ from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS
 from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.loggers import log_histogram
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
-from tests.lightning_tasks.logged_files import tensorboard_events
+from tests.lightning_tasks.runs.logged_files import tensorboard_events
 
 
 def logged(logger, name):

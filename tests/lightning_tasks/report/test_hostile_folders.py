@@ -12,7 +12,7 @@ from lightning_tasks.compare.command import draw_comparison, read_variants, writ
 from lightning_tasks.compare.statistics import write_summary
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.heads import read_heads, write_heads
-from tests.lightning_tasks.report_folders import report, run_folder
+from tests.lightning_tasks.report.report_folders import report, run_folder
 
 ROW = {"step": 0, "metric": "val/loss", "value": 1.0}
 CELL = {"config": "a", "seed": 0, "rows": [ROW]}

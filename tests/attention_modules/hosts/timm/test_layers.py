@@ -16,7 +16,7 @@ from attention_modules.masks import visible
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import MECHANISMS
-from tests.attention_modules.hosts.timm_cases import LAYERS, layer
+from tests.attention_modules.hosts.timm.cases import LAYERS, layer
 
 
 class Recorder(SoftmaxAttention):

@@ -1,4 +1,4 @@
-"""All attention models of timm, one by one; ``python -m tests.attention_modules.hosts.timm_models`` counts anew.
+"""All attention models of timm, one by one; ``python -m tests.attention_modules.hosts.timm.models`` counts anew.
 
 The count takes minutes (every model is built, on the meta device), so that its result is kept in ``docs``, and
 ``python -m tests.attention_modules.hosts.table`` makes the page of it.
@@ -21,7 +21,7 @@ from torch import nn
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import restore_attention, swap_attention
 
-FILE = Path(__file__).parents[3] / "docs" / "timm_models.csv"
+FILE = Path(__file__).parents[4] / "docs" / "timm_models.csv"
 VERSION = "1.0.31"  # of timm, whose models were counted
 MECHANISMS = ("softmax", "symmetric", "rpc")
 # Convolutional networks: gates of channels and pooling that call themselves attention, in some of their models.

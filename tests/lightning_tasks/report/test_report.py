@@ -16,7 +16,7 @@ from lightning_tasks.runs.robustness import Row, write_csv
 from lightning_tasks.runs.run import read_run
 from lightning_tasks.runs.settings import differences, flatten, read_run_settings, swapped
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
-from tests.lightning_tasks.report_folders import SWAP, report, run_folder
+from tests.lightning_tasks.report.report_folders import SWAP, report, run_folder
 
 HOSTILE = "<script>alert('$x$')</script>"
 

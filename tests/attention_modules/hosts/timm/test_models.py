@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.swap import restore_attention, swap_attention
-from tests.attention_modules.hosts import timm_exercise
-from tests.attention_modules.hosts.timm_models import (
+from tests.attention_modules.hosts.timm import exercise as timm_exercise
+from tests.attention_modules.hosts.timm.models import (
     MECHANISMS,
     VERSION,
     Row,

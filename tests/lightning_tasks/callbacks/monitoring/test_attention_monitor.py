@@ -24,7 +24,7 @@ from tests.lightning_tasks.callbacks.modules import (
     fit,
     weights_of,
 )
-from tests.lightning_tasks.callbacks.test_spectrum_monitor import logged
+from tests.lightning_tasks.callbacks.monitoring.test_spectrum_monitor import logged
 
 
 def first_layer_statistics(module, tokens):

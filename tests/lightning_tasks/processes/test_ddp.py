@@ -11,12 +11,19 @@ import torch
 
 from lightning_tasks.runs.heads import read_heads
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def start(folder, devices, batch_size):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "tests.lightning_tasks.ddp_run", str(folder), str(devices), str(batch_size)]
+    program = [
+        sys.executable,
+        "-m",
+        "tests.lightning_tasks.processes.ddp_run",
+        str(folder),
+        str(devices),
+        str(batch_size),
+    ]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return {**torch.load(folder / "result.pt", weights_only=True), "output": done.stdout}
