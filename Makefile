@@ -15,6 +15,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2
 
 # After `test`, in the same environment: what the extra [mmseg] adds, which `test` skips on a fresh clone.

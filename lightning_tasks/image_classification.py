@@ -17,8 +17,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
 )
 
-from lightning_tasks.base import BaseTask, Buildable
-from lightning_tasks.class_count import class_count
+from lightning_tasks.base import BaseTask, Buildable, class_count
 from lightning_tasks.figures.confusion import draw_confusion
 from lightning_tasks.models.timm_model import (
     InputLimits,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.base import BaseTask, Buildable, class_count
 from lightning_tasks.checkpoints.weights import load_backbone
-from lightning_tasks.class_count import class_count
 from lightning_tasks.models.segmentation import segmentation_builder
 from lightning_tasks.models.timm_model import swap_layers
 from lightning_tasks.runs.files import run_folder

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from attention_modules.prompt import FORMS, PromptAttention
-from datamodules.shared.base import check_at_least
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.training.distributed import epoch_weight
+from lightning_tasks.training.limits import check_integer
 
 Batch = tuple[Tensor, Tensor]
 # Of y f, [n]; each falls as y f grows.
@@ -107,7 +107,7 @@ class TokenSelectionTask(BaseTask):
         if not learn or not set(learn) <= set(LEARNABLE):
             raise ValueError(f"learn must name some of {', '.join(LEARNABLE)}, got {learn}")
         if dim is not None:
-            check_at_least("dim", dim, 1)
+            check_integer("dim", dim, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         if form not in FORMS:

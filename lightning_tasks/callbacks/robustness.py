@@ -13,17 +13,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.robustness.attacks.table import read_attacks, read_eps
-from lightning_tasks.robustness.class_folders import class_folders
-from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
-from lightning_tasks.robustness.evaluation import Batch, Plan, kind_of
-from lightning_tasks.robustness.scores import read_baseline, with_means
+from lightning_tasks.robustness.evaluation import Batch, Kind, Plan
+from lightning_tasks.robustness.images import ImageKind
+from lightning_tasks.robustness.masks import MaskKind
+from lightning_tasks.robustness.scores import with_means
+from lightning_tasks.robustness.settings import read_settings
 from lightning_tasks.robustness.tested_model import InPrecision
+from lightning_tasks.robustness.text import TextKind
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
 from lightning_tasks.runs.robustness import COLUMNS, TABLE, Row, markdown, write_csv
-from lightning_tasks.training.limits import check_integer, check_number
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
 
@@ -89,37 +89,24 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
     ) -> None:
         super().__init__()
-        if num_images is not None:
-            check_integer("num_images", num_images, 1)
-        check_integer("batch_size", batch_size, 1)
-        for name, value in (("num_workers", num_workers), ("seed", seed), ("word_swap_token", word_swap_token)):
-            check_integer(name, value, 0)
-        for value in word_swap_keep or ():
-            check_integer("an id of word_swap_keep", value, 0)
-        self.num_images, self.batch_size, self.num_workers, self.seed = num_images, batch_size, num_workers, seed
-        self.attacks = read_attacks(["fgsm", "pgd"] if attacks is None else attacks)
-        self.eps = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
-        if self.attacks and not self.eps:
-            raise ValueError("eps is empty, and attacks need a radius: give eps=['4/255'], say, or attacks=[] for none")
-        if isinstance(corruptions, str):
-            corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
-        severities = list(SEVERITIES if severities is None else severities)
-        self.corrupted = [(name, severity) for name in corruptions for severity in severities]
-        for each in self.corrupted:
-            check_corruption(*each)
+        self.settings = read_settings(
+            num_images=num_images,
+            attacks=attacks,
+            eps=eps,
+            corruptions=corruptions,
+            severities=severities,
+            baseline=baseline,
+            shifts=shifts,
+            ood=ood,
+            wnids=wnids,
+            word_swap=word_swap,
+            word_swap_token=word_swap_token,
+            word_swap_keep=word_swap_keep,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+        )
         self.baseline_of = baseline
-        self.baseline = None if baseline is None else read_baseline(Path(baseline), self.corrupted)
-        self.shifts, self.ood, self.wnids = dict(shifts or {}), dict(ood or {}), wnids
-        for root in (*self.shifts.values(), *self.ood.values()):
-            class_folders(root)
-        for setting in self.attacks:
-            if setting.source is not None and not Path(setting.source).is_file():
-                raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
-        if word_swap is not None:
-            check_number("word_swap, the share of words that are swapped,", word_swap, minimum=0.0, maximum=1.0)
-        self.word_swap = None if word_swap is None else float(word_swap)
-        self.word_swap_token = word_swap_token
-        self.word_swap_keep = [1] if word_swap_keep is None else list(word_swap_keep)
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
         """The rows of the last test."""
@@ -132,7 +119,7 @@ class RobustnessEvaluation(Callback):
             raise ValueError(
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"
             )
-        kind_of(pl_module).check(self)
+        _kind_of(pl_module).check(self.settings)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen = []
@@ -142,8 +129,9 @@ class RobustnessEvaluation(Callback):
     ) -> None:
         if dataloader_idx:
             return
-        room = None if self.num_images is None else self.num_images - sum(len(seen) for seen, _ in self._seen)
-        inputs, targets = kind_of(pl_module).first(_pair(batch, pl_module), room)
+        most = self.settings.num_images
+        room = None if most is None else most - sum(len(seen) for seen, _ in self._seen)
+        inputs, targets = _kind_of(pl_module).first(_pair(batch, pl_module), room)
         if len(inputs):
             self._seen.append((inputs.detach().cpu().clone(), targets.detach().cpu().clone()))
 
@@ -152,7 +140,7 @@ class RobustnessEvaluation(Callback):
             raise ValueError("RobustnessEvaluation saw no test batch: the first test loader is empty")
         with torch.inference_mode(False), torch.no_grad():
             seen, self._seen = self._seen, []
-            plan = kind_of(pl_module).plan(self, InPrecision(pl_module, trainer), pl_module, trainer, seen)
+            plan = _kind_of(pl_module).plan(self.settings, InPrecision(pl_module, trainer), pl_module, trainer, seen)
             self._run(trainer, pl_module, plan)
         for row in self.table:
             if row.is_measured:
@@ -168,7 +156,12 @@ class RobustnessEvaluation(Callback):
         folder = Path(run_folder(trainer) or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         store = RowStore(self.rows or _beside_runs(folder, loggers_named(trainer, "WandbLogger")) / ROWS, Row)
-        settings = [dict(getattr(pl_module, "hparams", {})), str(trainer.precision), self.batch_size, self.seed]
+        settings = [
+            dict(getattr(pl_module, "hparams", {})),
+            str(trainer.precision),
+            self.settings.batch_size,
+            self.settings.seed,
+        ]
         identity = fingerprint(pl_module, settings, *plan.data)
         plan.one_pass()  # the first one also prepares what later ones find ready
         started = time.monotonic()
@@ -176,7 +169,7 @@ class RobustnessEvaluation(Callback):
         seconds = (time.monotonic() - started) * plan.count / min(plan.count, plan.batch_size)
 
         def write(rows: list[Row]) -> None:
-            self.table = [*with_means(rows, self.baseline, f"against {self.baseline_of}"), *plan.unmeasured]
+            self.table = [*with_means(rows, self.settings.baseline, f"against {self.baseline_of}"), *plan.unmeasured]
             write_csv(self.table, folder / TABLE)
             (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
 
@@ -191,6 +184,15 @@ class RobustnessEvaluation(Callback):
                 data = [[getattr(row, column) for column in COLUMNS] for row in self.table]
                 logger.log_table("robustness", columns=list(COLUMNS), data=data)
         print(f"\n{markdown(self.table)}\nfiles: {folder / TABLE}, {folder / MARKDOWN}; rows kept in {store.path}")
+
+
+def _kind_of(task: Any) -> Kind:
+    """The kind of task that a LightningModule is: image classification, if no other."""
+    from lightning_tasks.language_modeling import LanguageModelingTask  # with the tasks come timm and their metrics
+    from lightning_tasks.segmentation import SegmentationTask
+
+    kinds: dict[type, type[Kind]] = {LanguageModelingTask: TextKind, SegmentationTask: MaskKind}
+    return next((kind for known, kind in kinds.items() if isinstance(task, known)), ImageKind)()
 
 
 def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,11 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-import datamodules
-import lightning_tasks
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import did_you_mean, mechanism_class
 from lightning_tasks.errors import UsageError
@@ -32,7 +30,7 @@ _NOISE = re.compile(
     r"Does not validate against any|Subtypes: |Errors:|- Expected a <class 'NoneType'>|- Expected a path but"
     r"|Given value|$"
 )
-_PACKAGES: dict[str, ModuleType] = {"data": datamodules, "model": lightning_tasks}
+_PACKAGES = {"data": "datamodules", "model": "lightning_tasks"}
 
 
 def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
@@ -111,7 +109,7 @@ def _hint(text: str, options: Iterable[str]) -> str:
     if unknown := _UNKNOWN.match(text):
         return did_you_mean(unknown[1], options)
     if (no_path := _NO_PATH.search(text)) and (section := re.match(r'Parser key "(data|model)":', text)):
-        package = _PACKAGES[section[1]]
+        package = import_module(_PACKAGES[section[1]])
         near = did_you_mean(no_path[1], [name for name in package.__all__ if name[0].isupper()])
         return near.replace(" '", f" '{package.__name__}.")
     if no_option := _NO_OPTION.search(text):

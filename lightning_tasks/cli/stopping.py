@@ -13,7 +13,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from datamodules.shared.windows import CutFileError
 from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.errors import reason
 
@@ -66,6 +65,8 @@ def _text(error: OSError | RuntimeError) -> str | None:
     """What the machine refused, None for errors of another kind."""
     if isinstance(error, UnwrittenCheckpoint):
         return str(error)
+    from datamodules.shared.windows import CutFileError
+
     if isinstance(error, CutFileError):
         return str(error).splitlines()[-1].split("CutFileError: ")[-1]  # a worker's has its traceback before it
     if isinstance(error, OSError) and error.errno in _DISK:

@@ -254,6 +254,14 @@ def is_cut_short(*cells: Cell) -> bool:
     return any(cell.result().get("stopped") for cell in cells)
 
 
+def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], picture: Path) -> None:
+    """Draw the metrics over the steps into a PNG file, where any of them was logged."""
+    figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
+    if figure is not None:
+        with written_whole(picture) as path:
+            figure.savefig(path, dpi=110, format="png")
+
+
 def write_tables(
     cells: Sequence[Cell],
     names: Sequence[str],
@@ -273,10 +281,7 @@ def write_tables(
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }
     rows = with_stops(rows)
-    figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
-    if figure is not None:
-        with written_whole(output / "curves.png") as path:
-            figure.savefig(path, dpi=110, format="png")
+    write_curves(rows, names, metrics, output / "curves.png")
     summary = summarise(rows, names, metrics, references)
     print(write_summary(summary, remarks, output))
     if absent := [metric for metric in metrics if metric not in logged]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from datamodules.shared.picture import class_colours, paint
 
 _MOST_NAMED = 24
 
@@ -21,7 +20,9 @@ def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequ
             Truth is None in all or in none.
         names: of the classes.
     """
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import NoNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -30,17 +31,20 @@ def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequ
     FigureCanvasAgg(figure)
     titles = ("image", "prediction") if rows[0][1] is None else ("image", "truth", "prediction")
     panels = figure.subplots(len(rows), len(titles), squeeze=False)
+    palette = colormaps["tab20" if len(names) <= 20 else "gist_ncar"].resampled(max(len(names), 2))
     present: set[int] = set()
     for axes, (image, *both) in zip(panels, rows, strict=True):
         masks = [mask for mask in both if mask is not None]
-        shown = (image, *(paint(image, mask, len(names)) for mask in masks))
-        for panel, picture, title in zip(axes, shown, titles, strict=True):
-            panel.imshow(picture.permute(1, 2, 0).clamp(0, 1).numpy())
+        for panel, mask, title in zip(axes, (None, *masks), titles, strict=True):
+            panel.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy())
+            if mask is not None:
+                unpainted = (mask < 0) | (mask >= len(names))
+                painted = np.ma.masked_array(mask.numpy(), unpainted.numpy())
+                panel.imshow(painted, cmap=palette, norm=NoNorm(), alpha=0.6, interpolation="nearest")
             panel.set_title(title, fontsize=8)
             panel.axis("off")
         present |= set(torch.cat([mask.flatten() for mask in masks]).unique().tolist()) & set(range(len(names)))
-    colours = class_colours(len(names)).tolist()
-    patches = [Patch(color=colours[index], label=names[index]) for index in sorted(present)[:_MOST_NAMED]]
+    patches = [Patch(color=palette(index), label=names[index]) for index in sorted(present)[:_MOST_NAMED]]
     if len(present) > _MOST_NAMED:
         patches.append(Patch(color="none", label=f"and {len(present) - _MOST_NAMED} more"))
     figure.legend(handles=patches, loc="outside right upper", fontsize=7)

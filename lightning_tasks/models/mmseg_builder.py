@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
-from datamodules.shared.base import check_at_least
 from lightning_tasks.errors import reason
 from lightning_tasks.models.mmseg_config import (
     check_types,
@@ -25,6 +24,7 @@ from lightning_tasks.models.mmseg_config import (
     without_pretrained,
 )
 from lightning_tasks.models.segmentation import SegmentationBuilder
+from lightning_tasks.training.limits import check_integer
 
 _ARGUMENTS = ("mmseg_config", "crop_size", "pretrained", "cfg_options")
 _IGNORED = 255  # by every head of mmsegmentation's
@@ -64,7 +64,7 @@ class MMSegBuilder(SegmentationBuilder):
         self.name = description["mmseg_config"]
         size = description.get("crop_size")
         if size is not None:
-            check_at_least("crop_size", size, 1)
+            check_integer("crop_size", size, 1)
         self.config = model_config(config_file(self.name), description.get("cfg_options") or {})
         self.pretrained = bool(description.get("pretrained", False))
         if not self.pretrained:

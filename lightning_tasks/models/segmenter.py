@@ -11,8 +11,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
-from datamodules.shared.base import check_at_least
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+from lightning_tasks.training.limits import check_integer
 
 DECODERS = ("mask_transformer", "linear")
 
@@ -65,7 +65,7 @@ class Segmenter(nn.Module):
             raise ValueError(f"decoder is {decoder!r}: give one of {', '.join(map(repr, DECODERS))}")
         for name, value in (("decoder_dim", decoder_dim), ("decoder_heads", decoder_heads)):
             if value is not None:
-                check_at_least(name, value, 1)
+                check_integer(name, value, 1)
         super().__init__()
         self.num_classes, self.img_size = num_classes, img_size
         self.backbone = build_backbone(backbone, img_size, pretrained, backbone_options or {})

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from datamodules.shared.base import check_at_least
 from lightning_tasks.models.segmentation import SegmentationBuilder
 from lightning_tasks.models.segmenter import DECODERS, Segmenter
 from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities
 from lightning_tasks.models.timm_model import check_model_name
+from lightning_tasks.training.limits import check_integer
 
 _ARGUMENTS = [name for name in inspect.signature(Segmenter).parameters if name != "num_classes"]
 
@@ -41,7 +41,7 @@ class SegmenterBuilder(SegmentationBuilder):
             raise ValueError(f"decoder is {description['decoder']!r}: give one of {', '.join(map(repr, DECODERS))}")
         self.arguments = dict(description)
         size = description.get("img_size", inspect.signature(Segmenter).parameters["img_size"].default)
-        check_at_least("img_size", size, 1)
+        check_integer("img_size", size, 1)
         self.crop_size = None if (description.get("backbone_options") or {}).get("dynamic_img_size") else size
         stride = max(1, size // 2) if inference["stride"] is None else inference["stride"]
         self.windows = Windows(size, stride, inference["windows_at_once"])

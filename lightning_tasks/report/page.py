@@ -24,7 +24,7 @@ from lightning_tasks.runs.run import Read, Run
 from lightning_tasks.runs.safe_files import written_whole
 from lightning_tasks.runs.settings import differences, swapped
 
-TEMPLATE = "report.html.j2"
+TEMPLATE = "page.html.j2"
 MOST_CURVES = 100  # of a page, each of which takes a good part of a second
 _FIRST = ("loss", "perplexity", "top1", "accuracy", "miou")  # what is looked for first
 

@@ -6,11 +6,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from datamodules.shared.images import FileImages, ImageDataset, Images
-from datamodules.shared.paths import class_folders, class_pictures
+if TYPE_CHECKING:
+    from datamodules.shared.images import ImageDataset, Images
 
 _WNID = re.compile(r"n\d{8}")
 
@@ -20,6 +21,17 @@ def imagenet_wnids() -> list[str]:
     from timm.data import ImageNetInfo
 
     return ImageNetInfo("imagenet-1k").label_names()
+
+
+def class_names(root: str | Path) -> list[str]:
+    """The names of the class folders in ``root``, sorted.
+
+    Raises:
+        ValueError: if it is no folder, or holds none.
+    """
+    from datamodules.shared.paths import class_folders
+
+    return class_folders(root)
 
 
 def class_subset(root: str | Path, wnids: Sequence[str]) -> list[int]:
@@ -36,7 +48,7 @@ def class_subset(root: str | Path, wnids: Sequence[str]) -> list[int]:
         ValueError: if it is no such folder, or a name is not among the wnids.
     """
     places = {wnid: index for index, wnid in enumerate(wnids)}
-    names = class_folders(root)
+    names = class_names(root)
     if unknown := [name for name in names if name not in places]:
         raise ValueError(
             f"{root} has {len(unknown)} folders that name no class of the model's {len(places)}, {unknown[0]!r} first; "
@@ -75,7 +87,10 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
     """
     from timm.data import create_transform
 
-    files = FileImages(*class_pictures(Path(root), class_folders(root), f"{Path(root).name}: files"))
+    from datamodules.shared.images import FileImages, ImageDataset
+    from datamodules.shared.paths import class_pictures
+
+    files = FileImages(*class_pictures(Path(root), class_names(root), f"{Path(root).name}: files"))
     images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)
     if all(images[index] is None for index in range(len(images))):  # found now, not after hours of other rows
         images.warn_of_skipped()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.runs.measurements import Measurement
 from lightning_tasks.runs.robustness import Row
-
-if TYPE_CHECKING:
-    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,7 +39,7 @@ class Plan:
 class Kind(Protocol):
     """A kind of task."""
 
-    def check(self, asked: RobustnessEvaluation) -> None:
+    def check(self, asked: RobustnessSettings) -> None:
         """Refuse what this kind has none of, before the test starts; warn of what is not measured.
 
         Raises:
@@ -56,7 +54,7 @@ class Kind(Protocol):
             ValueError: if it is not what this kind of task takes.
         """
 
-    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+    def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
         """The measurements.
 
         Args:
@@ -69,15 +67,3 @@ class Kind(Protocol):
         Raises:
             ValueError: if something that was asked for cannot be measured of this task.
         """
-
-
-def kind_of(task: Any) -> Kind:
-    """The kind that a LightningModule is of: image classification, if no other."""
-    from lightning_tasks.language_modeling import LanguageModelingTask
-    from lightning_tasks.robustness.images import ImageKind
-    from lightning_tasks.robustness.masks import MaskKind
-    from lightning_tasks.robustness.text import TextKind
-    from lightning_tasks.segmentation import SegmentationTask
-
-    kinds: dict[type, type[Kind]] = {LanguageModelingTask: TextKind, SegmentationTask: MaskKind}
-    return next((kind for known, kind in kinds.items() if isinstance(task, known)), ImageKind)()

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from attention_modules.precision import to_float64
-from datamodules.shared.images import ImageDataset, collate_images
 from lightning_tasks.robustness.attacks.common import check_batch, logits_of
 from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
 from lightning_tasks.robustness.attacks.table import GRADIENT, AttackSetting
 from lightning_tasks.robustness.class_folders import (
-    class_folders,
+    class_names,
     class_subset,
     files_digest,
     folder_images,
@@ -31,12 +30,13 @@ from lightning_tasks.robustness.class_folders import (
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, corruption_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detection_metrics
+from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import InPrecision, held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 
 if TYPE_CHECKING:
-    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
+    from datamodules.shared.images import ImageDataset
 
 
 @dataclass
@@ -75,6 +75,8 @@ class Subject:
     def labelled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
         """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
         _, channels, height, width = self.images.shape
+        from datamodules.shared.images import collate_images
+
         found = self._outputs(images, partial(collate_images, shape=(channels, height, width)), advance)
         images.warn_of_skipped()
         return found
@@ -204,7 +206,7 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
     Raises:
         ValueError: if no test image is of these classes.
     """
-    known = wnids is not None and set(class_folders(root)) <= set(wnids)
+    known = wnids is not None and set(class_names(root)) <= set(wnids)
     classes = class_subset(root, wnids) if known and wnids is not None else None
     images, files = _folder(subject, root)
     chosen = torch.ones_like(subject.labels, dtype=torch.bool)
@@ -244,7 +246,7 @@ def _left_out(images: ImageDataset) -> str:
 class ImageKind:
     """Images in [0, 1] to logits: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
-    def check(self, asked: RobustnessEvaluation) -> None:
+    def check(self, asked: RobustnessSettings) -> None:
         if asked.corrupted:
             corruption_library()
 
@@ -252,7 +254,7 @@ class ImageKind:
         check_batch(*batch)
         return batch[0][:room], batch[1][:room]
 
-    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+    def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
         images, labels = (torch.cat(parts) for parts in zip(*seen, strict=True))
         subject = Subject(model, images, labels, task.device, asked.batch_size, asked.num_workers, asked.seed)
         measurements = [clean_measurement(subject), *_attacks(asked, subject, task, trainer)]
@@ -272,7 +274,7 @@ class ImageKind:
         return Plan(measurements, one_pass, len(images), asked.batch_size, [images, labels], unmeasured)
 
 
-def _attacks(asked: RobustnessEvaluation, subject: Subject, task: Any, trainer: Any) -> list[Measurement[Row]]:
+def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: Any) -> list[Measurement[Row]]:
     white_box = {setting.at_own_prediction for setting in asked.attacks if setting.attack.white_box}
     measurements = [gradient_measurement(subject, own) for own in sorted(white_box)]
     for setting in asked.attacks:
@@ -294,7 +296,7 @@ def _twin(path: str, task: Any, trainer: Any) -> nn.Module:
     return InPrecision(load_module(path, type(task)).to(task.device).eval().requires_grad_(False), trainer)
 
 
-def _other_data(asked: RobustnessEvaluation, subject: Subject, trainer: Any) -> list[Measurement[Row]]:
+def _other_data(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[Measurement[Row]]:
     """Shifted data, and what is out of distribution."""
     if not asked.shifts and not asked.ood:
         return []
@@ -307,7 +309,7 @@ def _other_data(asked: RobustnessEvaluation, subject: Subject, trainer: Any) -> 
     return measurements + [ood_measurement(subject, name, root, wnids) for name, root in asked.ood.items()]
 
 
-def _wnids(asked: RobustnessEvaluation, subject: Subject, trainer: Any) -> list[str] | None:
+def _wnids(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[str] | None:
     classes = subject.logits(subject.images[:1]).shape[1]
     own = getattr(trainer.datamodule, "wnids", None) if asked.wnids is None else read_wnids(asked.wnids)
     if own is None:

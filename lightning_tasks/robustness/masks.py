@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -13,13 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, corruption_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
+from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 
-if TYPE_CHECKING:
-    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}
 
 
@@ -85,7 +84,7 @@ def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) 
 class MaskKind:
     """:class:`~lightning_tasks.SegmentationTask`: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
-    def check(self, asked: RobustnessEvaluation) -> None:
+    def check(self, asked: RobustnessSettings) -> None:
         if asked.corrupted:
             corruption_library()
         if asked.baseline is not None:
@@ -96,7 +95,7 @@ class MaskKind:
     def first(self, batch: Batch, room: int | None) -> Batch:
         return batch[0][:room], batch[1][:room]
 
-    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+    def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
         images = [image for batch, _ in seen for image in batch]
         masks = [mask for _, batch in seen for mask in batch]
         # The loader's batches: it knows which images have one size, and how many fit into memory.

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tasks.robustness.attacks.common import is_share
 from lightning_tasks.robustness.evaluation import Batch, Plan
+from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import held_still
 from lightning_tasks.runs.measurements import Advance, Measurement
 from lightning_tasks.runs.robustness import GIVES_NAN, Row
 
-if TYPE_CHECKING:
-    from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 IGNORED = -100
 
 
@@ -96,13 +95,13 @@ def _row(test: str, name: str, setting: str, metric: str, found: Tensor, counted
 class TextKind:
     """:class:`~lightning_tasks.LanguageModelingTask`: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
-    def check(self, asked: RobustnessEvaluation) -> None:
+    def check(self, asked: RobustnessSettings) -> None:
         """Nothing to refuse."""
 
     def first(self, batch: Batch, room: int | None) -> Batch:
         return batch  # a limit of images is none of windows
 
-    def plan(self, asked: RobustnessEvaluation, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
+    def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
         inputs, targets = (torch.cat(parts) for parts in zip(*seen, strict=True))
         text = Text(model, inputs, targets, task.device, asked.batch_size, asked.seed)
         measurements = [clean_text_measurement(text)]

@@ -56,7 +56,7 @@ def test_a_name_is_taken_once(registry):
     class Mine(AttentionMechanism):
         pass
 
-    with pytest.raises(ValueError, match=r"'rpc' is taken by attention_modules\.rpc\.RPCAttention"):
+    with pytest.raises(ValueError, match=r"'rpc' is taken by attention_modules\.mechanisms\.rpc\.RPCAttention"):
         register_mechanism("rpc")(Mine)
     assert register_mechanism("mine")(Mine) is register_mechanism("mine")(Mine) is mechanism_class("mine")
 

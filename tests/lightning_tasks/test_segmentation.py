@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
 from datamodules import DigitScenesDataModule
-from datamodules.shared.picture import class_colours, paint
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
@@ -266,16 +265,20 @@ def test_norms_biases_and_embeddings_have_no_weight_decay():
 
 def test_truth_and_prediction_are_painted_in_their_own_panels():
     image, truth, predicted = torch.rand(3, 4, 4), torch.zeros(4, 4).long(), torch.full((4, 4), 2)
+    truth[0, 0] = -1
     figure = draw_masks([(image, truth, predicted)], ["sky", "tree", "road"])
-    panels = {axes.get_title(): torch.tensor(axes.images[0].get_array()) for axes in figure.axes}
-    assert list(panels) == ["image", "truth", "prediction"]
-    for name, mask in (("truth", truth), ("prediction", predicted)):
-        torch.testing.assert_close(panels[name].permute(2, 0, 1).float(), paint(image, mask, 3).float())
-    torch.testing.assert_close(panels["image"].permute(2, 0, 1).float(), image)
+    panels = {axes.get_title(): axes.images for axes in figure.axes}
+    assert [(title, len(drawn)) for title, drawn in panels.items()] == [("image", 1), ("truth", 2), ("prediction", 2)]
+    for drawn in panels.values():
+        torch.testing.assert_close(torch.tensor(drawn[0].get_array()).permute(2, 0, 1).float(), image)
+    colours = {name: panels[name][1].to_rgba(panels[name][1].get_array()) for name in ("truth", "prediction")}
+    assert colours["truth"][0, 0, 3] == 0  # no class, no paint
+    assert (colours["truth"][0, 1] == colours["truth"][3, 3]).all()
+    assert [panels[name][1].get_alpha() for name in colours] == [0.6, 0.6]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["sky", "road"]
-    colours = [torch.tensor(patch.get_facecolor()[:3]) for patch in legend.get_patches()]
-    torch.testing.assert_close(torch.stack(colours).float(), class_colours(3)[[0, 2]].float())
+    for patch, name in zip(legend.get_patches(), colours, strict=True):
+        assert patch.get_facecolor()[:3] == pytest.approx(tuple(colours[name][3, 3, :3]))
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------------
@@ -380,7 +383,7 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
     metric.update(module.predict_masks(images[:3]), masks[:3])
     assert rows["clean", "", "", "mIoU"].value == pytest.approx(scores(metric.compute())["miou"])
     noisy = SegmentationScores(11, 255)
-    noisy.update(module.predict_masks(corrupt(images[:3], "gaussian_noise", 5, seed=callback.seed)), masks[:3])
+    noisy.update(module.predict_masks(corrupt(images[:3], "gaussian_noise", 5, seed=callback.settings.seed)), masks[:3])
     found = scores(noisy.compute())["miou"]
     assert found != pytest.approx(scores(metric.compute())["miou"])  # even of random weights
     assert rows["corruption", "gaussian_noise", "5", "mIoU"].value == pytest.approx(found)

@@ -289,7 +289,7 @@ class Runner:
     """Runs cases in this process, in one folder, with one parser for each subcommand."""
 
     def __init__(self) -> None:
-        from lightning_tasks.cli.fit import fit as cli
+        from lightning_tasks.cli import fit as cli
 
         self._parsers: dict[str, tuple[Any, ...]] = {}
         self._kind, self._set_up = cli.AttnswapCLI, cli.AttnswapCLI.setup_parser
@@ -297,8 +297,9 @@ class Runner:
 
     def run(self, case: Case) -> Outcome:
         """The outcome of a case, in a new folder; the working folder is as before afterwards."""
-        from lightning_tasks import cli, compare
         from lightning_tasks.__main__ import main
+        from lightning_tasks.cli import fit as cli
+        from lightning_tasks.compare import command as compare
 
         before, printed = Path.cwd(), io.StringIO()
         self._last.clear()

@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from attention_modules import swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
-from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square, suite
+from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square
 from lightning_tasks.robustness.attacks.table import ATTACKS, AttackSetting, read_eps
 from lightning_tasks.robustness.images import Subject, corruption_measurement
 from lightning_tasks.robustness.text import Text, clean_text_measurement, perplexity
+from lightning_tasks.runs import measurements as suite
 from lightning_tasks.runs.measurements import fingerprint
 from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText

@@ -49,7 +49,7 @@ def attnswap(arguments, folder, environment):
 def test_the_wheel_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"configs/{name}.yaml" for name in shipped_names()} <= names
-    assert "lightning_tasks/report.html.j2" in names
+    assert "lightning_tasks/report/page.html.j2" in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"attention_modules", "lightning_tasks", "datamodules", "configs"}
 

@@ -8,7 +8,7 @@ import pytest
 
 import lightning_tasks.report.page as report_module
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.command import draw_comparison, read_variants, write_results
+from lightning_tasks.compare.command import read_variants, write_curves, write_results
 from lightning_tasks.compare.statistics import write_summary
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.heads import read_heads, write_heads
@@ -201,7 +201,7 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
     rows = [{"config": "a", "seed": 0, **ROW}]
     write_results(rows, out / "results.csv")
     write_summary([], {}, out)
-    draw_comparison(rows, ["a"], ["val/loss"], out / "curves.png")
+    write_curves(rows, ["a"], ["val/loss"], out / "curves.png")
     assert victim.read_text() == "mine"
     assert not any((out / name).is_symlink() for name in ("results.csv", "summary.csv", "summary.md", "curves.png"))
 

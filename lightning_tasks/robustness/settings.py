@@ -1,0 +1,106 @@
+"""What a robustness table is to hold: the arguments of `RobustnessEvaluation`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_tasks.robustness.attacks.table import AttackSetting, read_attacks, read_eps
+from lightning_tasks.robustness.class_folders import class_names
+from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
+from lightning_tasks.robustness.scores import read_baseline
+from lightning_tasks.runs.robustness import Row
+from lightning_tasks.training.limits import check_integer, check_number
+
+
+@dataclass(frozen=True)
+class RobustnessSettings:
+    """The arguments of :class:`~lightning_tasks.callbacks.RobustnessEvaluation`, which says what each of them means.
+
+    Args:
+        corrupted: each corruption with each severity.
+        baseline: the rows of the baseline's table.
+    """
+
+    num_images: int | None
+    attacks: Sequence[AttackSetting]
+    eps: Sequence[tuple[str, float]]
+    corrupted: Sequence[tuple[str, int]]
+    baseline: Sequence[Row] | None
+    shifts: dict[str, str]
+    ood: dict[str, str]
+    wnids: str | None
+    word_swap: float | None
+    word_swap_token: int
+    word_swap_keep: Sequence[int]
+    batch_size: int
+    num_workers: int
+    seed: int
+
+
+def read_settings(
+    *,
+    num_images: int | None,
+    attacks: Sequence[str | dict[str, Any]] | None,
+    eps: Sequence[str | float] | None,
+    corruptions: Sequence[str] | Literal["common", "all"],
+    severities: Sequence[int] | None,
+    baseline: str | None,
+    shifts: dict[str, str] | None,
+    ood: dict[str, str] | None,
+    wnids: str | None,
+    word_swap: float | None,
+    word_swap_token: int,
+    word_swap_keep: Sequence[int] | None,
+    batch_size: int,
+    num_workers: int,
+    seed: int,
+) -> RobustnessSettings:
+    """The settings, with what was left out filled in.
+
+    Raises:
+        ValueError: for what is unknown, out of its limits, or a file that is not there.
+    """
+    if num_images is not None:
+        check_integer("num_images", num_images, 1)
+    check_integer("batch_size", batch_size, 1)
+    for name, value in (("num_workers", num_workers), ("seed", seed), ("word_swap_token", word_swap_token)):
+        check_integer(name, value, 0)
+    for value in word_swap_keep or ():
+        check_integer("an id of word_swap_keep", value, 0)
+    chosen = read_attacks(["fgsm", "pgd"] if attacks is None else list(attacks))
+    radii = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
+    if chosen and not radii:
+        raise ValueError("eps is empty, and attacks need a radius: give eps=['4/255'], say, or attacks=[] for none")
+    if isinstance(corruptions, str):
+        corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
+    levels = list(SEVERITIES if severities is None else severities)
+    corrupted = [(name, severity) for name in corruptions for severity in levels]
+    for each in corrupted:
+        check_corruption(*each)
+    rows = None if baseline is None else read_baseline(Path(baseline), corrupted)
+    for root in (*(shifts or {}).values(), *(ood or {}).values()):
+        class_names(root)
+    for setting in chosen:
+        if setting.source is not None and not Path(setting.source).is_file():
+            raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
+    if word_swap is not None:
+        check_number("word_swap, the share of words that are swapped,", word_swap, minimum=0.0, maximum=1.0)
+    return RobustnessSettings(
+        num_images=num_images,
+        attacks=chosen,
+        eps=radii,
+        corrupted=corrupted,
+        baseline=rows,
+        shifts=dict(shifts or {}),
+        ood=dict(ood or {}),
+        wnids=wnids,
+        word_swap=None if word_swap is None else float(word_swap),
+        word_swap_token=word_swap_token,
+        word_swap_keep=[1] if word_swap_keep is None else list(word_swap_keep),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        seed=seed,
+    )
