@@ -247,7 +247,10 @@ def draw(source: random.Random) -> Case:
     fit = ["fit", "--config", "base.yaml"]
     kind = source.random()
     if kind < 0.3:
-        return Case(fit, {**whole, "base.yaml": _yaml(mutated(base, source))})
+        config = mutated(base, source)
+        if config.get("trainer") in (None, {}, {"init_args": {}}):  # whose defaults are 1,000 epochs
+            fit.append("--trainer.max_steps=1")
+        return Case(fit, {**whole, "base.yaml": _yaml(config)})
     if kind < 0.45:
         return Case(fit, {**whole, "base.yaml": torn(_yaml(base).decode(), source)})
     if kind < 0.7:
