@@ -51,12 +51,7 @@ class RunSummary(Callback):
     @rank_zero_only
     def on_fit_end(self, trainer, pl_module) -> None:
         """Print, and draw."""
-        folder = _csv_folder(trainer)
-        losses = {name: float(value) for name, value in trainer.callback_metrics.items() if self._must_be_finite(name)}
-        print("\n".join(["", self.text(pl_module, folder), *divergence(losses, folder)]))
-
-    def _must_be_finite(self, name: str) -> bool:
-        return name == self.metric or is_loss(name)
+        print("\n".join(["", self.text(pl_module, _csv_folder(trainer)), *divergence_of(trainer, self.metric)]))
 
     def text(self, model: nn.Module, folder: Path | None) -> str:
         """The summary; `folder` is that of the CSV log, None where there is none."""
@@ -81,6 +76,13 @@ def swapped_layers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, AttentionMechanism) and not isinstance(module, SoftmaxAttention)
     ]
+
+
+def divergence_of(trainer, *further: str) -> list[str]:
+    """What :func:`divergence` says of a trainer's last losses, and of `further` metrics."""
+    last = trainer.callback_metrics.items()
+    losses = {name: float(value) for name, value in last if name in further or is_loss(name)}
+    return divergence(losses, _csv_folder(trainer))
 
 
 def divergence(losses: Mapping[str, float], folder: Path | None) -> list[str]:

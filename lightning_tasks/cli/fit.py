@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.prediction_table import PredictionTable
+from lightning_tasks.callbacks.run_summary import RunSummary, divergence_of
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
@@ -224,6 +225,13 @@ class AttnswapCLI(LightningCLI):
         trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root, own_place)
         self._claimed = folder, kept
         self._prepare_wandb(wandb_arguments(trainer.logger), section)
+
+    def after_fit(self) -> None:
+        """Say of a loss that is not finite, where no RunSummary does."""
+        callbacks: list[Callback] = vars(self.trainer)["callbacks"]  # an attribute that Lightning does not declare
+        if not any(isinstance(callback, RunSummary) for callback in callbacks):
+            for line in divergence_of(self.trainer):
+                rank_zero_info(f"attnswap: {line}")
 
     def _prepare_wandb(self, runs: list[Any], section: Any) -> None:
         """Name the W&B runs, have a resumed one go on, and need no key."""

@@ -239,6 +239,13 @@ def test_a_guard_that_stops_ends_the_command_with_an_error_and_its_last_line_say
     assert "non_finite/stopped" in Path("runs/demo/version_0/metrics.csv").read_text()
 
 
+def test_a_loss_that_is_nan_is_said_where_the_recipe_has_no_summary(demo, said):
+    main(["fit", "--config", demo, "--model.rate=.nan"])
+    assert said[-1] == "attnswap: diverged: train/loss is NaN (first at step 1)"
+    main(["fit", "--config", demo])
+    assert "diverged" not in said[-1]
+
+
 @pytest.mark.parametrize(
     ("callback", "arguments", "says"),
     [

@@ -1,6 +1,7 @@
 """Monitors leave the model and the process as they found them: plain layers, no hooks, compiled code."""
 
 import pickle
+import signal
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_plain_layers_are_plain_again_after_an_error(error):
     assert "val/attention/entropy/mean" in trainer.callback_metrics
 
 
+@pytest.fixture
+def _signals():
+    """A trainer whose callbacks fail so leaves its handlers in place, which other tests would meet."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
 def test_an_error_before_the_last_one_was_told_is_made_good_by_the_next_trainer():
     """Lightning tells callbacks of an error one by one, and no more of them once one fails itself."""
 
