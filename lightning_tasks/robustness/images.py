@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from attention_modules.precision import to_float64
-from lightning_tasks.robustness.attacks.common import check_batch, logits_of
+from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
 from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
-from lightning_tasks.robustness.attacks.table import GRADIENT, AttackSetting
+from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.class_folders import (
     class_names,
     class_subset,

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_tasks.robustness.tested_model import Model
+
+GRADIENT = 3.0
+"""Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A function of this package, whether it uses the model's gradient, and its cost in forward passes by options."""
+
+    function: Callable[..., Tensor]
+    white_box: bool
+    passes: Callable[[Mapping[str, Any]], float]
+
+
+ATTACKS: dict[str, Attack] = {}
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+
+def register_attack(*, white_box: bool, passes: Callable[[Mapping[str, Any]], float]) -> Callable[[Function], Function]:
+    """Make an attack known by the name of its function to configuration files.
+
+    Args:
+        white_box: whether it uses the model's gradient.
+        passes: its cost in forward passes, from its options.
+    """
+
+    def register(function: Function) -> Function:
+        ATTACKS[function.__name__] = Attack(function, white_box, passes)
+        return function
+
+    return register
 
 
 def _name(model: Model) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_tasks.robustness.attacks.common import (
+    GRADIENT,
     Best,
     LinfBall,
     check_batch,
@@ -17,10 +18,14 @@ from lightning_tasks.robustness.attacks.common import (
     detached,
     logits_of,
     losses_and_gradient,
+    register_attack,
 )
 from lightning_tasks.robustness.tested_model import Model, held_still
 
 
+@register_attack(
+    white_box=True, passes=lambda options: GRADIENT + 1 + options["restarts"] * (GRADIENT * options["steps"] + 1)
+)
 def pgd(
     model: Model,
     images: Tensor,
@@ -87,6 +92,7 @@ def _with_losses(model: Model, points: Tensor, labels: Tensor) -> tuple[Tensor, 
     return points, cross_entropies(logits_of(model, points), labels)
 
 
+@register_attack(white_box=True, passes=lambda options: GRADIENT)
 def fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float) -> Tensor:
     """Images moved by ``eps`` along the sign of the gradient of the cross-entropy, and clipped to [0, 1].
 

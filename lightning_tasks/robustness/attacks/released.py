@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_tasks.robustness.attacks.common import (
+    GRADIENT,
     LinfBall,
     check_batch,
     check_eps,
@@ -21,14 +22,16 @@ from lightning_tasks.robustness.attacks.common import (
     detached,
     logits_of,
     losses_and_gradient,
+    register_attack,
 )
 from lightning_tasks.robustness.attacks.gradient import ascent
-from lightning_tasks.robustness.attacks.spsa import estimated_ascent
+from lightning_tasks.robustness.attacks.spsa import estimated_ascent, spsa_passes
 from lightning_tasks.robustness.tested_model import Model, held_still
 
 STEPS, STEP_SHARE = 20, 0.15
 
 
+@register_attack(white_box=True, passes=lambda options: 1 + GRADIENT)
 def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float]) -> Tensor:
     """One step of ``eps · std`` away from the model's own prediction, unclipped.
 
@@ -50,6 +53,7 @@ def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, s
         return clean + radius * gradient.sign()
 
 
+@register_attack(white_box=True, passes=lambda options: 2 + GRADIENT * STEPS)
 def released_pgd(model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float]) -> Tensor:
     """The last of 20 steps of .15 ``eps · std`` away from the model's own prediction, unclipped.
 
@@ -63,6 +67,7 @@ def released_pgd(model: Model, images: Tensor, labels: Tensor, *, eps: float, st
         return points
 
 
+@register_attack(white_box=False, passes=lambda options: 1 + spsa_passes(options))
 def released_spsa(
     model: Model,
     images: Tensor,

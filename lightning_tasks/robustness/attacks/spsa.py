@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,10 +18,17 @@ from lightning_tasks.robustness.attacks.common import (
     logits_of,
     margins,
     random_signs,
+    register_attack,
 )
 from lightning_tasks.robustness.tested_model import Model, held_still
 
 
+def spsa_passes(options: Mapping[str, Any]) -> float:
+    """Cost in forward passes."""
+    return float(1 + options["steps"] * (options["samples"] + 1))
+
+
+@register_attack(white_box=False, passes=spsa_passes)
 def spsa(
     model: Model,
     images: Tensor,

@@ -14,6 +14,7 @@ from lightning_tasks.robustness.attacks.common import (
     logits_of,
     margins,
     random_signs,
+    register_attack,
 )
 from lightning_tasks.robustness.tested_model import Model, held_still
 
@@ -22,6 +23,7 @@ _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 _REDRAWS = 10
 
 
+@register_attack(white_box=False, passes=lambda options: 1 + options["queries"])
 def square(
     model: Model,
     images: Tensor,

@@ -1,55 +1,20 @@
-"""The attacks by name, for configuration files: options checked, and what each costs."""
+"""Attacks as configuration files name them: options checked.
+
+The package `lightning_tasks.robustness`, which is imported before this file, registers them.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from torch import Tensor
+from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options
 
-from lightning_tasks.robustness.attacks.common import check_eps, check_options
-from lightning_tasks.robustness.attacks.gradient import fgsm, pgd
-from lightning_tasks.robustness.attacks.released import STEPS, released_fgsm, released_pgd, released_spsa
-from lightning_tasks.robustness.attacks.spsa import spsa
-from lightning_tasks.robustness.attacks.square import square
-from lightning_tasks.robustness.attacks.transfer import transfer
-
-GRADIENT = 3.0
-"""Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
-
-
-@dataclass(frozen=True)
-class Attack:
-    """A function of this package, whether it uses the model's gradient, and its cost in forward passes by options."""
-
-    function: Callable[..., Tensor]
-    white_box: bool
-    passes: Callable[[Mapping[str, Any]], float]
-
-
-def _pgd_passes(options: Mapping[str, Any]) -> float:
-    return GRADIENT + 1 + options["restarts"] * (GRADIENT * options["steps"] + 1)
-
-
-def _spsa_passes(options: Mapping[str, Any]) -> float:
-    return 1 + options["steps"] * (options["samples"] + 1)
-
-
-ATTACKS = {
-    "fgsm": Attack(fgsm, True, lambda options: GRADIENT),
-    "pgd": Attack(pgd, True, _pgd_passes),
-    "spsa": Attack(spsa, False, _spsa_passes),
-    "square": Attack(square, False, lambda options: 1 + options["queries"]),
-    "transfer": Attack(transfer, False, lambda options: 2),  # and that of the attack on the twin
-    "released_fgsm": Attack(released_fgsm, True, lambda options: 1 + GRADIENT),
-    "released_pgd": Attack(released_pgd, True, lambda options: 2 + GRADIENT * STEPS),
-    "released_spsa": Attack(released_spsa, False, lambda options: 1 + _spsa_passes(options)),
-}
 _NO_OPTIONS = ("model", "images", "labels", "eps", "seed", "source", "attack", "options")
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tasks.robustness.attacks.common import check_batch, logits_of
+from lightning_tasks.robustness.attacks.common import check_batch, logits_of, register_attack
 from lightning_tasks.robustness.attacks.gradient import pgd
 from lightning_tasks.robustness.tested_model import Model, held_still
 
 
+@register_attack(white_box=False, passes=lambda options: 2)  # and that of the attack on the twin
 def transfer(
     model: Model,
     images: Tensor,

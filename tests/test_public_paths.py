@@ -1,0 +1,103 @@
+"""Paths that users write in Python, YAML and checkpoints: they stay importable wherever the code behind them moves."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_tasks.training.hparams import import_object
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = """
+lightning_tasks.BaseTask lightning_tasks.ImageClassificationTask lightning_tasks.LanguageModelingTask
+lightning_tasks.SegmentationTask lightning_tasks.TokenSelectionTask lightning_tasks.load_swapped
+lightning_tasks.language_modeling.LanguageModelingTask lightning_tasks.image_classification.ImageClassificationTask
+lightning_tasks.segmentation.SegmentationTask lightning_tasks.token_selection.TokenSelectionTask
+lightning_tasks.token_selection.NormalizedGradientDescent lightning_tasks.base.BaseTask
+lightning_tasks.callbacks.AttentionMapLogger lightning_tasks.callbacks.AttentionMonitor
+lightning_tasks.callbacks.Callback lightning_tasks.callbacks.FreezeQK lightning_tasks.callbacks.LipschitzMonitor
+lightning_tasks.callbacks.LocAteR lightning_tasks.callbacks.NonFiniteGuard lightning_tasks.callbacks.PredictionTable
+lightning_tasks.callbacks.PursuitMonitor lightning_tasks.callbacks.QKWeightDecay
+lightning_tasks.callbacks.RobustnessEvaluation lightning_tasks.callbacks.RunSummary
+lightning_tasks.callbacks.SaveOnStop lightning_tasks.callbacks.SegmentationOverlay
+lightning_tasks.callbacks.SpectrumMonitor lightning_tasks.callbacks.SwapAttention
+lightning_tasks.callbacks.before_sharding lightning_tasks.callbacks.init_from.InitFromCheckpoint
+lightning_tasks.models.TransformerLM lightning_tasks.models.Segmenter
+lightning_tasks.robustness.fgsm lightning_tasks.robustness.pgd lightning_tasks.robustness.spsa
+lightning_tasks.robustness.square lightning_tasks.robustness.transfer lightning_tasks.robustness.input_gradient_norms
+lightning_tasks.robustness.released_fgsm lightning_tasks.robustness.released_pgd
+lightning_tasks.robustness.released_spsa lightning_tasks.__main__.main lightning_tasks.cli.run
+attention_modules.hosts.table attention_modules.masks.visible attention_modules.swapped
+attention_modules.load_pretrained attention_modules.testing.check_mechanism
+attention_modules.rpc.RPCAttention attention_modules.rpc.rpc_attention attention_modules.scaled.ScaledAttention
+attention_modules.softmax.SoftmaxAttention attention_modules.symmetric.SymmetricAttention
+attention_modules.uniform.UniformAttention attention_modules.prompt.PromptAttention
+datamodules.ADE20KDataModule datamodules.AGNewsDataModule datamodules.CIFAR10DataModule
+datamodules.CamVidDataModule datamodules.DigitScenesDataModule datamodules.DigitsDataModule
+datamodules.GutenbergDataModule datamodules.ImageNetDataModule datamodules.PythonSourceDataModule
+datamodules.SegmentationDataModule datamodules.TextDataModule datamodules.TokenSelectionDataModule
+datamodules.VisionDataModule datamodules.WikiTextDataModule
+datamodules.vision.VisionDataModule datamodules.cifar10.CIFAR10DataModule
+""".split()  # noqa: SIM905 a list of one path a line would take three times the lines
+
+
+def resolve(path: str) -> object:
+    """What a dotted path stands for: the longest part that is a module is imported, the rest are attributes."""
+    names = path.split(".")
+    for size in range(len(names), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(names[:size]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[size:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_public_path_is_importable(path):
+    assert resolve(path) is not None
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path.rpartition(".")[2][0].isupper()])
+def test_a_class_path_in_yaml_and_checkpoints_is_found(path):
+    assert import_object(path) is resolve(path)
+
+
+def test_former_modules_are_the_same_objects():
+    """A class is one object under both paths, so that isinstance and pickles agree."""
+    assert resolve("attention_modules.rpc") is resolve("attention_modules.mechanisms.rpc")
+
+
+def test_every_path_in_architecture_md_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:attention_modules|lightning_tasks|datamodules)\.[\w.]+)`", text)
+    assert len(named) > 30
+    for path in named:
+        assert resolve(path) is not None, path
+
+
+def test_no_folder_of_python_is_crowded():
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    files = [Path(line) for line in listed.stdout.split()]
+    if not files:
+        pytest.skip("this is no checkout of git")
+    most = {Path("lightning_tasks/callbacks"): 20, Path("tests/lightning_tasks/callbacks"): 20}
+    for folder in {file.parent for file in files}:
+        count = sum(file.parent == folder for file in files)
+        assert count <= most.get(folder, 16), f"{folder} has {count} files at one level"
+
+
+def test_help_and_recipes_import_no_torch():
+    program = (
+        "import sys; from lightning_tasks.__main__ import main\n"
+        "for arguments in (['--help'], ['recipes'], ['--version']):\n"
+        "    try:\n        main(arguments)\n    except SystemExit:\n        pass\n"
+        "assert not {'torch', 'lightning', 'pandas', 'matplotlib'} & set(sys.modules), 'imported too early'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
