@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +153,6 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if shapes do not fit.
-        ModuleNotFoundError: scipy is not installed.
     """
     _check(v=v, predicted=predicted)
     if v.shape != predicted.shape:
@@ -250,18 +248,11 @@ def _gaussian(gram: Tensor) -> Tensor:
 
 
 def _matched(cosines: Tensor) -> Tensor:
-    assign = _scipy_optimize().linear_sum_assignment
+    from scipy.optimize import linear_sum_assignment
+
     flat = cosines.flatten(0, 1).cpu().numpy()
-    means = [matrix[assign(matrix, maximize=True)].mean() for matrix in flat]
+    means = [matrix[linear_sum_assignment(matrix, maximize=True)].mean() for matrix in flat]
     return torch.tensor(means, dtype=cosines.dtype, device=cosines.device).view(cosines.shape[:2])
-
-
-def _scipy_optimize() -> Any:
-    try:
-        from scipy import optimize
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the matched cosine needs scipy: pip install 'attnswap[analysis]'") from error
-    return optimize
 
 
 def _pairwise(gamma: Tensor) -> tuple[Tensor, Tensor]:

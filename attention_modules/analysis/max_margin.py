@@ -78,10 +78,8 @@ def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
 
 def _dual(rows: Tensor, right: Tensor, what: str) -> Tensor:
     """y >= 0 with ⟨y, right⟩ = 1 and the least ‖Σ y_j rows_j‖, 1 / ‖p‖ (Lawson and Hanson 1974, chapter 23)."""
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise ImportError(f"{what} needs a solver: pip install 'attnswap[analysis]' ({error})") from error
+    from scipy.optimize import nnls
+
     columns = torch.cat([rows.T, right.unsqueeze(0)])
     target = torch.zeros(len(columns), dtype=torch.float64)
     target[-1] = 1
@@ -178,7 +176,6 @@ def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | No
         ValueError: if shapes or indices do not fit, or keys are not finite.
         TypeError: if ``selected`` holds no integers, or something is no tensor or complex.
         RuntimeError: if float64 does not hold the solution, or the solver gives up.
-        ImportError: if the extra ``analysis`` is not installed.
     """
     _check(keys, selected)
     others = _others(keys, selected)
@@ -201,7 +198,6 @@ def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
         ValueError: if shapes do not fit, tokens are not finite, or labels are others than 1 and -1.
         TypeError: if something is no tensor or complex, or labels are bool.
         RuntimeError: as :func:`max_margin_direction`.
-        ImportError: if the extra ``analysis`` is not installed.
     """
     _check_tensors(tokens=tokens, labels=labels)
     if tokens.ndim != 2 or labels.shape != tokens.shape[:1]:
@@ -251,7 +247,7 @@ def locally_optimal(
         bool ``[n]``.
 
     Raises:
-        ValueError, TypeError, RuntimeError, ImportError: as :func:`max_margin_direction`; ValueError also if scores are
+        ValueError, TypeError, RuntimeError: as :func:`max_margin_direction`; ValueError also if scores are
             not finite, or ``p`` separates nothing.
     """
     _check(keys, selected)

@@ -45,20 +45,12 @@ def read_comparison(folder: Path) -> Read:
             "are finished now, which are shown; the same command writes the tables anew"
         )
     logged = {key: places[key][1] for key in _in_order(places, table)}
-    try:
-        summary = summary_of(logged, written)
-    except ModuleNotFoundError as error:
-        summary = written
-        notes.append(f"{folder}: the differences are those that {SUMMARY} had, not made anew: {error}")
-    return Read([_run_of_cell(key, places[key][0], rows) for key, rows in logged.items()], summary, notes)
+    runs = [_run_of_cell(key, places[key][0], rows) for key, rows in logged.items()]
+    return Read(runs, summary_of(logged, written), notes)
 
 
 def summary_of(logged: Logged, written: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The summary of the values `logged`, of the metrics and with the references that a summary `written` before has.
-
-    Raises:
-        ModuleNotFoundError: scipy is not installed.
-    """
+    """The summary of the values `logged`, with the metrics and references of a summary `written` before."""
     if not written:
         return []
     first = written[0]["config"]

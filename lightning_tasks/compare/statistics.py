@@ -73,13 +73,12 @@ def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[i
 
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Student's t-interval of the mean of paired differences; two or more are needed.
+    """Student's t-interval of the mean of paired differences; two or more are needed."""
+    from scipy import stats
 
-    Raises:
-        ModuleNotFoundError: scipy is not installed.
-    """
     values = np.asarray(differences, dtype=float)
-    half = _scipy_stats().t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    # `ttest_rel(...).confidence_interval()` is the same interval, and warns of equal differences, which are a result.
+    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * stats.sem(values)
     return float(values.mean() - half), float(values.mean() + half)
 
 
@@ -88,37 +87,23 @@ def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha:
 
     `std` is the standard deviation of the differences. The probability that the t statistic is beyond its critical
     value is a mean over quantiles of the estimated deviation (scipy's non-central t gives nan for two pairs).
-
-    Raises:
-        ModuleNotFoundError: scipy is not installed.
     """
     if std == 0.0:
         return 0.0
-    stats, degrees = _scipy_stats(), pairs - 1
+    from scipy import optimize, stats
+
+    degrees = pairs - 1
     nodes, weights = np.polynomial.legendre.leggauss(200)
     estimates = stats.chi.ppf((nodes + 1) / 2, degrees) / math.sqrt(degrees)
     limits = stats.t.ppf(1 - alpha / 2, degrees) * estimates
 
-    def reached(shift: float) -> float:
-        return float(weights @ (stats.norm.sf(limits - shift) + stats.norm.cdf(-limits - shift)) / 2)
+    def excess(shift: float) -> float:
+        return float(weights @ (stats.norm.sf(limits - shift) + stats.norm.cdf(-limits - shift)) / 2 - power)
 
-    low, high = 0.0, 1.0
-    while reached(high) < power:
+    high = 1.0
+    while excess(high) < 0:
         high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if reached(middle) < power else (low, middle)
-    return high * std / math.sqrt(pairs)
-
-
-def _scipy_stats() -> Any:
-    try:
-        from scipy import stats
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the summary of a comparison needs scipy: pip install 'attnswap[analysis]'"
-        ) from error
-    return stats
+    return float(optimize.brentq(excess, 0.0, high, xtol=1e-14)) * std / math.sqrt(pairs)
 
 
 def summarise(

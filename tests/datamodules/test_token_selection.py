@@ -17,7 +17,6 @@ def test_the_best_token_leads_along_one_direction(name, seed):
     assert problem.x.dtype == torch.float64
     scores = problem.labels.unsqueeze(-1) * (problem.x @ problem.v)
     assert scores.amax(-1).gt(0).all()
-    pytest.importorskip("scipy")
     from attention_modules.analysis import max_margin_direction
 
     assert max_margin_direction(problem.x, scores.argmax(-1)).norm() <= 1 / GAP + 1e-6

@@ -261,7 +261,6 @@ def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys):
-    pytest.importorskip("scipy")
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     content["base"] = str(TWINS / f"{content['base']}.yaml")

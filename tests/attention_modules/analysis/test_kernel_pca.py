@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("scipy")
-
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
 
 

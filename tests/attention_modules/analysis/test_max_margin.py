@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from scipy import optimize, sparse
 
 from attention_modules.analysis import (
     NotSeparableError,
@@ -14,12 +15,10 @@ from attention_modules.analysis import (
 )
 from tests.attention_modules.mechanisms.test_golden import golden
 
-optimize = pytest.importorskip("scipy.optimize")
-
 
 def another_solver(rows, right):
     """argmin ‖p‖ subject to rows @ p >= right, by an interior-point method."""
-    clarabel, sparse = pytest.importorskip("clarabel"), pytest.importorskip("scipy.sparse")
+    clarabel = pytest.importorskip("clarabel")
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-12
@@ -291,9 +290,3 @@ def test_bad_relaxed_and_scores():
         margin(keys, selected, torch.full((12,), torch.nan))
     with pytest.raises(ValueError, match="keys must be finite"):
         margin(keys * torch.nan, selected, torch.zeros(12))
-
-
-def test_without_the_solver_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "scipy.optimize", None)
-    with pytest.raises(ImportError, match=r"attnswap\[analysis\]"):
-        max_margin_direction(*problem())

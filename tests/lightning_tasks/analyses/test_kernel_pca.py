@@ -9,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 from transformers import BertModel, GPT2Config
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-pytest.importorskip("scipy")
-
 from attention_modules.analysis import NotSeparableError
 from datamodules import TokenSelectionDataModule
 from datamodules.token_selection import TokenProblem

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,11 @@ def test_every_pin_is_exact():
     pins = [line.split(" ;")[0] for line in lines if line and not line.startswith("#")]
     assert all(pin.count("==") == 1 for pin in pins)
     assert {"torch==2.14.1", "torchvision==0.29.2", "lightning==2.6.6"} <= set(pins)
+
+
+def test_scipy_comes_with_the_package_and_the_extra_of_before_is_still_known(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert "scipy>=1.15" in metadata.get_all("Requires-Dist")
+    assert "analysis" in metadata.get_all("Provides-Extra")

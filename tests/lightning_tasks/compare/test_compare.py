@@ -273,7 +273,6 @@ def test_a_half_written_cell_is_run_again(cells):
 
 
 def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, capsys):
-    pytest.importorskip("scipy")
     output = tmp_path / "out"
     command = ["compare", str(comparison), "--seeds", "0:2", "--output", str(output), "--jobs", "2"]
     comparison.write_text(comparison.read_text() + "references: {watched: [fast 1e-1]}\n")

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from lightning_tasks.compare.command import write_results
 from lightning_tasks.compare.statistics import summarise, write_summary
 from tests.lightning_tasks.report.report_folders import report
@@ -32,7 +30,6 @@ def comparison(folder, cells, table):
 
 
 def test_a_comparison_that_was_extended_shows_its_cells(tmp_path):
-    pytest.importorskip("scipy")
     folder = comparison(tmp_path / "out", VALUES, {key: value for key, value in VALUES.items() if key[1] == 0})
     (folder / "cells" / "rpc" / "seed_2").mkdir()
     text, found = report(tmp_path, folder)
@@ -45,7 +42,6 @@ def test_a_comparison_that_was_extended_shows_its_cells(tmp_path):
 
 def test_a_cell_that_was_run_anew_is_shown_and_not_the_table(tmp_path):
     """The cells have the same names, so that nothing but their values tells."""
-    pytest.importorskip("scipy")
     folder = comparison(tmp_path / "out", VALUES, {key: value + 7 for key, value in VALUES.items()})
     _, found = report(tmp_path, folder)
     assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
@@ -60,18 +56,8 @@ def test_configurations_stand_in_the_order_of_the_table_and_seeds_by_number(tmp_
 
 
 def test_where_no_cell_is_finished_the_older_table_is_shown_and_named_so(tmp_path):
-    pytest.importorskip("scipy")
     folder = comparison(tmp_path / "out", {}, VALUES)
     (folder / "cells" / "rpc" / "seed_0").mkdir(parents=True)
     text, found = report(tmp_path, folder)
     assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
     assert "shown is results.csv, which is older than the cells: none of them is finished" in text
-
-
-def test_without_scipy_the_old_differences_are_named_so(tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    folder = comparison(tmp_path / "out", VALUES, VALUES)
-    monkeypatch.setitem(__import__("sys").modules, "scipy", None)
-    text, found = report(tmp_path, folder)
-    assert "the differences are those that summary.csv had, not made anew: the summary" in text
-    assert any(row.startswith("val/loss rpc plain 2 1.25 [") for row in found.rows)
