@@ -15,7 +15,6 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     Raises:
         ValueError: there is no image.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if not images:
@@ -23,7 +22,6 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.axis("off")

@@ -316,12 +316,10 @@ def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], publ
         means: by kind of values, then by measure: one mean a layer.
         published: by measure, the largest that was published.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(3.6 * len(published), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (measure, largest) in zip(figure.subplots(1, len(published)), published.items(), strict=True):
         for kind, found in means.items():
             values = list(found.get(measure, ()))

@@ -203,13 +203,11 @@ def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) 
         picture: the file.
         panels: by layer, then by kind of input: (lengths, values) of every sequence, and their fit.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1 + 3.4 * columns, 0.6 + 3.0 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)

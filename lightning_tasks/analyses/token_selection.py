@@ -256,13 +256,11 @@ def draw(
     regularized: str,
 ) -> None:
     """Draw the paths of p (and of v) against the max-margin directions, and the measures of the descents."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     directions = {"p": p} if v is None else {"p": p, "v": v}
     panels = [*directions, "probability", *(f"correlation_{name}" for name in directions)]
     figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         if panel in directions:
             _draw_plane(

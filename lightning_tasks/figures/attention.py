@@ -90,14 +90,12 @@ def _name(axes: Any, name: str, values: Tensor) -> None:
 
 
 def _panels(rows: int, columns: int, ratio: float, title: str) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     width = 2.2 * columns + 0.4
     lines = textwrap.wrap(title, int(width * _TITLE_LETTERS))
     height = (2.1 * ratio + 0.35) * rows + 0.35 + 0.15 * len(lines)
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle("\n".join(lines), fontsize=9, parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:

@@ -12,13 +12,11 @@ _MOST_NAMES = 40
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> Any:
     """A Matplotlib figure of counts ``[C, C]``, a row a true class, as shares of the row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shares = confusion.float() / confusion.sum(1, keepdim=True).clamp(min=1)
     size = min(12.0, max(4.0, 0.35 * len(names) + 2))
     figure = Figure(figsize=(size + 1, size), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)

@@ -89,13 +89,11 @@ def draw_comparison(
     shown = [metric for metric in metrics if len(steps[metric]) > 1] or [metric for metric in metrics if steps[metric]]
     if not shown:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     differences = paired_differences(rows, configs[0])
     kinds = [(rows, ""), *([(differences, f", difference to {configs[0]}")] if differences else [])]
     figure = Figure(figsize=(5 * len(shown), 3.8 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(figure)
     for (values, kind), line in zip(kinds, figure.subplots(len(kinds), len(shown), squeeze=False), strict=True):
         for axes, metric in zip(line, shown, strict=True):
             for config, look in zip(configs, looks(len(configs)), strict=True):

@@ -19,7 +19,6 @@ def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, 
         values: ``[steps, layers, heads]``; nan stays white.
         label: what the colours, of one scale in all panels, mean.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -29,7 +28,6 @@ def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, 
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     width, height = min(3.0, max(1.5, 0.25 * heads)), min(6.0, max(1.4, 0.25 * len(layers)))
     figure = Figure(figsize=(width * len(shown) + 1.4, height + 1.0), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     places = range(0, len(layers), -(-len(layers) // 8))
     for axes, place in zip(panels, shown, strict=True):

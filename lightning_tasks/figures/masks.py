@@ -21,14 +21,12 @@ def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequ
         names: of the classes.
     """
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import NoNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     height, width = rows[0][0].shape[-2:]
     figure = Figure(figsize=(9.5, 0.5 + 2.6 * len(rows) * height / width), layout="constrained")
-    FigureCanvasAgg(figure)
     titles = ("image", "prediction") if rows[0][1] is None else ("image", "truth", "prediction")
     panels = figure.subplots(len(rows), len(titles), squeeze=False)
     palette = colormaps["tab20" if len(names) <= 20 else "gist_ncar"].resampled(max(len(names), 2))

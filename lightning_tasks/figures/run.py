@@ -32,11 +32,9 @@ def draw_run(curves: dict[str, Curve], picture: Path) -> Path | None:
     panels = [(title, shown) for title, prefixes in PANELS if (shown := select(curves, prefixes))]
     if not panels:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, shown) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, (steps, values) in shown.items():
             axes.plot(steps, values, label=name, linewidth=1.4, marker="o" if len(steps) < 30 else None, markersize=3)

@@ -18,14 +18,12 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
         spectra: for each step, the real parts of the eigenvalues of each layer.
         names: of the layers.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns + 0.6, 2.4 * rows + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat[len(names) :]:
         axes.set_visible(False)

@@ -197,7 +197,7 @@ def test_panels_say_what_their_colours_stand_for():
     words = "model.blocks.1.attn: softmax(q kᵀ) of the q and k given to SymmetricAttention"
     narrow = draw_token_maps(maps[:, :1], [0, 1], ["mean"], words)
     assert " ".join(narrow.get_suptitle().split()) == words  # on several lines, none wider than the figure
-    narrow.canvas.draw()
+    narrow.draw_without_rendering()
     assert narrow._suptitle.get_window_extent().width <= narrow.bbox.width
     over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
     figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
