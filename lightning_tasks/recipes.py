@@ -12,7 +12,7 @@ from typing import Any
 from lightning_tasks.errors import UsageError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-PART_FOLDERS = ("strategy", "logger", "trainer", "robustness")
+PARTS = "parts"  # the folder of files that change a section of any recipe; their names leave it out
 SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
@@ -46,20 +46,26 @@ class Recipe:
 
 
 def recipe_name(path: Path, root: Path = CONFIGS) -> str:
-    """The name of a recipe: its path inside `root` without the suffix, or the bare file name outside of it."""
+    """The name of a recipe or part: its path inside `root` (or its folder of parts) without the suffix.
+
+    Of a file elsewhere, it is the file's name without the suffix.
+    """
     path = path.resolve()
-    return path.relative_to(root).with_suffix("").as_posix() if path.is_relative_to(root) else path.stem
-
-
-def shipped_names(root: Path = CONFIGS) -> list[str]:
-    """Names of every shipped file, recipes and parts, sorted."""
-    return sorted(recipe_name(path, root) for path in root.rglob("*.yaml"))
+    for folder in (root / PARTS, root):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).with_suffix("").as_posix()
+    return path.stem
 
 
 def shipped_recipes(root: Path = CONFIGS) -> list[Recipe]:
-    """Every shipped recipe, sorted by name; the parts (those of `PART_FOLDERS`) are not recipes."""
-    names = [name for name in shipped_names(root) if name.split("/")[0] not in PART_FOLDERS]
-    return [Recipe.read(root / f"{name}.yaml", root) for name in names]
+    """Every shipped recipe, sorted by name."""
+    files = [path for path in root.rglob("*.yaml") if not path.is_relative_to(root / PARTS)]
+    return sorted((Recipe.read(path, root) for path in files), key=lambda recipe: recipe.name)
+
+
+def shipped_parts(root: Path = CONFIGS) -> list[str]:
+    """The names of every shipped part, sorted."""
+    return sorted(recipe_name(path, root) for path in (root / PARTS).rglob("*.yaml"))
 
 
 def find_recipe(name: str, root: Path = CONFIGS) -> Path:
@@ -68,13 +74,15 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
     Raises:
         UsageError: nothing is called `name`; the message lists the nearest names.
     """
-    given, shipped = Path(name), root / f"{name.removesuffix('.yaml')}.yaml"
     with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-        if given.is_file():
-            return given.resolve()
-        if shipped.is_file() and shipped.resolve().is_relative_to(root):
-            return shipped
-    raise UsageError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, shipped_names(root))}")
+        if Path(name).is_file():
+            return Path(name).resolve()
+        for folder in (root, root / PARTS):
+            shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
+            if shipped.is_file() and shipped.resolve().is_relative_to(root):
+                return shipped
+    names = [*(recipe.name for recipe in shipped_recipes(root)), *shipped_parts(root)]
+    raise UsageError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, names)}")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

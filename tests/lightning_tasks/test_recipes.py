@@ -13,13 +13,12 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
     CONFIGS,
-    PART_FOLDERS,
     Recipe,
     check_recipe,
     find_recipe,
     read_settings,
     recipe_name,
-    shipped_names,
+    shipped_parts,
     shipped_recipes,
 )
 from tests.lightning_tasks.recipe_table import README, readme
@@ -27,8 +26,8 @@ from tests.lightning_tasks.recipe_table import README, readme
 TWINS = Path(__file__).resolve().parents[1] / "conf"
 RECIPES = [recipe.name for recipe in shipped_recipes() if "variants" not in read_settings(recipe.path)]
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if "variants" in read_settings(recipe.path)]
-TEST_PARTS = [name for name in shipped_names() if name.split("/")[0] == "robustness"]  # behind --config, to test with
-PARTS = [name for name in shipped_names() if name.split("/")[0] in set(PART_FOLDERS) - {"robustness"}]
+TEST_PARTS = [name for name in shipped_parts() if name.startswith("robustness/")]  # behind --config, to test with
+PARTS = [name for name in shipped_parts() if name not in TEST_PARTS]
 
 # What a twin may change, sizes and amounts of data, and what it may say in addition.
 SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size", "batch_size", "num_workers"}
@@ -54,11 +53,11 @@ ADDED = {"accelerator", "enable_progress_bar", "enable_model_summary"}
 def configs(tmp_path):
     """A folder like `configs` with one recipe and one part."""
     (tmp_path / "paper").mkdir()
-    (tmp_path / "strategy").mkdir()
+    (tmp_path / "parts" / "strategy").mkdir(parents=True)
     (tmp_path / "paper" / "wikitext2.yaml").write_text(
         "# summary: a\n# paper: b\n# needs: c\nmodel: {}\n# paper: late\n"
     )
-    (tmp_path / "strategy" / "ddp.yaml").write_text("strategy: ddp\n")
+    (tmp_path / "parts" / "strategy" / "ddp.yaml").write_text("strategy: ddp\n")
     return tmp_path
 
 
@@ -138,13 +137,17 @@ def test_every_recipe_is_guarded_and_summarised(recipe):
 
 
 def test_parts_are_no_recipes():
-    assert not [recipe.name for recipe in shipped_recipes() if recipe.name.split("/")[0] in PART_FOLDERS]
-    assert all((CONFIGS / folder).is_dir() for folder in PART_FOLDERS)
+    assert not {recipe.name for recipe in shipped_recipes()} & set(shipped_parts())
+    assert not [recipe.name for recipe in shipped_recipes() if recipe.name.startswith("parts")]
 
 
-def test_the_names_of_strategies_are_public():
+def test_the_names_of_parts_are_public():
     promised = {f"strategy/{name}" for name in ("single", "ddp", "ddp_multinode", "fsdp2", "fsdp")}
+    promised |= {"logger/csv", "logger/tensorboard", "logger/wandb", "trainer/bf16", "trainer/smoke"}
     assert promised <= set(PARTS)
+    assert "robustness/standard" in TEST_PARTS
+    for name in shipped_parts():
+        assert recipe_name(find_recipe(name)) == name
 
 
 # -- every shipped file ------------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_every_part_parses(part, own_folder, capsys):
         )
     assert stop.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]
-    content = yaml.safe_load((CONFIGS / f"{part}.yaml").read_text())
+    content = read_settings(find_recipe(part))
     assert all(printed[key] == value for key, value in content.items() if not isinstance(value, dict))
 
 
@@ -221,7 +224,7 @@ def test_every_part_for_a_test_adds_its_callbacks_to_the_recipe_s(part, own_fold
         main(["test", "--config", recipe, "--config", part, "--print_config"])
     assert stop.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
-    own, added = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["trainer"] for name in (recipe, part))
+    own, added = (read_settings(find_recipe(name))["trainer"] for name in (recipe, part))
     expected = [entry["class_path"] for entry in (*own["callbacks"], *added["callbacks+"])]
     assert [entry["class_path"] for entry in printed] == expected
 

@@ -50,7 +50,7 @@ def test_what_does_not_exist_is_a_short_error(arguments, capsys):
 
 
 def test_recipe_names_become_paths():
-    ddp = str(CONFIGS / "strategy" / "ddp.yaml")
+    ddp = str(CONFIGS / "parts" / "strategy" / "ddp.yaml")
     assert expand_recipe_names(["fit", "--trainer", "strategy/ddp", "--model", DEMO]) == [
         "fit", "--trainer", ddp, "--model", DEMO,
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tasks.__main__ import version
-from lightning_tasks.recipes import CONFIGS, shipped_names
+from lightning_tasks.recipes import CONFIGS
 
 ROOT = CONFIGS.parent
 SOURCES = ("attention_modules", "lightning_tasks", "datamodules", "configs", "setup.cfg", "pyproject.toml", "LICENSE")
@@ -49,7 +49,7 @@ def attnswap(arguments, folder, environment):
 
 def test_the_wheel_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"configs/{name}.yaml" for name in shipped_names()} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in CONFIGS.rglob("*.yaml")} <= names
     assert "lightning_tasks/report/page.html.j2" in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"attention_modules", "lightning_tasks", "datamodules", "configs"}

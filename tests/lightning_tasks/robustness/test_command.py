@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.recipes import CONFIGS
+from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.robustness import read_csv
 
 TWIN = Path(__file__).resolve().parents[2] / "conf" / "quickstart" / "language_modeling.yaml"
@@ -41,7 +41,7 @@ def checkpoint(name):
 
 
 def standard():
-    (callback,) = yaml.safe_load((CONFIGS / "robustness/standard.yaml").read_text())["trainer"]["callbacks+"]
+    (callback,) = read_settings(find_recipe("robustness/standard"))["trainer"]["callbacks+"]
     return callback["init_args"]
 
 
