@@ -1,0 +1,156 @@
+"""Models that are wrapped, sharded, compiled, hooked or pruned."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import prune
+
+from attention_modules.layers import SelfAttention
+from attention_modules.mechanisms.softmax import SoftmaxAttention
+from attention_modules.swap import (
+    AttentionSwapError,
+    make_observable,
+    make_plain,
+    restore_attention,
+    swap_attention,
+)
+from tests.attention_modules.swap.models import (
+    DIM,
+    HEADS,
+    Block,
+    NoisyWithoutQuery,
+    state_of,
+)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_wrapped_models_are_refused(one_process: None) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for wrap, text in [
+        (nn.DataParallel, "is a DataParallel.*swap before wrapping the model in DataParallel"),
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+        (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
+        (lambda model: torch.compile(model, backend="eager"), "OptimizedModule.*swap before torch.compile"),
+    ]:
+        model = wrap(Block())
+        with pytest.raises(AttentionSwapError, match=text):
+            swap_attention(model, "softmax")
+        with pytest.raises(AttentionSwapError, match=text):
+            restore_attention(model)
+    model = Block()
+    model.compile(backend="eager")
+    with pytest.raises(AttentionSwapError, match="compiled"):
+        swap_attention(model, "softmax")
+
+
+def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = dist.init_device_mesh("cpu", (1,)), torch.randn(2, 3, DIM)
+    model = fully_shard(Block().eval(), mesh=mesh)
+    before, held = model(x).detach(), set(map(id, model.parameters()))
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(x), before)
+    for mechanism in (NoisyWithoutQuery, "scaled"):
+        options = {"variant": "scalar"} if mechanism == "scaled" else {}
+        with pytest.raises(AttentionSwapError, match=r"cannot swap 'attn'.*would make others.*before_shard"):
+            swap_attention(model, mechanism, **options)
+    assert restore_attention(model) == ["attn"]
+    assert set(map(id, model.parameters())) == held
+    swapped = Block()
+    swap_attention(swapped, NoisyWithoutQuery)
+    with pytest.raises(AttentionSwapError, match="fully_shard"):
+        restore_attention(fully_shard(swapped, mesh=mesh))
+
+
+def test_what_monitors_put_in_comes_out_of_whatever_the_model_became(one_process: None) -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    x = torch.randn(1, 3, DIM)
+    for wrap, alone in [
+        (nn.parallel.DistributedDataParallel, False),
+        (lambda model: torch.compile(model, backend="eager"), False),
+        (lambda model: fully_shard(model, mesh=mesh), False),
+        (lambda model: fully_shard(model.attn, mesh=mesh), True),
+        (lambda model: nn.utils.parametrize.register_parametrization(model.attn, "in_proj_bias", nn.Tanh()), True),
+    ]:
+        model = Block()
+        make_observable(model, ["attn"])
+        wrap(model)
+        expected = model(x)
+        make_plain(model, ["attn"])
+        assert isinstance(getattr(model.attn, "mechanism", None), SoftmaxAttention) == alone
+        assert isinstance(model.attn, FSDPModule) == (alone and not nn.utils.parametrize.is_parametrized(model.attn))
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_no_parameter_goes_unused_under_ddp(one_process: None) -> None:
+    model = Block()
+    swap_attention(model, NoisyWithoutQuery)
+    model.attn.mechanism.noise.requires_grad_(False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # the second step fails where the first left a Parameter without a gradient
+        wrapped(torch.randn(1, 3, DIM)).sum().backward()
+
+
+def test_modules_that_accelerate_hooks_are_refused_for_what_they_are() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    cure = r"remove_hook_from_module\(model, recurse=True\), swap, and dispatch again"
+    model = accelerate.cpu_offload(Block(), execution_device=torch.device("cpu"))
+    with pytest.raises(AttentionSwapError, match=rf"attn \(MultiheadAttention\): accelerate keeps .*{cure}"):
+        swap_attention(model, "softmax")
+    model, x = nn.Sequential(SelfAttention(DIM, HEADS)).eval(), torch.randn(1, 3, DIM)
+    plain = model(x)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    before = state_of(model)
+    with pytest.raises(AttentionSwapError, match=rf"cannot swap '0': accelerate keeps the Linear's .*{cure}"):
+        swap_attention(model, "symmetric")
+    assert state_of(model) == before
+    swap_attention(model, "softmax")  # which leaves the projections as they are
+    torch.testing.assert_close(model(x), plain)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    swap_attention(model, "symmetric")
+
+
+def test_hooks_stay() -> None:
+    model, seen = Block(), []
+    model.attn.register_forward_hook(lambda *_: seen.append(1))
+    swap_attention(model, "softmax")
+    model(torch.randn(1, 3, DIM))
+    assert seen == [1]
+
+
+def test_a_compiled_swapped_layer_pickles() -> None:
+    model, x = Block().eval(), torch.randn(1, 3, DIM)
+    swap_attention(model, "softmax")
+    model.attn.compile(backend="eager")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_pruned_projection_keeps_its_query(name: str) -> None:
+    model = nn.Sequential(SelfAttention(8, 2, qkv_bias=True))
+    prune.l1_unstructured(model[0].qkv, name, 0.5)
+    x = torch.randn(2, 5, 8)
+    plain = model(x)
+    with pytest.raises(AttentionSwapError, match=f"the {name} of its projection 'qkv' is computed at each call"):
+        swap_attention(model, "rpc")
+    torch.testing.assert_close(model(x), plain)
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(x), plain)
+    prune.remove(model[0].qkv, name)
+    swap_attention(model, "rpc")
+    assert model(x).shape == x.shape

@@ -1,0 +1,97 @@
+"""What RobustnessEvaluation refuses, and how settings are written."""
+
+from fractions import Fraction
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tasks.callbacks import RobustnessEvaluation
+from lightning_tasks.robustness.attacks.table import AttackSetting, read_eps
+from tests.lightning_tasks.callbacks.robustness.evaluations import evaluate, trainer
+from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages, pictures
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"attacks": ["pgdd"]}, "unknown attack 'pgdd'; did you mean 'pgd'"),
+        ({"attacks": [{"name": "pgd", "step": 3}]}, "unknown option of pgd 'step'; did you mean 'steps'"),
+        ({"attacks": [{"name": "fgsm", "eps": 3}]}, "unknown option of fgsm 'eps'"),
+        ({"attacks": ["transfer"]}, "needs source: the checkpoint of a twin"),
+        ({"attacks": [{"name": "transfer", "source": "nowhere.ckpt"}]}, "'nowhere.ckpt': no such file"),
+        ({"attacks": ["released_pgd"]}, "needs std"),
+        (
+            {"attacks": [{"name": "square", "queries": 1e3}]},
+            "'square': queries=1000.0 must be .*; write 1000",
+        ),
+        ({"attacks": [{"name": "square", "queries": "many"}]}, "queries='many' must be an integer"),
+        ({"attacks": [{"name": "spsa", "samples": 3}]}, "samples=3 must be an even integer"),
+        ({"attacks": [{"name": "pgd", "step_size": -1}]}, "step_size=-1 must be a positive number"),
+        ({"attacks": ["pgd", {"name": "pgd", "steps": 50}]}, "two attacks are called 'pgd' in the table"),
+        ({"eps": [8]}, r"eps is 8: it must be a number in \[0, 1\]"),
+        ({"eps": ["8/2"]}, r"eps is '8/2': it must be a number in \[0, 1\]"),
+        ({"eps": []}, "eps is empty, and attacks need a radius"),
+        ({"eps": ["a"]}, "eps is 'a'"),
+        ({"eps": ["1/0"]}, "eps is '1/0'"),
+        ({"eps": [True]}, "eps is True"),
+        ({"eps": [np.float32("nan")]}, r"eps is np.float32\(nan\)"),
+        ({"corruptions": ["blurr"]}, "'blurr' is unknown"),
+        ({"severities": [6]}, "severity is 6"),
+        ({"num_images": 0}, "num_images must be an integer of at least 1, got 0"),
+        ({"num_images": "5"}, "num_images must be .* got '5'"),
+        ({"batch_size": 0}, "batch_size must be .* got 0"),
+        ({"num_workers": -1}, "num_workers must be .* got -1"),
+        ({"seed": None}, "seed must be .* got None"),
+        ({"word_swap_keep": [0.5]}, "word_swap_keep must be .* got 0.5"),
+        ({"word_swap": 2.5}, "word_swap, .* at least 0 and at most 1, got 2.5"),
+        ({"word_swap": "0.5"}, "word_swap, .* got '0.5'"),
+        ({"num_images": 2.5}, r"num_images must be .* got 2\.5"),
+        ({"word_swap": True}, "word_swap, .* got True"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_runs(options, says):
+    with pytest.raises(ValueError, match=says):
+        RobustnessEvaluation(**options)
+
+
+def test_batches_of_another_kind_are_named(tmp_path):
+    class Dicts(TinyImages):
+        def test_dataloader(self):
+            return DataLoader([{"image": torch.rand(3, 12, 12)}])
+
+    class Normalised(TinyImages):
+        def test_dataloader(self):
+            images, labels = pictures(4, 12, 0)
+            return DataLoader(TensorDataset(images * 4 - 2, labels))
+
+    with pytest.raises(ValueError, match=r"needs batches \(images, labels\).* is given dict"):
+        evaluate(tmp_path, TinyClassifier(), Dicts())
+    with pytest.raises(ValueError, match=r"give them in \[0, 1\], and let the model normalise"):
+        evaluate(tmp_path, TinyClassifier(), Normalised())
+
+
+def test_a_module_without_gradients_is_named(tmp_path):
+    class Detached(TinyClassifier):
+        def forward(self, images):
+            return super().forward(images).detach()
+
+    with pytest.raises(ValueError, match="Detached gives no gradient for its images"):
+        evaluate(tmp_path, Detached())
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    runner = trainer(tmp_path)
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    with pytest.raises(ValueError, match=r"one process, got 2; test with trainer\.devices=1"):
+        RobustnessEvaluation(corruptions=[]).setup(runner, TinyClassifier(), "test")
+
+
+def test_eps_and_attacks_as_written():
+    assert read_eps("4 / 255") == ("4/255", 4 / 255)
+    assert read_eps(0.25) == read_eps(np.float32(0.25)) == read_eps(Fraction(1, 4)) == ("0.25", 0.25)
+    setting = AttackSetting.read({"name": "pgd", "steps": 5})
+    assert setting.options == {"steps": 5, "step_size": None, "restarts": 1, "random_start": True}
+    assert AttackSetting.read({"name": "transfer", "source": "a", "attack": "square"}).label == "transfer of square"

@@ -1,0 +1,142 @@
+"""A killed evaluation continues; rows of other weights, settings or data are not used."""
+
+import inspect
+import json
+import os
+import signal
+from importlib.metadata import version
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from PIL import Image
+
+from attention_modules import swap_attention
+from lightning_tasks.callbacks import RobustnessEvaluation
+from lightning_tasks.robustness.attacks.table import ATTACKS
+from lightning_tasks.robustness.images import Subject, corruption_measurement
+from lightning_tasks.runs import measurements as suite
+from lightning_tasks.runs.measurements import fingerprint
+from lightning_tasks.runs.robustness import read_csv
+from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
+from tests.lightning_tasks.robustness.modules import TinyImages
+
+
+def test_a_killed_run_goes_on_with_what_is_done(tmp_path, module, counted):
+    calls, failing = counted
+    whole = values(evaluate(tmp_path / "whole", module))
+    calls.clear()
+    failing.add("square")
+    with pytest.raises(SystemExit):  # Lightning's for an interrupt
+        evaluate(tmp_path / "cut", module)
+    assert calls == ["fgsm", "fgsm", "square"]
+    assert [row.name for row in read_csv(tmp_path / "cut/demo/version_0/robustness.csv")] == [*[""] * 3, *["fgsm"] * 2]
+    failing.clear()
+    calls.clear()
+    assert values(evaluate(tmp_path / "cut", module)) == whole
+    assert calls == ["square", "square"]
+    calls.clear()
+    assert values(evaluate(tmp_path / "cut", module)) == whole
+    assert calls == []
+    assert len((tmp_path / "cut/demo/robustness_rows.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_terminated_run_ends_within_a_measurement_and_keeps_what_is_done(tmp_path, module, monkeypatch):
+    def terminated(*args, original=ATTACKS["square"].function, **options):
+        signal.raise_signal(signal.SIGTERM)  # to which Lightning only sets a flag outside of training
+        return original(*args, **options)
+
+    terminated.__signature__ = inspect.signature(ATTACKS["square"].function)
+    monkeypatch.setitem(ATTACKS, "square", type(ATTACKS["fgsm"])(terminated, False, ATTACKS["square"].passes))
+    with pytest.raises(SIGTERMException):
+        evaluate(tmp_path, module, TinyImages(), eps=["4/255"])
+    done = [row.name for row in read_csv(tmp_path / "demo/version_0/robustness.csv")]
+    assert done == ["", "", "", "fgsm"]
+
+
+def test_rows_stay_in_a_run_folder_of_another_name(tmp_path, module):
+    runner = trainer(tmp_path / "run", RobustnessEvaluation(**QUICK), logger=False)
+    runner.test(module, TinyImages(), verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (tmp_path / "run" / "robustness_rows.jsonl").is_file()
+
+
+def test_rows_of_folders_whose_content_changed_are_not_used(folders, tmp_path, module):
+    def samples():
+        rows = evaluate(tmp_path, module, attacks=[], ood={"far": str(folders / "outside")}, rows=str(kept))
+        return len(kept.read_text().splitlines()), next(row.value for row in rows if row.metric == "auroc")
+
+    kept, first = tmp_path / "rows.jsonl", folders / "outside" / "x" / "0.png"
+    before = samples()
+    assert samples() == before
+    stat = first.stat()
+    Image.new("RGB", (14, 14), (255, 0, 0)).save(first)
+    first.write_bytes(first.read_bytes().ljust(stat.st_size, b"\0"))  # the same size,
+    os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # and the same time
+    assert first.stat().st_size == stat.st_size
+    assert samples()[0] == before[0] + 1
+
+
+def test_rows_of_other_weights_settings_or_data_are_not_used(tmp_path, module, counted):
+    calls, _ = counted
+    one = {"attacks": [{"name": "pgd", "steps": 2}], "eps": ["4/255"], "rows": str(tmp_path / "rows.jsonl")}
+
+    def ran(changed, data=None, **options):
+        calls.clear()
+        evaluate(tmp_path, changed, data, **{**one, **options})
+        return len(calls)
+
+    assert ran(module) == 1
+    assert ran(module) == 0
+    assert ran(module, num_images=20) == 1
+    assert ran(module, TinyImages(seed=2)) == 1
+    assert ran(module, seed=3) == 1
+    assert ran(module, attacks=[{"name": "pgd", "steps": 3}]) == 1
+    assert ran(module, eps=["5/255"]) == 1
+    assert ran(module, eps=["5/255", "4/255"]) == 0  # each alone is known
+    swap_attention(module, "rpc", iterations=2, lam=4.0)
+    assert ran(module) == 1
+    assert ran(module) == 0
+    swap_attention(module, "rpc", iterations=3, lam=4.0)  # the same weights
+    assert ran(module) == 1
+    with torch.no_grad():
+        next(module.parameters()).add_(1e-6)
+    assert ran(module) == 1
+
+
+def test_a_line_that_was_cut_short_is_measured_again(tmp_path, module, counted):
+    calls, _ = counted
+    rows = tmp_path / "rows.jsonl"
+    whole = values(evaluate(tmp_path, module, rows=str(rows)))
+    rows.write_bytes(rows.read_bytes()[:-40])
+    calls.clear()
+    with pytest.warns(UserWarning, match="line 6, is cut short"):
+        assert values(evaluate(tmp_path, module, rows=str(rows))) == whole
+    assert len(calls) == 1
+    calls.clear()
+    with pytest.warns(UserWarning, match="line 6"):
+        evaluate(tmp_path, module, rows=str(rows))
+    assert calls == []
+    assert json.loads(rows.read_text().splitlines()[-1])["rows"][0]["name"] == "square"
+
+
+def test_another_version_of_a_library_makes_another_fingerprint(monkeypatch):
+    module = torch.nn.Linear(2, 2)
+    for name in ("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow"):
+        before = fingerprint(module, [])
+        monkeypatch.setattr(suite, "version", lambda asked, name=name: "0.0.1" if asked == name else version(asked))
+        assert fingerprint(module, []) != before
+        monkeypatch.undo()
+    subject = Subject(module, torch.rand(1, 3, 32, 32), torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+    before = corruption_measurement(subject, "fog", 1).what
+    monkeypatch.setattr(suite, "version", lambda asked: "0.0.1")
+    assert corruption_measurement(subject, "fog", 1).what != before
+
+
+def test_a_buffer_that_no_checkpoint_holds_makes_another_fingerprint():
+    module = torch.nn.Module()
+    module.register_buffer("mean", torch.zeros(3), persistent=False)
+    before = fingerprint(module, [])
+    assert fingerprint(module, []) == before
+    module.mean += 0.5
+    assert fingerprint(module, []) != before
