@@ -3,54 +3,36 @@
 import sys
 from importlib import import_module
 
-from attention_modules.diagnostics import rpc_diagnostics
-from attention_modules.layers import SelfAttention
+from attention_modules.diagnostics import rpc_diagnostics as rpc_diagnostics
+from attention_modules.layers import SelfAttention as SelfAttention
 from attention_modules.mechanism import (
-    AttentionMechanism,
-    AttentionSpec,
-    available_mechanisms,
-    build_mechanism,
-    mechanism_class,
-    register_mechanism,
+    AttentionMechanism as AttentionMechanism,
+    AttentionSpec as AttentionSpec,
+    available_mechanisms as available_mechanisms,
+    build_mechanism as build_mechanism,
+    mechanism_class as mechanism_class,
+    register_mechanism as register_mechanism,
 )
-from attention_modules.mechanisms.rpc import RPCAttention, rpc_attention
-from attention_modules.mechanisms.scaled import ScaledAttention, scaled_attention
-from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.mechanisms.symmetric import SymmetricAttention, symmetric_attention
-from attention_modules.mechanisms.uniform import UniformAttention
-from attention_modules.pretrained import load_pretrained
-from attention_modules.prompt import PromptAttention, prompt_attention
-from attention_modules.swap import AttentionSwapError, SwapReport, restore_attention, swap_attention, swapped
+from attention_modules.mechanisms.rpc import RPCAttention as RPCAttention, rpc_attention as rpc_attention
+from attention_modules.mechanisms.scaled import ScaledAttention as ScaledAttention, scaled_attention as scaled_attention
+from attention_modules.mechanisms.softmax import SoftmaxAttention as SoftmaxAttention
+from attention_modules.mechanisms.symmetric import (
+    SymmetricAttention as SymmetricAttention,
+    symmetric_attention as symmetric_attention,
+)
+from attention_modules.mechanisms.uniform import UniformAttention as UniformAttention
+from attention_modules.pretrained import load_pretrained as load_pretrained
+from attention_modules.prompt import PromptAttention as PromptAttention, prompt_attention as prompt_attention
+from attention_modules.swap import (
+    AttentionSwapError as AttentionSwapError,
+    SwapReport as SwapReport,
+    restore_attention as restore_attention,
+    swap_attention as swap_attention,
+    swapped as swapped,
+)
 
 # Where the mechanisms were until 0.1: pickled models and stored class paths name these modules.
 for _name in ("pursuit", "rpc", "scaled", "softmax", "symmetric", "uniform"):
     sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.mechanisms.{_name}")
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AttentionMechanism",
-    "AttentionSpec",
-    "AttentionSwapError",
-    "PromptAttention",
-    "RPCAttention",
-    "ScaledAttention",
-    "SelfAttention",
-    "SoftmaxAttention",
-    "SwapReport",
-    "SymmetricAttention",
-    "UniformAttention",
-    "available_mechanisms",
-    "build_mechanism",
-    "load_pretrained",
-    "mechanism_class",
-    "prompt_attention",
-    "register_mechanism",
-    "restore_attention",
-    "rpc_attention",
-    "rpc_diagnostics",
-    "scaled_attention",
-    "swap_attention",
-    "swapped",
-    "symmetric_attention",
-]

@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_tasks.base import BaseTask
-    from lightning_tasks.checkpoints.load import load_swapped
-    from lightning_tasks.image_classification import ImageClassificationTask
-    from lightning_tasks.language_modeling import LanguageModelingTask
-    from lightning_tasks.segmentation import SegmentationTask
-    from lightning_tasks.token_selection import TokenSelectionTask
+    from lightning_tasks.base import BaseTask as BaseTask
+    from lightning_tasks.checkpoints.load import load_swapped as load_swapped
+    from lightning_tasks.image_classification import ImageClassificationTask as ImageClassificationTask
+    from lightning_tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
+    from lightning_tasks.segmentation import SegmentationTask as SegmentationTask
+    from lightning_tasks.token_selection import TokenSelectionTask as TokenSelectionTask
 
 _HOMES = {
     "BaseTask": "lightning_tasks.base",
@@ -22,14 +22,7 @@ _HOMES = {
     "load_swapped": "lightning_tasks.checkpoints.load",
 }
 
-__all__ = [
-    "BaseTask",
-    "ImageClassificationTask",
-    "LanguageModelingTask",
-    "SegmentationTask",
-    "TokenSelectionTask",
-    "load_swapped",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -110,7 +110,7 @@ def _hint(text: str, options: Iterable[str]) -> str:
         return did_you_mean(unknown[1], options)
     if (no_path := _NO_PATH.search(text)) and (section := re.match(r'Parser key "(data|model)":', text)):
         package = import_module(_PACKAGES[section[1]])
-        near = did_you_mean(no_path[1], [name for name in package.__all__ if name[0].isupper()])
+        near = did_you_mean(no_path[1], [name for name in dir(package) if name[0].isupper()])
         return near.replace(" '", f" '{package.__name__}.")
     if no_option := _NO_OPTION.search(text):
         return did_you_mean(no_option[2], inspect.signature(import_object(no_option[1])).parameters)

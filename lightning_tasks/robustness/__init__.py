@@ -6,20 +6,16 @@ beside the rest (looked up in November 2026): torchattacks (2023) pins requests 
 are those of `imagecorruptions-imaug` (2026).
 """
 
-from lightning_tasks.robustness.attacks.gradient import fgsm, input_gradient_norms, pgd
-from lightning_tasks.robustness.attacks.released import released_fgsm, released_pgd, released_spsa
-from lightning_tasks.robustness.attacks.spsa import spsa
-from lightning_tasks.robustness.attacks.square import square
-from lightning_tasks.robustness.attacks.transfer import transfer
-
-__all__ = [
-    "fgsm",
-    "input_gradient_norms",
-    "pgd",
-    "released_fgsm",
-    "released_pgd",
-    "released_spsa",
-    "spsa",
-    "square",
-    "transfer",
-]
+from lightning_tasks.robustness.attacks.gradient import (
+    fgsm as fgsm,
+    input_gradient_norms as input_gradient_norms,
+    pgd as pgd,
+)
+from lightning_tasks.robustness.attacks.released import (
+    released_fgsm as released_fgsm,
+    released_pgd as released_pgd,
+    released_spsa as released_spsa,
+)
+from lightning_tasks.robustness.attacks.spsa import spsa as spsa
+from lightning_tasks.robustness.attacks.square import square as square
+from lightning_tasks.robustness.attacks.transfer import transfer as transfer

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.runs.heads import TABLE as HEADS
-from lightning_tasks.runs.heads import read_heads
+from lightning_tasks.runs.heads import TABLE as HEADS, read_heads
 from lightning_tasks.runs.log import Rows, merge_epochs, read_metrics
 from lightning_tasks.runs.robustness import Row, read_csv
 from lightning_tasks.runs.safe_files import refuse_foreign

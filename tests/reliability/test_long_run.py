@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_tasks.callbacks.monitoring import charts as layer_charts
-from lightning_tasks.callbacks.monitoring import heads as head_record
+from lightning_tasks.callbacks.monitoring import charts as layer_charts, heads as head_record
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord
 from lightning_tasks.runs.heads import TABLE, read_heads

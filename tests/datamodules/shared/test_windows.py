@@ -3,8 +3,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from datamodules.shared.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows

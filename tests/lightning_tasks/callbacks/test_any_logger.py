@@ -6,8 +6,7 @@ from importlib import import_module
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor
-from lightning_tasks.callbacks import SwapAttention as Swap
+from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SpectrumMonitor, SwapAttention as Swap
 from lightning_tasks.callbacks.robustness import _beside_runs
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.wandb_runs import one_run

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Tenso
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import LocAteR, NonFiniteGuard
-from lightning_tasks.callbacks import non_finite_guard as guard_module
+from lightning_tasks.callbacks import LocAteR, NonFiniteGuard, non_finite_guard as guard_module
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.training.non_finite import Flags, NonFiniteError, dataset_indices, plain
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
