@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -58,12 +58,20 @@ class AttentionMechanism(nn.Module):
     """
 
     uses_query: ClassVar[bool] = True
+    one_query_per_key: ClassVar[bool] = False
+    """Whether it uses queries, and needs as many of them as keys."""
     one_query_a_key: ClassVar[bool] = False
-    """Whether it takes as many queries as keys only, though it uses them."""
+    """The same under its former name, in which a subclass may still set it."""
     gives_weights: ClassVar[bool] = False
     """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]`` that mixed the values."""
     built_with: Mapping[str, object] | None = None
     """The options it was built with by name or class; None where a callable or hand built it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "one_query_a_key" in vars(cls) and "one_query_per_key" not in vars(cls):
+            cls.one_query_per_key = cls.one_query_a_key
+        cls.one_query_a_key = cls.one_query_per_key
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()

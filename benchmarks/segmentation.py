@@ -20,7 +20,7 @@ from attention_modules import symmetric_attention
 from attention_modules.mechanism import AttentionMechanism, Mechanism
 from benchmarks.common import alternate, peak_memory, write_results
 from lightning_tasks.models.segmenter import Segmenter
-from lightning_tasks.models.timm_model import swap_layers
+from lightning_tasks.training.mechanisms import swap_layers
 
 ITERATIONS, LAM, CLASSES, PATCH = 6, 4.0, 150, 16
 RPC, FLOOR, SYMMETRIC = "RPC", "six plain passes", "symmetric"

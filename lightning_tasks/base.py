@@ -211,22 +211,3 @@ def _content(file: str | Path | IO[bytes]) -> dict[str, Any]:
 
 def _in_32_bits(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
-
-
-def class_count(task: str, given: int | None, datamodule: Any) -> int:
-    """The number that was given to a task, or else the data module's.
-
-    Raises:
-        ValueError: if neither is known, or the data has more classes than were given.
-    """
-    found = getattr(datamodule, "num_classes", None)
-    if given is None and found is None:
-        raise ValueError(
-            f"the number of classes is unknown: give {task}(num_classes=...), or fit with a data module that has "
-            f"num_classes after setup (got {type(datamodule).__name__})"
-        )
-    if given is not None and found is not None and found > given:
-        raise ValueError(
-            f"num_classes={given} is below the {found} classes of the data module; leave it out, or give {found}"
-        )
-    return given or int(found)  # type: ignore[arg-type]

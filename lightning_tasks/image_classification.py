@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
 )
 
-from lightning_tasks.base import BaseTask, Buildable, class_count
+from lightning_tasks.base import Buildable
 from lightning_tasks.figures.confusion import draw_confusion
 from lightning_tasks.models.timm_model import (
     InputLimits,
@@ -26,20 +25,18 @@ from lightning_tasks.models.timm_model import (
     check_model_name,
     head_names,
     normalisation,
-    swap_layers,
 )
 from lightning_tasks.runs.files import run_folder, save_picture, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.mean import WeightedMean
-from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
 from lightning_tasks.training.mixup import Mixing, step_seed
-from lightning_tasks.training.optimization import model_groups
+from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
 TOP_K = 5
 
 
-class ImageClassificationTask(BaseTask):
+class ImageClassificationTask(VisionTask):
     """Classification of images in [0, 1] with a timm model; it normalises them itself.
 
     Batches are ``(images [B, C, H, W]`` float in [0, 1]``, labels [B]`` int64``)``, of any B, also none. Logs
@@ -102,8 +99,6 @@ class ImageClassificationTask(BaseTask):
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
     ) -> None:
-        if num_classes is not None and num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         if layer_decay is not None and param_groups is not None:
             raise ValueError("layer_decay makes the optimizer's groups, and so does param_groups: give one of the two")
         mixing = {
@@ -118,10 +113,10 @@ class ImageClassificationTask(BaseTask):
         super().__init__(
             model=check_model_name(model),
             num_classes=num_classes,
-            attention=attention_spec(attention, attention_options),
+            attention=attention,
             attention_options=attention_options,
             attention_layers=attention_layers,
-            other_attention=attention_spec(other_attention),
+            other_attention=other_attention,
             pretrained=pretrained,
             model_options=model_options,
             **mixing,
@@ -143,18 +138,14 @@ class ImageClassificationTask(BaseTask):
         Raises:
             ValueError: if the number of classes is unknown, or the data has more, or other images.
         """
-        datamodule: Any = getattr(self._trainer, "datamodule", None)
-        num_classes = class_count(type(self).__name__, self.hparams["num_classes"], datamodule)
-        self.hparams["num_classes"] = num_classes
+        num_classes, datamodule = self.resolve_classes(), self.datamodule
         options = self.hparams["model_options"] or {}
         model = build_timm_model(self.hparams["model"], num_classes, self.hparams["pretrained"], options)
         self._limits = InputLimits.of(model, self.hparams["model"], options)
         self.in_chans = self._limits.channels
         if getattr(datamodule, "img_size", None) is not None and hasattr(datamodule, "in_chans"):
             self._limits.check((datamodule.in_chans, datamodule.img_size, datamodule.img_size))
-        attention, attention_options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
-        other, other_options = mechanism_from(self.hparams["other_attention"], None)
-        swap_layers(model, attention, attention_options, self.hparams["attention_layers"], other, other_options)
+        self.swap(model)
         for name, values in zip(("mean", "std"), self._normalisation(model), strict=True):
             self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
         self.mixing = Mixing(num_classes, **self._mixing_options)
@@ -195,10 +186,6 @@ class ImageClassificationTask(BaseTask):
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, num_classes]`` of images ``[B, C, H, W]`` in [0, 1]."""
         return self.model(self.normalise(images))
-
-    def setup(self, stage: str) -> None:
-        """Silence what Lightning says of the hook below beside any data module: it is meant."""
-        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch while it is still on the CPU."""
@@ -283,19 +270,6 @@ class ImageClassificationTask(BaseTask):
     def head_names(self) -> list[str]:
         """Names of the modules whose shape follows from the number of classes."""
         return [f"model.{name}" for name in head_names(self.model)]
-
-    @property
-    def class_names(self) -> Sequence[str]:
-        """Names of the classes: the data module's, or their numbers."""
-        size = self.hparams["num_classes"]
-        names = list(getattr(getattr(self._trainer, "datamodule", None), "class_names", None) or ())
-        return [*names, *map(str, range(len(names), size))]
-
-    def optimizer_groups(self) -> list[dict[str, Any]]:
-        """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
-        if self.hparams["param_groups"] is not None:
-            return super().optimizer_groups()
-        return model_groups(self.model, self.hparams["optimizer"], self.hparams["layer_decay"])
 
 
 def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class LanguageModelingTask(BaseTask):
         measures = MetricCollection({"loss": WeightedMean(), "perplexity": PerplexityFromLoss()})
         self.val_metrics = measures.clone(prefix="val/")
         self.test_metrics = measures.clone(prefix="test/")
-        self._chunk_size: int | None = None
+        self._has_plain_head = False
 
     def build_model(self) -> nn.Module:
         """The language model; where the vocabulary was left open, it is the data module's.
@@ -112,7 +112,7 @@ class LanguageModelingTask(BaseTask):
         window = getattr(getattr(self._trainer, "datamodule", None), "num_tokens", None)
         if window is not None:
             check_window(model, window)
-        self._chunk_size = self.hparams["chunk_size"] if has_plain_head(model) else None
+        self._has_plain_head = has_plain_head(model)
         return model
 
     def _vocab_size_of_data(self) -> int:
@@ -146,7 +146,7 @@ class LanguageModelingTask(BaseTask):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """ln p of each target ``[B, T]`` in nats, 0 where the target is -100."""
-        return log_probabilities(self.model, *batch, self._chunk_size)
+        return log_probabilities(self.model, *batch, self._tokens_at_once)
 
     def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
         """A row a window: how many of its tokens count, and their mean loss in nats (0 where none does)."""
@@ -155,9 +155,14 @@ class LanguageModelingTask(BaseTask):
         pairs = zip(counts.tolist(), losses.tolist(), strict=True)
         return [{"tokens": count, "loss": f"{loss:.6f}"} for count, loss in pairs]
 
+    @property
+    def _tokens_at_once(self) -> int | None:
+        """How many tokens' logits exist together; None (all) where a model's logits are more than its head's output."""
+        return self.hparams["chunk_size"] if self._has_plain_head else None
+
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the losses and number of the tokens that count."""
-        return loss_sum(self.model, inputs, targets, self._chunk_size), (targets != IGNORE_INDEX).sum()
+        return loss_sum(self.model, inputs, targets, self._tokens_at_once), (targets != IGNORE_INDEX).sum()
 
     def _evaluate(self, metrics: MetricCollection, dataloader: Any, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,22 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tasks.base import BaseTask, Buildable, class_count
+from lightning_tasks.base import Buildable
 from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.models.segmentation import segmentation_builder
-from lightning_tasks.models.timm_model import swap_layers
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.mean import WeightedMean
-from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
-from lightning_tasks.training.optimization import model_groups
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores, write_class_iou
+from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
 
 
-class SegmentationTask(BaseTask):
+class SegmentationTask(VisionTask):
     """A class for each pixel of images in [0, 1]; the network normalises them itself.
 
     Batches are ``(images [B, 3, H, W]`` float in [0, 1]``, masks [B, H, W]`` int64``)``; in training H = W is the
@@ -87,7 +84,7 @@ class SegmentationTask(BaseTask):
         param_groups: list[dict[str, Any]] | None = None,
     ) -> None:
         if num_classes is not None:
-            _check_classes(num_classes, ignore_index)
+            _check_ignored(ignore_index, num_classes)
         scales = [1.0] if scales is None else [float(scale) for scale in scales]
         if not scales or not all(0 < scale < math.inf for scale in scales):
             raise ValueError(f"scales are {scales}: give at least one, all above 0")
@@ -98,10 +95,10 @@ class SegmentationTask(BaseTask):
             model=description,
             num_classes=num_classes,
             ignore_index=ignore_index,
-            attention=attention_spec(attention, attention_options),
+            attention=attention,
             attention_options=attention_options,
             attention_layers=attention_layers,
-            other_attention=attention_spec(other_attention),
+            other_attention=other_attention,
             backbone_checkpoint=backbone_checkpoint,
             **inference,
             optimizer=optimizer,
@@ -118,10 +115,8 @@ class SegmentationTask(BaseTask):
         Raises:
             ValueError: if the number of classes is unknown, or the data has more, or its crops do not fit.
         """
-        datamodule: Any = getattr(self._trainer, "datamodule", None)
-        num_classes = class_count(type(self).__name__, self.hparams["num_classes"], datamodule)
-        _check_classes(num_classes, self.hparams["ignore_index"])
-        self.hparams["num_classes"] = num_classes
+        num_classes, datamodule = self.resolve_classes(), self.datamodule
+        _check_ignored(self.hparams["ignore_index"], num_classes)
         self._check_ignore_index(datamodule)
         crops, size = getattr(datamodule, "crop_size", None), self._builder.crop_size
         if None not in (crops, size) and crops != size:
@@ -130,9 +125,7 @@ class SegmentationTask(BaseTask):
                 f"crop_size={size}, or the model {self._builder.size_key}={crops}"
             )
         network = self._builder.build(num_classes)
-        attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
-        other, other_options = mechanism_from(self.hparams["other_attention"], None)
-        swap_layers(network, attention, options, self.hparams["attention_layers"], other, other_options)
+        self.swap(network)
         path = self.hparams["backbone_checkpoint"]
         if path is not None and getattr(self._trainer, "training", False):
             load_backbone(network, path)
@@ -154,17 +147,13 @@ class SegmentationTask(BaseTask):
 
         With several scales, or mirror images, the logarithms of the averaged probabilities.
         """
-        return torch.cat(list(self._builder.bands(self.model, images)), -2)
+        return torch.cat(list(self.model.bands(images)), -2)
 
     def predict_masks(self, images: Tensor) -> Tensor:
         """The most likely class of each pixel, ``[B, H, W]``; never holds the logits of a whole image."""
         if not len(images):
             return images.new_zeros(0, *images.shape[2:], dtype=torch.int64)
-        return torch.cat([band.argmax(1) for band in self._builder.bands(self.model, images)], -2)
-
-    def setup(self, stage: str) -> None:
-        """Silence what Lightning says of the hook below beside any data module: it is meant."""
-        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
+        return torch.cat([band.argmax(1) for band in self.model.bands(images)], -2)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch while it is still on the CPU."""
@@ -175,7 +164,7 @@ class SegmentationTask(BaseTask):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The sum of the network's loss terms; a Segmenter's is the mean cross-entropy in nats."""
         images, masks = batch
-        terms = self._builder.losses(self.model, images, masks, self.hparams["ignore_index"])
+        terms = self.model.losses(images, masks, self.hparams["ignore_index"])
         loss = torch.stack(list(terms.values())).sum()
         parts = {f"train/{name}": term for name, term in terms.items()} if len(terms) > 1 else {}
         for name, value in {**parts, "train/loss": loss}.items():
@@ -209,7 +198,7 @@ class SegmentationTask(BaseTask):
             return masks
         ignored, predicted, top = self.hparams["ignore_index"], [], 0
         mean_loss = getattr(self, f"{stage}_loss")
-        for band in self._builder.bands(self.model, images):
+        for band in self.model.bands(images):
             rows = masks[:, top : top + band.shape[-2]]
             counted = (rows != ignored).sum()
             total = functional.cross_entropy(band.float(), rows, ignore_index=ignored, reduction="sum")
@@ -246,23 +235,8 @@ class SegmentationTask(BaseTask):
         """Names of the modules and Parameters whose shape follows from the number of classes."""
         return [f"model.{name}" for name in self.model.head_names()]
 
-    @property
-    def class_names(self) -> Sequence[str]:
-        """Names of the classes: the data module's, or their numbers."""
-        size = self.hparams["num_classes"]
-        names = list(getattr(getattr(self._trainer, "datamodule", None), "class_names", None) or ())
-        return [*names, *map(str, range(len(names), size))]
 
-    def optimizer_groups(self) -> list[dict[str, Any]]:
-        """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
-        if self.hparams["param_groups"] is not None:
-            return super().optimizer_groups()
-        return model_groups(self.model, self.hparams["optimizer"])
-
-
-def _check_classes(num_classes: int, ignore_index: int) -> None:
-    if num_classes < 2:
-        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+def _check_ignored(ignore_index: int, num_classes: int) -> None:
     if 0 <= ignore_index < num_classes:
         raise ValueError(f"ignore_index={ignore_index} is one of the {num_classes} classes: give another number")
 

@@ -41,7 +41,7 @@ class ReducedKeysHost(MultiheadAttentionHost):
         return None
 
     def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
-        if mechanism.uses_query and not mechanism.one_query_a_key:
+        if mechanism.uses_query and not mechanism.one_query_per_key:
             return None
         return (
             f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced "

@@ -22,5 +22,5 @@ def sharded_refusal(layer: nn.Module, built: AttentionMechanism | None) -> str |
     names = " and ".join(type(each).__name__ for each in mechanisms)
     return (
         f"fully_shard() holds its Parameters, which {names} would make others: swap before fully_shard() (in "
-        "configure_model of a LightningModule, lightning_tasks.callbacks.before_sharding(self) has the callbacks do so)"
+        "configure_model of a LightningModule, lightning_tasks.callbacks.swap_now(self) has the callbacks do so)"
     )

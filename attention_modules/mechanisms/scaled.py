@@ -104,7 +104,7 @@ class ScaledAttention(AttentionMechanism):
         ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens.
     """
 
-    one_query_a_key = True
+    one_query_per_key = True
 
     def __init__(self, spec: AttentionSpec, variant: Variant = "matrix", num_tokens: int | None = None) -> None:
         if num_tokens is not None:

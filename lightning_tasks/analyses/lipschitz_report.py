@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.runs.safe_files import written_whole
+
 TABLE, FIGURE, SUMMARY = "lipschitz.csv", "lipschitz.png", "summary.md"
 _SHOWN_LENGTHS = 8
 _FEW_CLUSTERS = 5
@@ -52,12 +54,10 @@ class Row:
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as CSV, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    partial.replace(path)
 
 
 def _fit(rows: Sequence[Row], name: str) -> Fit:

@@ -3,7 +3,7 @@
 from lightning_tasks.callbacks.attention_maps import AttentionMapLogger
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.configure_hook import before_sharding
+from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
@@ -37,4 +37,5 @@ __all__ = [
     "SwapAttention",
     "WarnOfMissedValidation",
     "before_sharding",
+    "swap_now",
 ]

@@ -133,7 +133,7 @@ class AttentionMonitor(MechanismObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hooks is not None:
-            means = _means(self._close())
+            means = _means(self._collect())
             logged = {name: mean for name, mean in means.items() if self._is_logged(name)}
             numbers = log_now(pl_module, logged, means)
             self._warn(numbers, f"training step {self._last_step}")
@@ -212,7 +212,7 @@ class AttentionMonitor(MechanismObserver):
         """Keep what a batch of an evaluation gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
-        seen = self._close()
+        seen = self._collect()
         if BY_HEAD in self.statistics:
             self._evaluated = self._by_head if self._evaluated is None else self._evaluated + self._by_head
         self._warn(to_numbers(_means(seen)), f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
@@ -301,8 +301,8 @@ class AttentionMonitor(MechanismObserver):
         }
         self._warnings.look(seen, where, self._untrained)
 
-    def _close(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Unhook; by logged name, the sum of what was seen since :meth:`_open`, and over how many rows."""
+    def _collect(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Unhook, and return by logged name the sum of what was seen since :meth:`_open`, and over how many rows."""
         if self._hooks is None:
             return {}
         self._unhook()

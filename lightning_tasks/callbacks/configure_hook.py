@@ -50,21 +50,24 @@ def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action
     actions[id(owner)] = (trainer, action)
 
 
-def before_sharding(pl_module: pl.LightningModule) -> None:
-    """Have the trainer's callbacks swap attention now: call it in ``configure_model``, before ``fully_shard``.
+def swap_now(pl_module: pl.LightningModule) -> None:
+    """Have the trainer's callbacks swap attention now, between the building of the network and what wraps it.
 
-    Left alone they act at the end of ``configure_model``, when a module that shards itself there (for Lightning's
-    ``ModelParallelStrategy``) has Parameters that no swap may change any more. They then find their work done. Nothing
-    happens without a trainer, or where no callback swaps::
+    Left alone they act at the end of ``configure_model``. A module that compiles or shards its network in there (for
+    Lightning's ``ModelParallelStrategy``) calls this first, as no swap may change the network afterwards. The callbacks
+    then find their work done. Nothing happens without a trainer, or where no callback swaps::
 
         def configure_model(self):
             if self.model is None:
                 self.model = build()
-                before_sharding(self)
-                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+                swap_now(self)
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])  # or torch.compile
     """
     for _, action in list((_pending_actions(pl_module) or {}).values()):
         action(pl_module)
+
+
+before_sharding = swap_now  # its former name
 
 
 def forget_actions(pl_module: pl.LightningModule, owner: Callback) -> None:

@@ -131,7 +131,7 @@ class LipschitzMonitor(LayerObserver):
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
         if self._hooks is None:
             return
-        calls = self._close()
+        calls = self._collect()
         for index, layer in enumerate(self._chosen(pl_module)):
             if index in calls:
                 given = calls.pop(index)
@@ -176,8 +176,8 @@ class LipschitzMonitor(LayerObserver):
             (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
         )
 
-    def _close(self) -> dict[int, list[LayerCall]]:
-        """Unhook; what was seen since :meth:`_open`."""
+    def _collect(self) -> dict[int, list[LayerCall]]:
+        """Unhook, and return what was seen since :meth:`_open`."""
         self._unhook()
         calls = self._calls
         self._forget()

@@ -222,7 +222,7 @@ def _refuse_compiled(pl_module: pl.LightningModule) -> None:
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise AttentionSwapError(
                 f"{name or 'the module'} was compiled before SwapAttention could swap: build the network in __init__, "
-                "or call lightning_tasks.callbacks.before_sharding(self) after building and before compiling it"
+                "or call lightning_tasks.callbacks.swap_now(self) after building and before compiling it"
             )
 
 

@@ -190,7 +190,7 @@ def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int 
         model: a causal language model.
         inputs: token ids ``[B, N]``.
         targets: next tokens ``[B, N]``, -100 where none counts.
-        chunk_size: tokens whose logits exist together, for a model that :func:`has_plain_head`; else None.
+        chunk_size: tokens whose logits exist together, for a model that :func:`has_plain_head`; None for all tokens.
     """
     check_window(model, inputs.size(1))
     head = _head(model)

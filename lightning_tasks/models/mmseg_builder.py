@@ -1,12 +1,12 @@
-"""A model of mmsegmentation's as its task uses it: its own loss on crops, its own prediction of whole images."""
+"""A model of mmsegmentation's from its description: its own loss on crops, its own prediction of whole images."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class MMSegBuilder(SegmentationBuilder):
         check_types(config)
         try:
             with DefaultScope.overwrite_default_scope("mmseg"), _quiet():
+                config.type = task_class(MODELS.get(config.type))
                 network: Any = revert_sync_batchnorm(MODELS.build(config))
         except (AssertionError, KeyError, TypeError, ImportError) as error:
             raise ValueError(f"mmseg_config={self.name} could not be built: {error or type(error).__name__}") from error
@@ -116,33 +117,58 @@ class MMSegBuilder(SegmentationBuilder):
             )
         with suppress(AttentionSwapError):  # no attention that a host knows
             swap_attention(network, "softmax")  # mmsegmentation's own makes N x N maps, and throws them away
-        spared = [name for name, _ in network.named_parameters() if name.rpartition(".")[2] in _NO_WEIGHT_DECAY]
-        network.no_weight_decay = partial(frozenset, spared)  # as timm's models say it
-        parts = [name for name, _ in network.named_parameters() if "head" in name]
-        of_classes = [name for name in parts if any(part.endswith(_CLASS_PARTS) for part in name.split("."))]
-        network.head_names = partial(list, of_classes)
         return network
 
-    def losses(self, network: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+
+@functools.cache
+def task_class(plain: Any) -> type[nn.Module]:
+    """A segmentor of mmsegmentation's, as a :class:`~lightning_tasks.models.segmentation.SegmentationNetwork`."""
+    return type(plain.__name__, (_OfTask, plain), {})
+
+
+def _blank(plain: Any) -> nn.Module:
+    """An empty network, for unpickling to fill."""
+    cls = task_class(plain)
+    return cls.__new__(cls)
+
+
+class _OfTask:
+    """What a segmentor of mmsegmentation's is to its task, beside what it is to mmsegmentation."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By the segmentor's own class: no import finds one that is made here."""
+        return _blank, (type(self).__mro__[2],), self.__dict__
+
+    def head_names(self: Any) -> list[str]:
+        """The Parameters of its heads that have a part for each class."""
+        parts = [name for name, _ in self.named_parameters() if "head" in name]
+        return [name for name in parts if any(part.endswith(_CLASS_PARTS) for part in name.split("."))]
+
+    def no_weight_decay(self: Any) -> frozenset[str]:
+        """Embeddings of positions and classes, as timm's models say it."""
+        names = [name for name, _ in self.named_parameters()]
+        return frozenset(name for name in names if name.rpartition(".")[2] in _NO_WEIGHT_DECAY)
+
+    def losses(self: Any, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The loss terms of the model's own `loss`; what else that measures (`acc_seg`) is no loss."""
         from mmengine.structures import PixelData
 
         if not len(images):  # every image of the batch was damaged: its data preprocessor looks at the first
-            return {"loss": torch.stack([each.sum() for each in network.parameters() if each.requires_grad]).sum() * 0}
+            return {"loss": torch.stack([each.sum() for each in self.parameters() if each.requires_grad]).sum() * 0}
         samples = _samples(images)
-        masks = masks.masked_fill(masks == ignore_index, _ignored(network))
+        masks = masks.masked_fill(masks == ignore_index, _ignored(self))
         for sample, mask in zip(samples, masks, strict=True):
             sample.gt_sem_seg = PixelData(data=mask[None])
-        found: dict[str, Any] = network.loss(**preprocessed(network, images, samples, training=True))
+        found: dict[str, Any] = self.loss(**preprocessed(self, images, samples, training=True))
         terms = {name: value for name, value in found.items() if "loss" in name}  # as mmengine's `parse_losses`
         return {
             name: value.mean() if isinstance(value, Tensor) else torch.stack([part.mean() for part in value]).sum()
             for name, value in terms.items()
         }
 
-    def bands(self, network: Any, images: Tensor) -> Iterator[Tensor]:
+    def bands(self: Any, images: Tensor) -> Iterator[Tensor]:
         """The logits of the model's own `predict`, all rows at once: it holds them all."""
-        results = network.predict(**preprocessed(network, images, _samples(images), training=False))
+        results = self.predict(**preprocessed(self, images, _samples(images), training=False))
         yield torch.stack([result.seg_logits.data for result in results])
 
 

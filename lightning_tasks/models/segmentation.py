@@ -1,4 +1,4 @@
-"""What a segmentation model is to its task, and which builder a description of one means."""
+"""What a segmentation network is to its task, and which builder a description of one means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,8 +17,21 @@ BUILDERS = {
 }
 
 
+class SegmentationNetwork(Protocol):
+    """What a network that a :class:`SegmentationBuilder` builds has for its task, beside being a module."""
+
+    def losses(self, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+        """Loss terms by name, to be summed, of images ``[B, 3, H, W]`` in [0, 1] and masks ``[B, H, W]``."""
+
+    def bands(self, images: Tensor) -> Iterator[Tensor]:
+        """Log-probabilities or logits ``[B, K, rows, W]`` of whole images, band by band from the top."""
+
+    def head_names(self) -> list[str]:
+        """The modules and Parameters that have a part for each class."""
+
+
 class SegmentationBuilder(ABC):
-    """Builds a network from its description, and says how the task uses it.
+    """Checks the description of a network, and builds it.
 
     Args:
         description: plain data, with the key of `BUILDERS`.
@@ -39,15 +52,7 @@ class SegmentationBuilder(ABC):
 
     @abstractmethod
     def build(self, num_classes: int) -> nn.Module:
-        """The network; its ``head_names()`` are the modules and Parameters that have a part for each class."""
-
-    @abstractmethod
-    def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
-        """Loss terms by name, to be summed, of images ``[B, 3, H, W]`` in [0, 1] and masks ``[B, H, W]``."""
-
-    @abstractmethod
-    def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
-        """Log-probabilities or logits ``[B, K, rows, W]`` of whole images, band by band from the top."""
+        """The network, a :class:`SegmentationNetwork`."""
 
 
 def segmentation_builder(description: Mapping[str, Any], inference: Mapping[str, Any]) -> SegmentationBuilder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_tasks.models.sliding_window import Prediction, Windows
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
 from lightning_tasks.training.limits import check_integer
 
@@ -68,6 +69,7 @@ class Segmenter(nn.Module):
                 check_integer(name, value, 1)
         super().__init__()
         self.num_classes, self.img_size = num_classes, img_size
+        self.prediction = Prediction(Windows(img_size, max(1, img_size // 2)))  # of whole images
         self.backbone = build_backbone(backbone, img_size, pretrained, backbone_options or {})
         width = self.backbone.num_features
         dim = decoder_dim or width
@@ -123,6 +125,15 @@ class Segmenter(nn.Module):
             raise ValueError(f"images must be [B, 3, H, W], got {list(images.shape)}")
         logits = self.decoder(self.tokens((images - self.image_mean) / self.image_std))  # [B, h, w, K]
         return functional.interpolate(logits.permute(0, 3, 1, 2), size=images.shape[-2:], mode="bilinear")
+
+    def losses(self, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
+        """The mean cross-entropy in nats over the pixels of masks ``[B, H, W]`` that count, 0 where none does."""
+        total = functional.cross_entropy(self(images).float(), masks, ignore_index=ignore_index, reduction="sum")
+        return {"loss": total / (masks != ignore_index).sum().clamp(min=1)}
+
+    def bands(self, images: Tensor) -> Iterator[Tensor]:
+        """Logits ``[B, K, rows, W]`` of whole images ``[B, 3, H, W]`` of any size, band by band from the top."""
+        return self.prediction.bands(self, images)
 
 
 class MaskTransformer(nn.Module):

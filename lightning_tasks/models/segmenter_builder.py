@@ -1,17 +1,16 @@
-"""The native Segmenter as its task uses it: cross-entropy on crops, sliding windows on whole images."""
+"""The native Segmenter from its description."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from lightning_tasks.models.segmentation import SegmentationBuilder
 from lightning_tasks.models.segmenter import DECODERS, Segmenter
-from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities
+from lightning_tasks.models.sliding_window import Prediction, Windows
 from lightning_tasks.models.timm_model import check_model_name
 from lightning_tasks.training.limits import check_integer
 
@@ -44,18 +43,10 @@ class SegmenterBuilder(SegmentationBuilder):
         check_integer("img_size", size, 1)
         self.crop_size = None if (description.get("backbone_options") or {}).get("dynamic_img_size") else size
         stride = max(1, size // 2) if inference["stride"] is None else inference["stride"]
-        self.windows = Windows(size, stride, inference["windows_at_once"])
-        self.scales, self.flip = list(inference["scales"]), inference["flip"]
+        windows = Windows(size, stride, inference["windows_at_once"])
+        self.prediction = Prediction(windows, tuple(inference["scales"]), inference["flip"])
 
     def build(self, num_classes: int) -> nn.Module:
-        return Segmenter(num_classes=num_classes, **self.arguments)
-
-    def losses(self, network: nn.Module, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
-        total = functional.cross_entropy(network(images).float(), masks, ignore_index=ignore_index, reduction="sum")
-        return {"loss": total / (masks != ignore_index).sum().clamp(min=1)}  # 0, not nan, where nothing counts
-
-    def bands(self, network: nn.Module, images: Tensor) -> Iterator[Tensor]:
-        if self.scales == [1.0] and not self.flip:
-            yield from logit_bands(network, images, self.windows)
-        else:
-            yield multi_scale_probabilities(network, images, self.windows, self.scales, self.flip).clamp(1e-12).log()
+        network = Segmenter(num_classes=num_classes, **self.arguments)
+        network.prediction = self.prediction
+        return network

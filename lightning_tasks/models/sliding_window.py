@@ -43,6 +43,28 @@ class Windows:
         return [*range(0, length - self.size, self.stride), length - self.size]
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """How whole images are predicted.
+
+    Args:
+        windows: how they are cut.
+        scales: factors that images are scaled by; class probabilities are averaged over them.
+        flip: whether mirror images count too.
+    """
+
+    windows: Windows
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False
+
+    def bands(self, network: Network, images: Tensor) -> Iterator[Tensor]:
+        """Logits ``[B, K, rows, W]`` from the top; with several scales or mirror images log-probabilities, at once."""
+        if self.scales == (1.0,) and not self.flip:
+            yield from logit_bands(network, images, self.windows)
+        else:
+            yield multi_scale_probabilities(network, images, self.windows, self.scales, self.flip).clamp(1e-12).log()
+
+
 def logit_bands(network: Network, images: Tensor, windows: Windows) -> Iterator[Tensor]:
     """Logits ``[B, K, rows, W]`` of bands of an image, from the top to the bottom.
 

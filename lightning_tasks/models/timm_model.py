@@ -13,8 +13,6 @@ from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 
-from attention_modules.mechanism import Mechanism
-from attention_modules.swap import swap_attention
 from lightning_tasks.errors import reason
 
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -87,25 +85,6 @@ def head_names(model: nn.Module) -> list[str]:
     """Names of the layers of a timm model whose shape follows from the number of classes."""
     names = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     return [names] if isinstance(names, str) else list(names)
-
-
-def swap_layers(
-    model: nn.Module,
-    attention: Mechanism,
-    options: Mapping[str, Any],
-    layers: Sequence[int] | None,
-    other: Mechanism = "softmax",
-    other_options: Mapping[str, Any] | None = None,
-) -> None:
-    """Put ``attention`` into the chosen layers and ``other`` into the rest; plain softmax stays timm's own.
-
-    Raises:
-        AttentionSwapError: as :func:`attention_modules.swap_attention`.
-    """
-    if layers is not None and other != "softmax":
-        swap_attention(model, other, **(other_options or {}))
-    if attention != "softmax" or (layers is not None and other != "softmax"):
-        swap_attention(model, attention, layers=None if layers is None else list(layers), **options)
 
 
 def normalisation(

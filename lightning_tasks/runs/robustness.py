@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from lightning_tasks.runs.safe_files import written_whole
 
 GIVES_NAN = "the model gives nan"
 """The note of a figure that is nan, and was measured."""
@@ -63,12 +64,10 @@ COLUMNS = [field.name for field in fields(Row)]
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write the rows, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows({key: _text(value) for key, value in asdict(row).items()} for row in rows)
-    os.replace(partial, path)
 
 
 def read_csv(path: str | Path) -> list[Row]:

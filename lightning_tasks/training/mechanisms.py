@@ -1,14 +1,17 @@
-"""A task's choice of attention as plain data, and back."""
+"""A task's choice of attention: as plain data, and in the layers of a model."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
+from attention_modules.hosts import attention_layers
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
+from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import Spec, import_object
 from lightning_tasks.training.trust import check_kind, checked_spec
 
@@ -48,6 +51,31 @@ def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple
     if isinstance(target, type):
         return target, arguments
     return functools.partial(target, **arguments), {}
+
+
+def swap_layers(
+    model: nn.Module,
+    attention: Mechanism,
+    options: Mapping[str, Any],
+    layers: Sequence[int] | None,
+    other: Mechanism = "softmax",
+    other_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Put ``attention`` into the chosen layers of a model and ``other`` into the rest, each layer once.
+
+    A layer that is to have plain softmax attention stays as its library made it.
+
+    Raises:
+        AttentionSwapError: as :func:`attention_modules.swap_attention`.
+    """
+    if attention == "softmax" and (layers is None or other == "softmax"):
+        return
+    chosen = [layer.name for layer in attention_layers(model, layers=layers)]
+    rest = [layer.name for layer in attention_layers(model) if layer.name not in chosen]
+    if rest and other != "softmax":
+        swap_attention(model, other, where=rest, **(other_options or {}))
+    if attention != "softmax":
+        swap_attention(model, attention, where=chosen, **options)
 
 
 def _check_options(mechanism: type[AttentionMechanism], options: Mapping[str, Any]) -> None:

@@ -31,6 +31,20 @@ def test_a_spec_refuses_sizes_that_are_none(field, value):
         AttentionSpec(**{"dim": 24, "num_heads": 3, "head_dim": 8, field: value})
 
 
+def test_the_former_name_of_one_query_per_key_stands_for_it():
+    class Former(SoftmaxAttention):
+        one_query_a_key = True
+
+    class Latter(SoftmaxAttention):
+        one_query_per_key = True
+
+    class Neither(Latter):
+        one_query_per_key = False
+
+    for cls, expected in ((Former, True), (Latter, True), (Neither, False), (SoftmaxAttention, False)):
+        assert cls.one_query_per_key is cls.one_query_a_key is expected
+
+
 def test_a_spec_cannot_be_changed():
     with pytest.raises(AttributeError):
         SPEC.dim = 3

@@ -146,7 +146,7 @@ def test_hugging_face_model_with_swapped_attention(source, tmp_path):
     assert all(part.training for part in module.model.modules())
     mechanisms = [type(m).__name__ for m in module.modules() if isinstance(m, RPCAttention)]
     assert mechanisms == ["RPCAttention"]
-    assert module._chunk_size == 256
+    assert module._tokens_at_once == 256
     logged = run.validate(module, RandomText(), verbose=False)[0]
     inputs, targets = windows(7, 1)
     expected = functional.cross_entropy(module.eval().model(inputs).logits.flatten(0, 1), targets.flatten())
@@ -161,7 +161,7 @@ def test_hugging_face_model_that_caps_its_logits_is_not_taken_apart(tmp_path):
     gemma = {"model_type": "gemma2", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
     gemma |= {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 0.01, "pad_token_id": 0}
     module = built(model=gemma)
-    assert module._chunk_size is None
+    assert module._tokens_at_once is None
     inputs, targets = windows(2, 0)
     expected = functional.cross_entropy(module.model(inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(module._loss(inputs, targets)[0], expected)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import lightning_tasks.callbacks as callbacks
 from attention_modules import AttentionMechanism, AttentionSwapError, swap_attention
-from lightning_tasks.callbacks import SwapAttention, before_sharding
+from lightning_tasks.callbacks import SwapAttention, swap_now
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, network, weights_of
 
 CHOICE: dict[str, Any] = {"where": ["net.*"], "layers": [0, 1], "exclude": ["*.1.*"]}
@@ -108,12 +108,12 @@ class BuiltAndCompiledInSetup(TinyLM):
             self.net = self.built
             del self.built
             if self.asks:
-                before_sharding(self)
+                swap_now(self)
             self.net["encoder"] = torch.compile(self.net["encoder"], backend="eager")
 
 
 def test_a_network_that_setup_builds_and_compiles_is_swapped_between() -> None:
-    with pytest.raises(AttentionSwapError, match=r"net\.encoder was compiled before .*before_sharding\(self\)"):
+    with pytest.raises(AttentionSwapError, match=r"net\.encoder was compiled before .*swap_now\(self\)"):
         fit(BuiltAndCompiledInSetup(asks=False), [SwapAttention("symmetric", where="net.*")], max_steps=1)
     module = BuiltAndCompiledInSetup(asks=True)
     fit(module, [SwapAttention("symmetric", where="net.*")], max_steps=1)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from timm.data.mixup import Mixup
@@ -16,6 +17,7 @@ from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttenti
 from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMonitor
+from lightning_tasks.training.mechanisms import swap_layers
 from lightning_tasks.training.mixup import Mixing
 from tests.lightning_tasks.image_classification.tasks import MIXED, RPC, TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer
@@ -43,6 +45,19 @@ def test_mechanisms_go_where_they_were_sent():
     only = [part for part in built(**RPC).modules() if isinstance(part, AttentionMechanism)]
     assert [type(part) for part in only] == [RPCAttention]
     assert not [part for part in built().modules() if isinstance(part, AttentionMechanism)]
+
+
+def test_each_layer_is_swapped_once():
+    """The projection of a chosen layer is never taken apart for the mechanism of the others, and put together again."""
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    first, second = (block.attn for block in model.blocks)
+    kept = first.qkv.weight
+    swap_layers(model, "softmax", {}, [0], "symmetric")
+    assert first.qkv.weight is kept
+    assert type(first) is timm.layers.Attention
+    assert isinstance(second.mechanism, SymmetricAttention)
+    swap_layers(model, "rpc", {"iterations": 2}, [0, 1], "symmetric")  # none is left for the other
+    assert all(isinstance(layer.mechanism, RPCAttention) for layer in (first, second))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Models of mmsegmentation as tasks: their own loss and prediction, swapped layers, scores, and what does not fit."""
 
+import copy
+import io
 import sys
 import warnings
 from pathlib import Path
@@ -96,7 +98,7 @@ def test_forward_loss_and_backward_are_the_model_s_own(name):
     torch.manual_seed(1)
     expected = network(**network.data_preprocessor(theirs, True), mode="loss")
     torch.manual_seed(1)
-    found = module._builder.losses(network, images, masks, 255)
+    found = network.losses(images, masks, 255)
     assert set(found) == {key for key in expected if "loss" in key}
     for key, value in found.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
@@ -142,8 +144,8 @@ def test_another_label_is_ignored_as_the_model_s_own():
     module = built(cfg_options=SHALLOW)
     (_, images, masks), (_, _, others) = batch(), batch(ignored=7)
     network = module.model.eval()
-    ours = module._builder.losses(network, images, others, 7)
-    torch.testing.assert_close(ours, module._builder.losses(network, images, masks, 255))
+    ours = network.losses(images, others, 7)
+    torch.testing.assert_close(ours, network.losses(images, masks, 255))
 
 
 def test_the_preprocessor_follows_the_model_to_another_device():
@@ -164,7 +166,7 @@ def test_any_mechanism_trains(name):
     assert len(kinds) == LAYERS[name]
     assert [index for index, kind in enumerate(kinds) if kind is RPCAttention] == [0, LAYERS[name] - 1]
     _, images, masks = batch()
-    torch.stack(list(module._builder.losses(module.model, images, masks, 255).values())).sum().backward()
+    torch.stack(list(module.model.losses(images, masks, 255).values())).sum().backward()
     assert module.model.backbone.layers[0].attn.attn.in_proj_weight.grad.abs().sum() > 0
 
 
@@ -200,7 +202,7 @@ def test_segformer_takes_symmetric_attention_in_its_last_stage_alone():
         built(SEGFORMER, attention="symmetric")
     module = built(SEGFORMER, attention="symmetric", attention_layers=[-2, -1])
     _, images, masks = batch()
-    torch.stack(list(module._builder.losses(module.model, images, masks, 255).values())).sum().backward()
+    torch.stack(list(module.model.losses(images, masks, 255).values())).sum().backward()
 
 
 # -- scores and runs ---------------------------------------------------------------------------------------------------
@@ -454,3 +456,17 @@ def test_the_stand_in_leaves_what_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "mmcv._ext", there)
     provide_ops()
     assert sys.modules["mmcv._ext"] is there
+
+
+def test_the_network_is_copied_and_pickled_whole():
+    module = built(cfg_options=SHALLOW)
+    _, images, _ = batch()
+    file = io.BytesIO()
+    torch.save(module.model, file)
+    file.seek(0)
+    with torch.no_grad():
+        expected = next(module.model.bands(images))
+        for other in (copy.deepcopy(module.model), torch.load(file, weights_only=False)):
+            assert type(other) is type(module.model)
+            assert torch.equal(next(other.eval().bands(images)), expected)
+    assert type(module.model).__name__ == "EncoderDecoder"

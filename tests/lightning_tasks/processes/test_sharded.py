@@ -30,6 +30,6 @@ def test_sharded_modules_train_and_are_watched_as_whole_ones(runs, case):
 
 def test_what_sharded_modules_cannot_take_is_refused_in_words(runs):
     for found in runs[1]:
-        assert "before_sharding(self)" in found["late"]["error"]
+        assert "swap_now(self)" in found["late"]["error"]
         assert "LipschitzMonitor calls layers on their own" in found["lipschitz"]["error"]
         assert "LanguageModelingTask does not shard itself" in found["task"]["error"]
