@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import ResidentPeak, write_results
 from lightning_tasks.cli.fit import run
-from lightning_tasks.compare.command import plan_cells, read_variants
+from lightning_tasks.compare.plan import plan_cells, read_variants
 from lightning_tasks.recipes import find_recipe, recipe_name
 
 WARM_UP, TIMED, WEIGHED = 3, 12, 3

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,11 @@ class Cell:
 
         Of the configuration its content counts, wherever the file lies and whatever its comments say.
         """
-        content = yaml.safe_load(Path(self.config).read_text(encoding="utf-8"))
-        asked = [content, self.arguments[3:], *(["test"] if self.test else [])]
+        asked = [
+            _content(Path(self.config).read_text(encoding="utf-8")),
+            self.arguments[3:],
+            *(["test"] if self.test else []),
+        ]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     def refuse_links(self) -> None:
@@ -111,6 +115,11 @@ class Cell:
         path = self.folder / RESULT
         refuse_foreign(path, Path(self.output))
         return read_result(path, _NEEDED)
+
+
+@lru_cache(maxsize=64)  # cells of a comparison are many, and their recipes few
+def _content(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def folder_name(name: str) -> str:

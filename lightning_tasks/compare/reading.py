@@ -1,67 +1,88 @@
-"""What a report reads of a folder of `attnswap compare`: the finished cells, else the tables."""
+"""What a report reads of a folder of `attnswap compare`: the finished cells, else the table of them."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.compare.cell import RESULT
+from lightning_tasks.compare.cell import RESULT, folder_name
+from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record
 from lightning_tasks.compare.statistics import SummaryRow, summarise
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
 from lightning_tasks.runs.log import Rows, merge_epochs
-from lightning_tasks.runs.run import LOG, RESULTS, Read, Run, read_head_rows, read_robustness, readable
+from lightning_tasks.runs.run import COMPARISON, LOG, RESULTS, Run, read_head_rows, read_robustness, readable
 from lightning_tasks.runs.safe_files import as_step, read_result, refuse_foreign
 from lightning_tasks.runs.settings import read_run_settings
 
 SUMMARY = "summary.csv"
-Logged = dict[tuple[str, int], Rows]  # by configuration and seed
+Place = tuple[str, int]  # configuration and seed
+
+
+@dataclass(frozen=True)
+class Read:
+    """Everything that was read: runs, summaries of comparisons, and sentences that a reader should know."""
+
+    runs: list[Run]
+    summary: list[SummaryRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def configs(self) -> list[str]:
+        """The configurations, in the order in which they were given."""
+        return list(dict.fromkeys(run.config for run in self.runs))
+
+    def rows(self) -> Rows:
+        """The long table: config, seed, step, metric, value."""
+        return [{"config": run.config, "seed": run.seed, **row} for run in self.runs for row in run.rows]
 
 
 def read_comparison(folder: Path) -> Read:
-    """What `attnswap compare` wrote: its finished cells and the summary of them; where it has no cells, its tables.
-
-    The tables are written at the end: those of a comparison that was extended since, or begun anew, are older.
+    """The finished cells that `comparison.json` lists, with their summary; where there are none, those of the table.
 
     Raises:
         UsageError: nothing is finished, or a file cannot be read.
     """
-    places = _read_cells(folder)
-    table = readable(folder / RESULTS, _read_results, folder) if (folder / RESULTS).is_file() else {}
-    if not places and not table:
+    found, declared = _read_results(folder), read_record(folder)
+    table = _read_table(folder) if declared is None or not found else {}
+    record = declared or guessed_record(folder, table, found)
+    results = {}
+    for cell in _in_order(record):
+        key = cell.variant, cell.seed
+        if key in found and cell.fingerprint in ("", found[key][1].get("fingerprint")):
+            results[key] = found[key]
+    table = table or ({} if results else _read_table(folder))
+    if not results and not table:
         raise UsageError(f"{folder}: no cell of this comparison is finished; start the same command again")
-    written = readable(folder / SUMMARY, _read_table, folder) if (folder / SUMMARY).is_file() else []
-    notes = _unfinished(folder)
-    if not places:
-        notes += [f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished"] * len(notes)
+    notes = _notes(folder, record, found, results, table)
+    if not results:
         runs = [Run(config, seed, folder, merge_epochs(rows)) for (config, seed), rows in table.items()]
-        return Read(runs, written, notes)
-    if table and set(table) != set(places):
-        notes.append(
-            f"{folder}: {RESULTS} ({len(table)} cells) and {SUMMARY} are of other cells than the {len(places)} that "
-            "are finished now, which are shown; the same command writes the tables anew"
-        )
-    logged = {key: places[key][1] for key in _in_order(places, table)}
-    runs = [_run_of_cell(key, places[key][0], rows) for key, rows in logged.items()]
-    return Read(runs, summary_of(logged, written), notes)
+        return Read(runs, _read_summary(folder) or _summary(table, record), notes)
+    runs = [_run_of_cell(key, place, result["rows"]) for key, (place, result) in results.items()]
+    return Read(runs, _summary({key: result["rows"] for key, (_, result) in results.items()}, record), notes)
 
 
-def summary_of(logged: Logged, written: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The summary of the values `logged`, with the metrics and references of a summary `written` before."""
-    if not written:
-        return []
-    first = written[0]["config"]
-    configs = dict.fromkeys([*(row["config"] for row in written), *(config for config, _ in logged)])
+def guessed_record(folder: Path, table: dict[Place, Rows], found: Iterable[Place]) -> Record:
+    """The record of a folder of an earlier version, which has none: order, references and metrics of its tables.
+
+    The order of the table is that of the comparison file. Its references and metrics are those of the summary.
+    """
+    written = _read_summary(folder)
+    names = [*(config for config, _ in table), *(row.config for row in written)]
+    configs = list(dict.fromkeys([*names, *sorted(config for config, _ in found)]))
     references: dict[str, list[str]] = {}
     for row in written:
-        references.setdefault(row["config"], []).append(row.get("reference") or first)
-    named = {config: [other for other in others if other != first] for config, others in references.items()}
-    rows = [{"config": config, "seed": seed, **row} for (config, seed), of_cell in logged.items() for row in of_cell]
-    made = summarise(with_stops(rows), list(configs), list(dict.fromkeys(row["metric"] for row in written)), named)
-    return [_as_text(row) for row in made]
+        if row.reference in configs[1:]:
+            references.setdefault(row.config, []).append(row.reference)
+    return Record(
+        [VariantRecord(config) for config in configs],
+        references,
+        list(dict.fromkeys(row.metric for row in written)),
+        cells=[CellRecord(config, seed) for config, seed in found],
+    )
 
 
 def prefixed(read: Read, name: str) -> Read:
@@ -70,35 +91,50 @@ def prefixed(read: Read, name: str) -> Read:
         read,
         runs=[replace(run, config=f"{name}: {run.config}") for run in read.runs],
         summary=[
-            {
-                **row,
-                "config": f"{name}: {row['config']}",
-                **({"reference": f"{name}: {row['reference']}"} if row.get("reference") else {}),
-            }
+            replace(row, config=f"{name}: {row.config}", reference=row.reference and f"{name}: {row.reference}")
             for row in read.summary
         ],
     )
 
 
-def _unfinished(folder: Path) -> list[str]:
-    """A sentence on the cells that were begun and have no result, if there are any."""
-    places = sorted(path for path in folder.glob("cells/*/seed_*") if not (path / RESULT).is_file())
-    names = ", ".join(str(path.relative_to(folder / "cells")) for path in places)
-    return [f"{folder}: not finished: {names}"] if places else []
+def _in_order(record: Record) -> list[CellRecord]:
+    """The cells by variant, as the comparison file has them, and by seed."""
+    places = {name: place for place, name in enumerate(record.configs)}
+    return sorted(record.cells, key=lambda cell: (places[cell.variant], cell.seed))
 
 
-def _in_order(places: Mapping[tuple[str, int], Any], table: Logged) -> list[tuple[str, int]]:
-    """The cells by configuration as in the table, which has the order of the comparison file, and by seed."""
-    known = list(dict.fromkeys(config for config, _ in table))
+def _notes(
+    folder: Path, record: Record, found: dict[Place, Any], shown: dict[Place, Any], table: dict[Place, Rows]
+) -> list[str]:
+    """Sentences on cells that have no result, on those that are not shown, and on tables that are older."""
+    notes, cells = [], folder / "cells"
+    begun = {*cells.glob("*/seed_*")}
+    if cells.is_dir():
+        begun |= {cells / folder_name(cell.variant) / f"seed_{cell.seed}" for cell in record.cells}
+    places = sorted(place for place in begun if not (place / RESULT).is_file())
+    if places:
+        names = ", ".join(str(place.relative_to(cells)) for place in places)
+        notes.append(f"{folder}: not finished: {names}")
+    if others := [f"{config} seed {seed}" for config, seed in found.keys() - shown.keys()]:
+        names = ", ".join(sorted(others))
+        notes.append(f"{folder}: not shown, as {COMPARISON} has no cells of these settings: {names}")
+    if not shown and notes:
+        notes.append(f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished")
+    if shown and table and set(table) != set(shown):
+        notes.append(
+            f"{folder}: {RESULTS} ({len(table)} cells) and {SUMMARY} are of other cells than the {len(shown)} that "
+            "are finished now, which are shown; the same command writes the tables anew"
+        )
+    return notes
 
-    def place(cell: tuple[str, int]) -> tuple[int, str, int]:
-        config, seed = cell
-        return known.index(config) if config in known else len(known), config, seed
 
-    return sorted(places, key=place)
+def _summary(logged: dict[Place, Rows], record: Record) -> list[SummaryRow]:
+    rows = [{"config": config, "seed": seed, **row} for (config, seed), of_cell in logged.items() for row in of_cell]
+    configs = list(dict.fromkeys([*record.configs, *(config for config, _ in logged)]))
+    return summarise(with_stops(rows), configs, record.metrics, record.references)
 
 
-def _run_of_cell(cell: tuple[str, int], folder: Path, rows: Rows) -> Run:
+def _run_of_cell(cell: Place, folder: Path, rows: Rows) -> Run:
     config, seed = cell
     logs = sorted(log.parent for log in folder.glob(f"runs/**/{LOG}"))
     if not logs:
@@ -109,26 +145,27 @@ def _run_of_cell(cell: tuple[str, int], folder: Path, rows: Rows) -> Run:
     return Run(config, seed, place, shown, read_run_settings(place), read_robustness(place))
 
 
-def _as_text(row: SummaryRow) -> dict[str, str]:
-    return {key: str(value) for key, value in asdict(row).items()}
-
-
-def _read_cells(folder: Path) -> dict[tuple[str, int], tuple[Path, Rows]]:
-    """The folder and the rows of each finished cell, by configuration and seed."""
-    found: dict[tuple[str, int], tuple[Path, Rows]] = {}
+def _read_results(folder: Path) -> dict[Place, tuple[Path, dict[str, Any]]]:
+    """The folder and the result of each finished cell, by configuration and seed."""
+    found: dict[Place, tuple[Path, dict[str, Any]]] = {}
     for path in sorted(folder.glob(f"cells/*/seed_*/{RESULT}")):
         refuse_foreign(path, folder)
         result = read_result(path)
         cell = result["config"], result["seed"]
         if cell in found:
             raise UsageError(f"{path} is of the configuration and seed of {found[cell][0] / RESULT}; delete one")
-        found[cell] = path.parent, result["rows"]
+        found[cell] = path.parent, result
     return found
 
 
-def _read_results(path: Path) -> Logged:
-    """The rows of each cell, in the order of the table."""
-    found: Logged = {}
+def _read_table(folder: Path) -> dict[Place, Rows]:
+    """The rows of each cell in `results.csv`, in its order; none where there is no such file."""
+    path = folder / RESULTS
+    return readable(path, _table_rows, folder) if path.is_file() else {}
+
+
+def _table_rows(path: Path) -> dict[Place, Rows]:
+    found: dict[Place, Rows] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             row = {"step": as_step(line["step"]), "metric": line["metric"], "value": float(line["value"])}
@@ -136,7 +173,13 @@ def _read_results(path: Path) -> Logged:
     return found
 
 
-def _read_table(path: Path) -> list[dict[str, str]]:
+def _read_summary(folder: Path) -> list[SummaryRow]:
+    """The rows of `summary.csv`; none where there is no such file."""
+    path = folder / SUMMARY
+    return readable(path, _summary_rows, folder) if path.is_file() else []
+
+
+def _summary_rows(path: Path) -> list[SummaryRow]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if rows and not {"metric", "config", "mean"} <= rows[0].keys():
@@ -144,7 +187,13 @@ def _read_table(path: Path) -> list[dict[str, str]]:
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has another number of values than there are columns")
-        if row.get("pairs") not in (None, "", "0"):
-            for key in ("difference", "low", "high", "detectable"):
-                float(row[key])
-    return rows
+    return [_summary_row(row) for row in rows]
+
+
+def _summary_row(row: dict[str, str]) -> SummaryRow:
+    """A row of a summary, of which earlier versions wrote fewer columns."""
+    pairs = int(row.get("pairs") or 0)
+    paired: Any = {key: float(row[key]) for key in ("difference", "low", "high", "detectable")} if pairs else {}
+    reference = row.get("reference", "the first" if pairs else "")
+    mean, std = float(row["mean"]), float(row.get("std") or "nan")
+    return SummaryRow(row["metric"], row["config"], int(row.get("seeds") or 0), mean, std, reference, pairs, **paired)

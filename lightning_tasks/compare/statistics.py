@@ -78,7 +78,7 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[
 
     values = np.asarray(differences, dtype=float)
     # `ttest_rel(...).confidence_interval()` is the same interval, and warns of equal differences, which are a result.
-    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * stats.sem(values)
+    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from lightning_tasks.compare.reading import prefixed, read_comparison
+from lightning_tasks.compare.reading import Read, prefixed, read_comparison
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.run import LOG, Read, Run, is_comparison, read_run
+from lightning_tasks.runs.run import LOG, Run, is_comparison, read_run
 from lightning_tasks.runs.settings import same_but_for_the_run, saved_seed
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from lightning_tasks.compare.reading import Read
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
@@ -20,7 +21,7 @@ from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
 from lightning_tasks.runs.robustness import figure
-from lightning_tasks.runs.run import Read, Run
+from lightning_tasks.runs.run import Run
 from lightning_tasks.runs.safe_files import written_whole
 from lightning_tasks.runs.settings import differences, swapped
 
@@ -123,7 +124,7 @@ def page(read: Read) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = _number
+    environment.filters["number"] = "{:.4g}".format
     return environment.get_template(TEMPLATE).render(
         configs=list(zip(configs, looks(len(configs)), strict=True)),
         runs=read.runs,
@@ -140,13 +141,6 @@ def page(read: Read) -> str:
             (config, yaml.safe_dump(each, sort_keys=False)) for config, each in settings.items() if each is not None
         ],
     )
-
-
-def _number(text: str) -> str:
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return text
 
 
 def _by_metric(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

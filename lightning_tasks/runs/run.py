@@ -20,7 +20,8 @@ from lightning_tasks.runs.settings import read_run_settings
 
 MOST_STEPS = 200  # of what was observed of heads, so that pages stay small
 NAMED = 3  # folders in a hint
-LOG, RESULTS, ROBUSTNESS = "metrics.csv", "results.csv", "robustness.csv"
+LOG, ROBUSTNESS = "metrics.csv", "robustness.csv"  # of a run
+COMPARISON, RESULTS = "comparison.json", "results.csv"  # of a comparison
 _T = TypeVar("_T")
 
 
@@ -36,27 +37,9 @@ class Run:
     robustness: list[Row] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Read:
-    """Everything that was read: runs, rows of summaries of comparisons, and sentences that a reader should know."""
-
-    runs: list[Run]
-    summary: list[dict[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def configs(self) -> list[str]:
-        """The configurations, in the order in which they were given."""
-        return list(dict.fromkeys(run.config for run in self.runs))
-
-    def rows(self) -> Rows:
-        """The long table: config, seed, step, metric, value."""
-        return [{"config": run.config, "seed": run.seed, **row} for run in self.runs for row in run.rows]
-
-
 def is_comparison(folder: Path) -> bool:
     """Whether `attnswap compare` wrote into this folder."""
-    return (folder / "cells").is_dir() or (folder / RESULTS).is_file()
+    return (folder / "cells").is_dir() or any((folder / name).is_file() for name in (COMPARISON, RESULTS))
 
 
 def read_run(folder: Path) -> Run:

@@ -75,6 +75,8 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
             found[key].encode()  # no half of a surrogate pair
         if "seed" in found and type(found["seed"]) is not int:
             raise TypeError(f"seed is {found['seed']!r}, and an integer is needed")
+        if type(found.get("seconds", 0.0)) not in (int, float):
+            raise TypeError(f"seconds is {type(found['seconds']).__name__}, and a number is needed")
         if not isinstance(found["rows"], list):
             raise TypeError(f"rows are {type(found['rows']).__name__}, and a list is needed")
         for row in found["rows"]:

@@ -2,8 +2,8 @@
 
 import json
 
-from lightning_tasks.compare.command import write_results
 from lightning_tasks.compare.statistics import summarise, write_summary
+from lightning_tasks.compare.tables import write_results
 from tests.lightning_tasks.report.report_folders import report
 
 VALUES = {("plain", 0): 1.0, ("rpc", 0): 2.0, ("plain", 1): 3.0, ("rpc", 1): 4.5}

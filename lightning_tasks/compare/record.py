@@ -1,0 +1,214 @@
+"""`comparison.json`: what a comparison was asked to do and, at its end, what became of each of its cells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from attention_modules import __version__
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes import recipe_name
+from lightning_tasks.runs.divergence import diverged_cells
+from lightning_tasks.runs.measurements import library_versions
+from lightning_tasks.runs.run import COMPARISON
+from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
+
+FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
+_LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
+_DIGESTS = ("initial_weights", "training_data")
+
+
+@dataclass(frozen=True)
+class VariantRecord:
+    """A configuration: the recipe that it starts from, and what the command line adds to it."""
+
+    name: str
+    base: str = ""
+    overrides: list[str] = field(default_factory=list)
+    test: bool = False
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """A variant with a seed. What follows ``state`` is known of finished cells alone.
+
+    Args:
+        variant, seed: which cell it is.
+        fingerprint: that of its settings, which its result has too; "" where it is not known.
+        state: "finished", "failed" or "waiting".
+        seconds: time of its run.
+        initial_weights, training_data: digests, equal in the cells that make a pair.
+        diverged: why its run counts as diverged; "" where it does not.
+    """
+
+    variant: str
+    seed: int
+    fingerprint: str = ""
+    state: str = WAITING
+    seconds: float = 0.0
+    initial_weights: str = ""
+    training_data: str = ""
+    diverged: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A comparison.
+
+    Args:
+        variants: in the order of the comparison file; the first is the reference of all others.
+        references: further references, by variant.
+        metrics: those of the summary.
+        seeds: those that the last command asked for.
+        cells: of these seeds, and those of the same settings that an earlier command finished.
+        versions: of Python and of libraries, by name.
+    """
+
+    variants: list[VariantRecord]
+    references: dict[str, list[str]]
+    metrics: list[str]
+    seeds: list[int] = field(default_factory=list)
+    cells: list[CellRecord] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def configs(self) -> list[str]:
+        """The names of the variants."""
+        return [variant.name for variant in self.variants]
+
+
+def record_of(
+    cells: Sequence[Cell],
+    metrics: Sequence[str],
+    references: Mapping[str, Sequence[str]],
+    failed: Collection[Cell] = (),
+) -> Record:
+    """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
+    variants = {cell.name: cell for cell in cells}
+    versions = {"attnswap": __version__, "python": platform.python_version(), **library_versions(_LIBRARIES)}
+    return Record(
+        [VariantRecord(each.name, _base(each), [*each.overrides], each.test) for each in variants.values()],
+        {name: [*others] for name, others in references.items()},
+        [*metrics],
+        list(dict.fromkeys(cell.seed for cell in cells)),
+        [_cell_record(cell, cell in failed) for cell in (*cells, *_finished_before(variants.values(), cells))],
+        {name: version for name, version in versions.items() if version},
+    )
+
+
+def write_record(record: Record, output: Path) -> None:
+    """Write ``comparison.json``, whole or not at all."""
+    with written_whole(output / COMPARISON) as partial:
+        partial.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+
+
+def read_record(folder: Path) -> Record | None:
+    """What :func:`write_record` wrote; None where there is no such file, as in folders of earlier versions.
+
+    Raises:
+        UsageError: the file is damaged or holds something else, is too large, or is a link out of the folder.
+    """
+    path = folder / COMPARISON
+    if not os.path.lexists(path):
+        return None
+    refuse_foreign(path, folder)
+    try:
+        return _checked(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is damaged ({text}); the same `attnswap compare` writes it anew") from error
+
+
+def _checked(given: Any) -> Record:
+    """The record of plain data; other keys than ours, as a later version may write, are passed over."""
+    found = Record(
+        [
+            VariantRecord(
+                _text(each["name"]), _text(each["base"]), _list(each["overrides"], str), _of(each["test"], bool)
+            )
+            for each in _list(given["variants"], dict)
+        ],
+        {_text(name): _list(others, str) for name, others in _of(given["references"], dict).items()},
+        _list(given["metrics"], str),
+        [_seed(each) for each in _of(given["seeds"], list)],
+        [_cell(each) for each in _list(given["cells"], dict)],
+        {_text(name): _text(version) for name, version in _of(given["versions"], dict).items()},
+    )
+    names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
+    if len(names) < len(found.variants) or len(cells) < len(found.cells):
+        raise ValueError("a variant or a cell is there twice")
+    if strange := {*found.references, *(other for others in found.references.values() for other in others)} - names:
+        raise ValueError(f"references has {min(strange)!r}, which is none of the variants")
+    if strange := {cell.variant for cell in found.cells} - names:
+        raise ValueError(f"cells has {min(strange)!r}, which is none of the variants")
+    return found
+
+
+def _variant(given: Any) -> VariantRecord:
+    overrides, test = _list(given["overrides"], str), _of(given["test"], bool)
+    return VariantRecord(_text(given["name"]), _text(given["base"]), overrides, test)
+
+
+def _cell(given: Any) -> CellRecord:
+    texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
+    return CellRecord(**texts, seed=_seed(given["seed"]), seconds=float(_of(given["seconds"], float, int)))
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"{str(value)[:80]!r} is {type(value).__name__}, and {kinds[0].__name__} is needed")
+    return value
+
+
+def _text(value: Any) -> str:
+    text: str = _of(value, str)
+    text.encode()  # no half of a surrogate pair
+    return text
+
+
+def _seed(value: Any) -> int:
+    if not 0 <= _of(value, int) < 1 << 32:
+        raise ValueError(f"the seed {str(value)[:80]} is not at least 0 and below 2**32")
+    return int(value)
+
+
+def _list(values: Any, kind: type) -> list[Any]:
+    return [_text(value) if kind is str else _of(value, kind) for value in _of(values, list)]
+
+
+def _base(cell: Cell) -> str:
+    return recipe_name(Path(cell.config))
+
+
+def _cell_record(cell: Cell, failed: bool) -> CellRecord:
+    known = CellRecord(cell.name, cell.seed, cell.fingerprint, FAILED if failed else WAITING)
+    if not cell.is_finished():
+        return known
+    result = cell.result()
+    rows = [{"config": cell.name, "seed": cell.seed, **row} for row in result["rows"]]
+    return replace(
+        known,
+        state=FINISHED,
+        seconds=float(result.get("seconds", 0.0)),
+        **{key: result[key] for key in _DIGESTS},
+        diverged=diverged_cells(rows).get((cell.name, cell.seed), ""),
+    )
+
+
+def _finished_before(variants: Iterable[Cell], cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Finished cells of the same settings with other seeds: an earlier command asked for them."""
+    asked = {(cell.name, cell.seed) for cell in cells}
+    for variant in variants:
+        for place in sorted(variant.folder.parent.glob("seed_*")):
+            seed = place.name.removeprefix("seed_")
+            if seed.isdecimal() and (variant.name, int(seed)) not in asked:
+                with contextlib.suppress(UsageError):  # of a damaged result; who reads it says so
+                    if (cell := replace(variant, seed=int(seed))).is_finished():
+                        yield cell

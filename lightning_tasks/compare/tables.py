@@ -1,0 +1,89 @@
+"""The tables and the picture of a comparison, written of the cells that are finished."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attention_modules.mechanism import did_you_mean
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.statistics import SummaryRow, summarise, write_summary
+from lightning_tasks.figures.curves import draw_comparison
+from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
+from lightning_tasks.runs.run import RESULTS
+from lightning_tasks.runs.safe_files import written_whole
+
+RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
+
+
+def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """The rows of every finished cell: config, seed, step, metric, value."""
+    return [
+        {"config": cell.name, "seed": cell.seed, **row}
+        for cell in cells
+        if cell.is_finished()
+        for row in cell.result()["rows"]
+    ]
+
+
+def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the long table, whole or not at all."""
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, RESULT_COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
+    """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
+    finished = [cell for cell in cells if cell.is_finished()]
+    first: dict[int, Cell] = {}
+    for cell in finished:
+        first.setdefault(cell.seed, cell)
+    return [
+        f"{cell.label}: {what.replace('_', ' ')} differ from those of {first[cell.seed].name}"
+        for cell in finished
+        for what in ("initial_weights", "training_data")
+        if cell.result()[what] != first[cell.seed].result()[what]
+        and not (what == "training_data" and is_cut_short(cell, first[cell.seed]))
+    ]
+
+
+def is_cut_short(*cells: Cell) -> bool:
+    """Whether a guard stopped one of the finished cells, which saw the beginning of the data only."""
+    return any(cell.result().get("stopped") for cell in cells)
+
+
+def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], picture: Path) -> None:
+    """Draw the metrics over the steps into a PNG file, where any of them was logged."""
+    figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
+    if figure is not None:
+        with written_whole(picture) as path:
+            figure.savefig(path, dpi=110, format="png")
+
+
+def write_tables(
+    cells: Sequence[Cell], metrics: Sequence[str], references: Mapping[str, Sequence[str]], output: Path
+) -> list[SummaryRow] | None:
+    """Write and print what the finished cells say; return the summary, None where no cell is finished."""
+    rows, names = collect_results(cells), list(dict.fromkeys(cell.name for cell in cells))
+    write_results(rows, output / RESULTS)
+    if not rows:
+        return None
+    logged = sorted({row["metric"] for row in rows})
+    remarks = {
+        "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
+        "Not paired": unpaired_seeds(cells),
+        "Not finished": [cell.label for cell in cells if not cell.is_finished()],
+    }
+    rows = with_stops(rows)
+    write_curves(rows, names, metrics, output / "curves.png")
+    summary = summarise(rows, names, metrics, references)
+    print(write_summary(summary, remarks, output))
+    if absent := [metric for metric in metrics if metric not in logged]:
+        near = "".join(did_you_mean(metric, logged) for metric in absent)
+        print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
+    return summary

@@ -1,0 +1,174 @@
+"""`attnswap compare` as a whole: run, resumed, interrupted, with cells that fail or diverge."""
+
+import contextlib
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.compare.cell import RESULT
+from lightning_tasks.compare.plan import (
+    KEYS,
+)
+from lightning_tasks.compare.record import read_record
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_help_says_what_a_comparison_file_holds(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    printed = capsys.readouterr().out
+    assert not [key for key in KEYS if f"  {key}: " not in printed]
+
+
+def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, capsys):
+    output = tmp_path / "out"
+    command = ["compare", str(comparison), "--seeds", "0:2", "--output", str(output), "--jobs", "2"]
+    comparison.write_text(comparison.read_text() + "references: {watched: [fast 1e-1]}\n")
+    main(command)
+    with (output / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["config"], row["seed"]) for row in rows} == {
+        (config, seed) for config in ("slow", "fast 1e-1", "watched") for seed in ("0", "1")
+    }
+    assert "| fast 1e-1 | 2 |" in (output / "summary.md").read_text()
+    assert "Not paired" not in (output / "summary.md").read_text()
+    with (output / "summary.csv").open() as file:
+        pairs = [(row["config"], row["reference"]) for row in csv.DictReader(file) if row["metric"] == "val/loss"]
+    assert pairs == [("slow", ""), ("fast 1e-1", "slow"), ("watched", "slow"), ("watched", "fast 1e-1")]
+
+    record = read_record(output)
+    assert (record.configs, record.seeds) == (["slow", "fast 1e-1", "watched"], [0, 1])
+    assert record.references == {"watched": ["fast 1e-1"]}
+    assert {cell.state for cell in record.cells} == {"finished"}
+    assert len({(cell.seed, cell.initial_weights, cell.training_data) for cell in record.cells}) == 2
+    assert all(cell.seconds > 0 for cell in record.cells)
+
+    kept, killed = (output / "cells" / name / "seed_1" / RESULT for name in ("slow", "watched"))
+    times, seconds = kept.stat().st_mtime_ns, json.loads(killed.read_text())["rows"]
+    killed.unlink()
+    main(command)
+    assert kept.stat().st_mtime_ns == times
+    assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends a signal to a group of processes")
+@pytest.mark.parametrize(("jobs", "group"), [(1, True), (2, False)], ids=["group", "parent alone"])
+def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp_path, jobs, group):
+    """As Ctrl-C sends it: to the workers too, in which Lightning would take it for the end of one fit."""
+    hold = {"class_path": "tests.lightning_tasks.demo.Hold", "init_args": {"folder": str(tmp_path)}}
+    path, output = tmp_path / "held.yaml", tmp_path / "out"
+    variants = {"free": None, "held": {"trainer.callbacks+": hold}}
+    path.write_text(yaml.safe_dump({"base": str(demo), "variants": variants}))
+    command = ["compare", str(path), "--seeds", "0:2", "--output", str(output), "--jobs", str(jobs)]
+    # A shell's background jobs, as these tests may be one, ignore SIGINT, and so would what they start.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lightning_tasks.__main__ import main; main(sys.argv[1:])"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # not by `cwd`: a configuration is read in its own folder
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline and first.poll() is None:
+            time.sleep(0.05)
+        (os.killpg if group else os.kill)(first.pid, signal.SIGINT)
+        said = first.communicate(timeout=60)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+    assert first.returncode == 130, said
+    assert f"interrupted: {jobs} of 4 cells are finished; the same command goes on" in said
+    assert "Traceback" not in said
+    finished = {path.parent: path.stat().st_mtime_ns for path in (output / "cells").rglob(RESULT)}
+    assert sorted(str(path.relative_to(output)) for path in finished) == [f"cells/free/seed_{n}" for n in range(jobs)]
+    with (output / "results.csv").open() as file:
+        assert {(row["config"], int(row["seed"])) for row in csv.DictReader(file)} == {("free", n) for n in range(jobs)}
+    assert "Not finished:\n\n- " in (output / "summary.md").read_text()
+    assert "- held seed 0\n" in (output / "summary.md").read_text()
+    states = [(cell.variant, cell.seed, cell.state) for cell in read_record(output).cells]
+    finished_now = [("free", n) for n in range(jobs)]
+    assert [cell[:2] for cell in states if cell[2] == "finished"] == finished_now
+    assert {cell[2] for cell in states if cell[:2] not in finished_now} == {"waiting"}
+    if group:
+        (tmp_path / "release").touch()
+        main(command)
+        assert len(list((output / "cells").rglob(RESULT))) == 4
+        assert all((path / RESULT).stat().st_mtime_ns == time for path, time in finished.items())
+        assert "Not finished" not in (output / "summary.md").read_text()
+
+
+def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):
+    content = yaml.safe_load(comparison.read_text())
+    content["variants"]["broken"] = {"model.rate": -1.0}
+    comparison.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(SystemExit, match="1 of 4 cells failed") as stop:
+        main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
+    for text in (capfd.readouterr().err, str(stop.value)):
+        (broken,) = [line for line in text.splitlines() if "broken seed 0: " in line]
+        assert "ValueError: Invalid learning rate: -1.0" in broken
+        assert str(tmp_path / "out" / "cells" / "broken" / "seed_0" / "log.txt") in broken
+    assert "slow" in (tmp_path / "out" / "results.csv").read_text()
+    states = {cell.variant: cell.state for cell in read_record(tmp_path / "out").cells}
+    assert states == {"slow": "finished", "fast 1e-1": "finished", "watched": "finished", "broken": "failed"}
+
+
+def test_a_typing_error_in_any_configuration_is_refused_before_the_first_runs(comparison, tmp_path, capsys):
+    content = yaml.safe_load(comparison.read_text())
+    content["variants"] |= {"mistyped": {"model.nothing": 1}, "unbuilt": {"model.note": "fail"}}
+    comparison.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(SystemExit):
+        main(["compare", str(comparison), "--seeds", "0", "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().err
+    assert "nothing was run, as configurations are refused: mistyped, unbuilt" in printed
+    assert "Option 'nothing' is not accepted" in printed
+    assert "the module's own" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_that_diverge_are_results_of_a_comparison(demo, tmp_path, capsys):
+    guard = {"class_path": "lightning_tasks.callbacks.NonFiniteGuard"}
+    broken = {"model.rate": math.nan}
+    variants = {"whole": None, "unguarded": broken, "guarded": {**broken, "trainer.callbacks+": guard}}
+    path, out = tmp_path / "diverging.yaml", tmp_path / "out"
+    content = {"base": str(demo), "variants": variants, "metrics": ["val/loss"], "test": True}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    main(["compare", str(path), "--seeds", "0", "--output", str(out), "--set", "trainer.log_every_n_steps=1"])
+    printed = capsys.readouterr().out
+    assert "- unguarded seed 0: " in printed
+    assert "- guarded seed 0: stopped at step 1: a loss or gradient was not finite" in printed
+    assert "Not paired" not in printed
+    assert "Not finished" not in printed
+    verdicts = {row["config"]: row["diverged"] for row in csv.DictReader((out / "summary.csv").open())}
+    assert verdicts == {"whole": "0", "unguarded": "1", "guarded": "1"}
+    result = json.loads((out / "cells/guarded/seed_0/result.json").read_text())
+    assert result["stopped"].startswith("step 1 (epoch 0, batch 1): the loss is nan")
+    page = tmp_path / "report.html"
+    main(["report", str(out), "--output", str(page)])
+    assert "not finite" in page.read_text()
+    assert "guarded seed 0 diverged: stopped at step 1" in page.read_text()
+
+
+def test_metrics_that_were_never_logged_are_named(comparison, tmp_path, capsys):
+    arguments = [str(comparison), "--seeds", "0:1", "--output", str(tmp_path / "out"), "--metrics"]
+    with pytest.raises(SystemExit, match="the summary is empty"):
+        main(["compare", *arguments, "val/los"])
+    assert "never logged: val/los; Did you mean 'val/loss'" in capsys.readouterr().err
+    main(["compare", *arguments, "val/loss,val/absent"])
+    assert "never logged: val/absent" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""`comparison.json`: what a comparison was asked to do, what became of its cells, and what a report reads of it."""
+
+import json
+import os
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.compare.plan import Variant, plan_cells
+from lightning_tasks.compare.reading import guessed_record, read_comparison
+from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record, record_of, write_record
+from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.run import is_comparison
+
+SEEDS = (0, 1)
+
+
+def finish(cell, value, **result):
+    """Write a result as `run_cell` does."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "config": cell.name,
+        "seed": cell.seed,
+        "fingerprint": cell.fingerprint,
+        "seconds": 1.5,
+        "initial_weights": f"weights {cell.seed}",
+        "training_data": f"data {cell.seed}",
+        "rows": [{"step": 5, "metric": metric, "value": value} for metric in ("val/loss", "val/top1")],
+    }
+    (cell.folder / "result.json").write_text(json.dumps({**whole, **result}))
+
+
+@pytest.fixture
+def planned(demo, tmp_path):
+    """Cells of three variants, not in the order of the alphabet, with two seeds."""
+    variants = [Variant(name, str(demo), (f"--model.rate={rate}",)) for name, rate in (("z", 1), ("b", 2), ("a", 3))]
+    return plan_cells(variants, SEEDS, tmp_path / "out")
+
+
+def test_the_record_says_what_was_asked_and_what_became_of_it(planned, tmp_path):
+    finish(planned[0], 1.0)
+    finish(planned[1], float("nan"))
+    record = record_of(planned, ["val/loss"], {"a": ["b"]}, [planned[2]])
+    write_record(record, tmp_path / "out")
+    assert read_record(tmp_path / "out") == record
+    assert [asdict(variant) for variant in record.variants[:1]] == [
+        {"name": "z", "base": "demo", "overrides": ["--model.rate=1"], "test": False}
+    ]
+    assert (record.configs, record.references, record.metrics) == (["z", "b", "a"], {"a": ["b"]}, ["val/loss"])
+    assert record.seeds == [0, 1]
+    assert {"attnswap", "python", "torch"} <= record.versions.keys()
+    assert [cell.state for cell in record.cells] == ["finished", "finished", "failed", "waiting", "waiting", "waiting"]
+    first, diverged = record.cells[:2]
+    assert (first.seconds, first.initial_weights, first.training_data) == (1.5, "weights 0", "data 0")
+    assert (first.diverged, diverged.diverged) == ("", "val/loss is nan at step 5")
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_cells_of_other_seeds_stay_where_their_settings_do(planned, demo, tmp_path):
+    """More seeds go on with a comparison; other overrides of a variant make its cells others."""
+    for cell in planned:
+        finish(cell, 1.0)
+    changed = [replace(cell, overrides=("--model.rate=9",)) if cell.name == "b" else cell for cell in planned]
+    more = [replace(cell, seed=7) for cell in changed[:3]]
+    cells = record_of(more, [], {}).cells
+    assert [(cell.variant, cell.seed, cell.state) for cell in cells] == [
+        ("z", 7, "waiting"),
+        ("b", 7, "waiting"),
+        ("a", 7, "waiting"),
+        *((name, seed, "finished") for name in ("z", "a") for seed in SEEDS),
+    ]
+
+
+def test_a_report_takes_order_references_and_metrics_from_the_record(planned, tmp_path):
+    out = tmp_path / "out"
+    for place, cell in enumerate(planned):
+        finish(cell, float(place))
+    write_record(record_of(planned, ["val/top1"], {"a": ["b"]}), out)
+    (out / "results.csv").write_text("no table")
+    (out / "summary.csv").write_text("no table")
+    read = read_comparison(out)
+    assert [(run.config, run.seed) for run in read.runs] == [(name, seed) for name in "zba" for seed in SEEDS]
+    assert [(row.metric, row.config, row.reference) for row in read.summary] == [
+        ("val/top1", "z", ""),
+        ("val/top1", "b", "z"),
+        ("val/top1", "a", "z"),
+        ("val/top1", "a", "b"),
+    ]
+    assert (read.summary[-1].pairs, read.summary[-1].difference) == (2, 1.0)
+    assert read.notes == []
+
+
+def test_a_report_shows_no_cell_of_other_settings(planned, tmp_path):
+    """Those of a comparison that was begun anew and stopped."""
+    out = tmp_path / "out"
+    for cell in planned[:-1]:
+        finish(cell, 1.0)
+    changed = [replace(cell, overrides=("--model.rate=9",)) if cell.name == "b" else cell for cell in planned]
+    write_record(record_of(changed, ["val/loss"], {}), out)
+    read = read_comparison(out)
+    assert [(run.config, run.seed) for run in read.runs] == [("z", 0), ("z", 1), ("a", 0)]
+    (unfinished, others) = read.notes
+    assert unfinished == f"{out}: not finished: a/seed_1"
+    assert others.endswith("not shown, as comparison.json has no cells of these settings: b seed 0, b seed 1")
+
+
+def test_a_table_without_cells_is_reported_with_its_record(planned, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    lines = [f"{cell.name},{cell.seed},5,val/loss,{place}" for place, cell in enumerate(planned)]
+    (out / "results.csv").write_text("\n".join(["config,seed,step,metric,value", *lines]) + "\n")
+    write_record(record_of(planned, ["val/loss"], {}), out)
+    read = read_comparison(out)
+    assert len(read.runs) == 6
+    assert [row.pairs for row in read.summary] == [0, 2, 2]
+    assert read.notes == []
+
+
+def test_a_folder_with_its_record_alone_is_a_comparison_of_which_nothing_is_finished(planned, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    write_record(record_of(planned, [], {}), out)
+    assert is_comparison(out)
+    with pytest.raises(SystemExit):
+        main(["report", str(out), "--output", str(tmp_path / "page.html")])
+    assert "no cell of this comparison is finished; start the same command again" in capsys.readouterr().err
+
+
+def test_without_a_record_it_is_guessed_from_the_tables(tmp_path):
+    (tmp_path / "summary.csv").write_text(
+        "metric,config,mean,reference\nval/loss,z,1,\nval/loss,b,1,z\nval/loss,a,1,z\nval/loss,a,1,b\n"
+    )
+    found = guessed_record(tmp_path, {("z", 0): [], ("b", 0): []}, [("a", 1), ("z", 0)])
+    assert (found.configs, found.references, found.metrics) == (["z", "b", "a"], {"a": ["b"]}, ["val/loss"])
+    assert [(cell.variant, cell.seed) for cell in found.cells] == [("a", 1), ("z", 0)]
+
+
+GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a", 0)], {"torch": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ([], "list indices"),
+        ({"variants": None}, "'None' is NoneType, and list is needed"),
+        ({"variants": [{**GOOD["variants"][0], "name": 1}]}, "'1' is int, and str is needed"),
+        ({"variants": [{**GOOD["variants"][0], "test": 1}]}, "'1' is int, and bool is needed"),
+        ({"variants": GOOD["variants"] * 2}, "a variant or a cell is there twice"),
+        ({"references": {"a": ["b"]}}, "references has 'b', which is none of the variants"),
+        ({"metrics": ["\ud800"]}, "surrogates"),
+        ({"seeds": [True]}, "'True' is bool, and int is needed"),
+        (
+            {"cells": [{**GOOD["cells"][0], "variant": "../../x"}]},
+            r"cells has '\.\./\.\./x', which is none of the variants",
+        ),
+        ({"cells": [{**GOOD["cells"][0], "seed": 10**4000}]}, r"the seed 10+ is not at least 0 and below 2\*\*32"),
+        ({"cells": [{**GOOD["cells"][0], "seconds": 10**400}]}, "too large"),
+        ({"cells": [{"variant": "a"}]}, "KeyError"),
+        ({"versions": {"torch": [1]}}, r"'\[1\]' is list"),
+    ],
+    ids=range(15),
+)
+def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
+    text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)
+    path = tmp_path / "comparison.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=rf"{path} is damaged \(.*{says}.*\); the same `attnswap compare` writes it"):
+        read_comparison(tmp_path)
+
+
+def test_a_record_of_a_later_version_and_names_that_are_paths_are_read(tmp_path):
+    odd = {**GOOD, "variants": [{**GOOD["variants"][0], "name": "../x"}], "cells": [], "later": 1}
+    (tmp_path / "comparison.json").write_text(json.dumps(odd))
+    assert read_record(tmp_path).configs == ["../x"]
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "folder", "large"])
+def test_a_record_is_a_bounded_file_of_its_folder(tmp_path, kind):
+    out, path = tmp_path / "out", tmp_path / "out" / "comparison.json"
+    out.mkdir()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        path.touch()
+        os.truncate(path, 1 << 34)
+    else:
+        (tmp_path / "elsewhere").write_text(json.dumps(GOOD))
+        path.symlink_to(tmp_path / ("elsewhere" if kind == "link" else "nowhere"))
+    says = {"link": "is a link out of", "folder": "is no file", "large": "17,179,869,184 bytes"}.get(kind, "cannot be")
+    with pytest.raises(UsageError, match=re.escape(str(path)) + ".*" + says):
+        read_record(out)
+    if kind == "link":
+        write_record(Record([], {}, []), out)
+        assert not path.is_symlink()
+        assert json.loads((tmp_path / "elsewhere").read_text()) == GOOD

@@ -1,0 +1,167 @@
+"""The summary of a comparison against closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lightning_tasks.compare.statistics import (
+    last_values,
+    markdown,
+    minimum_detectable_effect,
+    paired_interval,
+    summarise,
+)
+from lightning_tasks.figures.curves import curve
+from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
+from lightning_tasks.runs.log import read_metrics
+
+
+def rows_of(values):
+    return [
+        {"config": config, "seed": seed, "step": step, "metric": "m", "value": value + step}
+        for config, seeds in values.items()
+        for seed, value in enumerate(seeds)
+        for step in (1, 0)
+    ]
+
+
+def test_the_last_step_counts():
+    assert last_values(rows_of({"a": [5.0]}), "m") == {"a": {0: 6.0}}
+
+
+def test_a_run_that_diverged_is_in_the_table(tmp_path):
+    log = tmp_path / "metrics.csv"
+    log.write_text("step,epoch,val/loss\n1,0,4.0\n2,0,nan\n3,0,\n")
+    rows = [{"config": "a", "seed": 0, **row} for row in read_metrics(log)]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert math.isnan(last_values(rows, "val/loss")["a"][0])
+
+
+def test_paired_interval_of_a_known_sample():
+    # Mean 2, standard deviation 1, n = 3: 2 -+ t(0.975, 2) / sqrt(3), t = 4.302653.
+    assert paired_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([-1.0, -1.1, -0.9], "lower"),
+        ([1.0, 1.1, 0.9], "higher"),
+        ([-1.0, 1.2, 0.1], "budget too small"),
+        ([0.0, 0.0, 0.0], "equal"),
+        ([1.0], ""),
+        ([0.0, 0.92, 1.84], "budget too small"),
+        ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but budget too small"),
+        ([0.1, math.nan, 0.2], "diverged"),
+        ([0.1, math.inf, 0.2], "diverged"),
+        ([-math.inf], "diverged"),
+    ],
+)
+def test_the_verdict_follows_the_paired_interval(differences, verdict):
+    rows = [
+        {
+            "config": config,
+            "seed": seed,
+            "step": 1,
+            "metric": "m",
+            "value": 5.0 + (difference if config == "b" else 0.0),
+        }
+        for seed, difference in enumerate(differences)
+        for config in ("a", "b")
+    ]
+    _, row = summarise(rows, ["a", "b"], ["m"])
+    assert row.verdict == verdict
+    assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
+
+
+def logged(config, seed, **values):
+    """Rows of a cell, each metric at its steps: ``val_loss=[(step, value)]``."""
+    names = {"val_loss": "val/loss", "val_top1": "val/top1", "stopped": STOPPED, "entropy": "attention/entropy"}
+    return [
+        {"config": config, "seed": seed, "step": step, "metric": names[name], "value": value}
+        for name, points in values.items()
+        for step, value in points
+    ]
+
+
+DIVERGED = [
+    *logged("a", 0, val_loss=[(5, 2.0), (10, 1.0)], val_top1=[(10, 0.9)]),
+    *logged("a", 1, val_loss=[(5, 2.0), (10, 1.0)], val_top1=[(10, 0.9)], entropy=[(10, 1.0)]),
+    *logged("b", 0, val_loss=[(5, 2.0), (10, math.nan)], val_top1=[(10, 0.1)]),
+    *logged("b", 1, val_loss=[(5, 2.0), (10, 1.5)], val_top1=[(10, 0.8)]),
+    *logged("c", 0, stopped=[(3, 1.0)]),
+    *logged("c", 1, val_loss=[(5, 2.5), (10, 1.2)], val_top1=[(10, 0.7)]),
+]
+
+
+def test_a_run_that_diverged_is_said_to_for_each_of_its_metrics():
+    """By its loss, or by the guard that stopped it; accuracies of NaN are numbers, and say nothing."""
+    texts = {("b", 0): "val/loss is nan at step 10", ("c", 0): "stopped at step 3: a loss or gradient was not finite"}
+    assert diverged_cells(DIVERGED) == texts
+    summary = summarise(
+        with_stops(DIVERGED), ["a", "b", "c"], ["val/loss", "val/top1", "attention/entropy"], {"a": ["b"]}
+    )
+    found = [(row.metric, row.config, row.reference, row.seeds, row.diverged, row.verdict) for row in summary]
+    assert found == [
+        ("val/loss", "a", "", 2, 0, ""),
+        ("val/loss", "a", "b", 2, 0, "reference diverged"),
+        ("val/loss", "b", "a", 2, 1, "diverged"),
+        ("val/loss", "c", "a", 2, 1, "diverged"),
+        ("val/top1", "a", "", 2, 0, ""),
+        ("val/top1", "a", "b", 2, 0, "reference diverged"),
+        ("val/top1", "b", "a", 2, 1, "diverged"),
+        ("val/top1", "c", "a", 2, 1, "diverged"),
+        ("attention/entropy", "a", "", 1, 0, ""),
+        ("attention/entropy", "a", "b", 1, 0, ""),
+    ]
+    assert [row.pairs for row in summary[:4]] == [0, 2, 2, 2]  # no seed is left out
+    assert math.isnan(summary[3].mean)
+    assert "| c | 2, 1 diverged | nan | a | +nan [+nan, +nan] | nan | diverged |" in markdown(summary)
+
+
+def test_a_stopped_run_has_nan_where_others_went_on():
+    rows = with_stops(DIVERGED)
+    assert rows[: len(DIVERGED)] == DIVERGED
+    added = [(row["config"], row["seed"], row["metric"], row["step"]) for row in rows[len(DIVERGED) :]]
+    assert added == [("c", 0, "val/loss", 5), ("c", 0, "val/loss", 10), ("c", 0, "val/top1", 10)]
+    assert all(math.isnan(row["value"]) for row in rows[len(DIVERGED) :])
+    assert with_stops(DIVERGED[:5]) == DIVERGED[:5]
+    steps, means, _ = curve(rows, "val/loss", "c")
+    assert (steps.tolist(), np.isnan(means).tolist()) == ([5, 10], [True, True])
+    assert diverged_configs(rows) == {"b": " (1 of 2 diverged)", "c": " (1 of 2 diverged)"}
+
+
+def test_minimum_detectable_effect_of_the_textbook():
+    # A paired t-test of 34 pairs finds half a standard deviation with power 0.8 (Cohen's tables: n = 34).
+    assert minimum_detectable_effect(2.0, 34) == pytest.approx(2.0 * 0.4949, rel=2e-3)
+    assert minimum_detectable_effect(1.0, 8) == pytest.approx(1.1560, rel=1e-3)
+    assert minimum_detectable_effect(1.0, 2) == pytest.approx(11.55, rel=1e-3)  # by integration over chi
+    assert minimum_detectable_effect(0.0, 8) == 0.0
+
+
+def test_differences_are_paired_by_seed():
+    # Differences 1, 2, 3 whatever the large spread between seeds.
+    summary = summarise(rows_of({"a": [0.0, 100.0, 1000.0], "b": [1.0, 102.0, 1003.0]}), ["a", "b"], ["m", "absent"])
+    first, second = summary
+    assert (first.pairs, second.pairs, second.difference) == (0, 3, 2.0)
+    assert (second.low, second.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
+    assert math.isnan(first.difference)
+    assert "| b | 3 | 369.67 ± 5.5e+02 | a | +2 [-0.4841, +4.484] |" in markdown(summary)
+
+
+def test_a_named_reference_is_paired_as_the_first_is():
+    rows = rows_of({"a": [0.0, 0.0, 0.0], "b": [1.0, 102.0, 1003.0], "c": [2.0, 104.0, 1006.0]})
+    *_, to_first, to_named = summarise(rows, ["a", "b", "c"], ["m"], {"c": ["b"]})
+    assert (to_first.config, to_first.reference, to_first.difference) == ("c", "a", pytest.approx(1112 / 3))
+    assert (to_named.config, to_named.reference, to_named.pairs, to_named.difference) == ("c", "b", 3, 2.0)
+    assert (to_named.low, to_named.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
+    assert to_named.detectable == pytest.approx(minimum_detectable_effect(1.0, 3))
+    assert to_named.verdict == "budget too small"
+    assert "| c | 3 | 371.67 ± 5.5e+02 | b | +2 [-0.4841, +4.484] |" in markdown([to_named])
+
+
+def test_one_seed_has_no_interval():
+    _, second = summarise(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
+    assert second.pairs == 0
+    assert math.isnan(second.std)

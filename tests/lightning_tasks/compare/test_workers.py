@@ -1,0 +1,97 @@
+"""Processes of a comparison: devices, interrupts, the end with the parent, and why one failed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from lightning_tasks.compare.plan import (
+    Variant,
+    plan_cells,
+)
+from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_worker, worker_devices
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def is_alive(pid):
+    """Whether a process runs; one that ended and was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process under /proc")
+def test_a_killed_comparison_leaves_nobody_at_work():
+    code = (
+        "import os\nfrom time import sleep\nfrom lightning_tasks.compare.cell import end_with_parent\n"
+        "parent, worker = os.getpid(), os.fork()\n"
+        "if worker == 0:\n    end_with_parent(parent, 0.05)\nelse:\n    print(worker, flush=True)\n"
+        "sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(worker)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "count", "visible", "devices"),
+    [
+        (2, 0, None, [None, None]),
+        (2, 0, "", [None, None]),
+        (5, 3, None, ["0", "1", "2", "0", "1"]),
+        (1, 4, None, ["0"]),
+        (3, 2, "5, GPU-8a", ["5", "GPU-8a", "5"]),
+        (2, 1, "3,-1,2", ["3", "3"]),  # CUDA sees nothing from the first unknown one on
+    ],
+)
+def test_workers_take_the_devices_in_turn(jobs, count, visible, devices):
+    assert worker_devices(jobs, count, visible) == devices
+
+
+def seen_by_a_worker(seconds):
+    time.sleep(seconds)
+    return os.environ.get(VISIBLE), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_worker_sees_its_own_device_alone(monkeypatch):
+    monkeypatch.setenv(VISIBLE, "4,7,9")
+    context = get_context("spawn")
+    devices = context.SimpleQueue()
+    for device in worker_devices(2, 3, os.environ[VISIBLE]):
+        devices.put(device)
+    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=(os.getpid(), devices)) as pool:
+        assert set(pool.map(seen_by_a_worker, [1.0] * 4)) == {("4", True), ("7", True)}
+    assert os.environ[VISIBLE] == "4,7,9"
+
+
+def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
+    """A worker of a machine with three devices hands one to its cell."""
+    monkeypatch.setattr("lightning_tasks.compare.workers._cuda_count", lambda: 3)
+    monkeypatch.setenv(VISIBLE, "6,7,8")
+    seen = {"class_path": "tests.lightning_tasks.demo.WriteDevice", "init_args": {"folder": str(cells[0].folder)}}
+    cell = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(seen)}",))
+    assert run_cells([cell], 1) == []
+    assert (cell.folder / "device.txt").read_text() == "6"
+
+
+def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):
+    (cell,) = plan_cells([Variant("a", str(demo))], [0], tmp_path)
+    assert failure(cell, SystemExit(2)) == f"nothing was printed (SystemExit: 2); log: {cell.log}"
+    cell.folder.mkdir(parents=True)
+    cell.log.write_text("usage: x\nerror: no room\n")
+    assert failure(cell, SystemExit(2)) == f"error: no room (SystemExit: 2); log: {cell.log}"
