@@ -124,7 +124,9 @@ class Segmenter(nn.Module):
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"images must be [B, 3, H, W], got {list(images.shape)}")
         logits = self.decoder(self.tokens((images - self.image_mean) / self.image_std))  # [B, h, w, K]
-        return functional.interpolate(logits.permute(0, 3, 1, 2), size=images.shape[-2:], mode="bilinear")
+        # Contiguous while it is small: the large map would inherit the order of its axes, and the loss would copy it.
+        logits = logits.permute(0, 3, 1, 2).contiguous()
+        return functional.interpolate(logits, size=images.shape[-2:], mode="bilinear")
 
     def losses(self, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The mean cross-entropy in nats over the pixels of masks ``[B, H, W]`` that count, 0 where none does."""
