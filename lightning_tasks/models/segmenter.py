@@ -11,6 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_tasks.models.pixel_loss import upsampled_cross_entropy
 from lightning_tasks.models.sliding_window import Prediction, Windows
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
 from lightning_tasks.training.limits import check_integer
@@ -115,23 +116,29 @@ class Segmenter(nn.Module):
             )
         return found.unflatten(1, (height // patch, width // patch))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[B, K, H, W]`` of images ``[B, 3, H, W]`` in [0, 1]; normalised inside.
+    def patch_logits(self, images: Tensor) -> Tensor:
+        """Logits of the patches, ``[B, h, w, K]``, of images ``[B, 3, H, W]`` in [0, 1]; normalised inside.
 
         Raises:
             ValueError: for images of another shape or size than the backbone takes.
         """
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"images must be [B, 3, H, W], got {list(images.shape)}")
-        logits = self.decoder(self.tokens((images - self.image_mean) / self.image_std))  # [B, h, w, K]
-        # Contiguous while it is small: the large map would inherit the order of its axes, and the loss would copy it.
-        logits = logits.permute(0, 3, 1, 2).contiguous()
+        return self.decoder(self.tokens((images - self.image_mean) / self.image_std))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[B, K, H, W]`` of images ``[B, 3, H, W]`` in [0, 1]: those of the patches, interpolated.
+
+        Raises:
+            ValueError: as :meth:`patch_logits`.
+        """
+        # Contiguous while it is small: the large map would inherit the order of its axes, and softmax would copy it.
+        logits = self.patch_logits(images).permute(0, 3, 1, 2).contiguous()
         return functional.interpolate(logits, size=images.shape[-2:], mode="bilinear")
 
     def losses(self, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The mean cross-entropy in nats over the pixels of masks ``[B, H, W]`` that count, 0 where none does."""
-        total = functional.cross_entropy(self(images).float(), masks, ignore_index=ignore_index, reduction="sum")
-        return {"loss": total / (masks != ignore_index).sum().clamp(min=1)}
+        return {"loss": upsampled_cross_entropy(self.patch_logits(images), masks, ignore_index)}
 
     def bands(self, images: Tensor) -> Iterator[Tensor]:
         """Logits ``[B, K, rows, W]`` of whole images ``[B, 3, H, W]`` of any size, band by band from the top."""
