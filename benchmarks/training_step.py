@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.common import ResidentPeak, write_results
 from lightning_tasks.cli.fit import run
-from lightning_tasks.compare.plan import plan_cells, read_variants
-from lightning_tasks.recipes import find_recipe, recipe_name
+from lightning_tasks.compare.plan import plan_cells
+from lightning_tasks.variants import full_name, read_variants
 
 WARM_UP, TIMED, WEIGHED = 3, 12, 3
 
@@ -81,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure(options.comparison, options.rounds)
     command = f"python -m benchmarks.training_step {options.comparison} --rounds {options.rounds}"
-    slug = recipe_name(find_recipe(options.comparison)).replace("/", "_")
+    slug = full_name(options.comparison).replace("/", "_")
     print(write_results(f"training_step_{slug}", f"A training step of {options.comparison}", command, rows).read_text())
 
 

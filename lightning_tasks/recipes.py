@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,37 @@ SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
 )
+COMPARISON_KEYS = {"base", "variants", "settings", "test", "metrics", "references"}
+# Files that became variants of another one. The names still work.
+FORMER_NAMES = {
+    f"{recipe}_{variant}": f"{recipe}/{variant}"
+    for recipe, variants in {
+        "locater/wikitext2": ["baseline"],
+        "locater/wikitext2_small_vocabulary": ["baseline"],
+        "rpc/ade20k_segmenter": ["decoder", "symmetric", "softmax"],
+        "rpc/imagenet_deit_tiny": ["all_layers", "scaled_matrix", "scaled_scalar", "symmetric", "softmax"],
+    }.items()
+    for variant in variants
+}
 _MAX_DEPTH = 100  # parsers are recursive: a file of some hundred levels would end them
 _MAX_VALUES = 1_000_000
 _MAX_BYTES = 1 << 24
-_HEADER = re.compile(r"^#\s*(summary|paper|needs):\s*(.+)$")
+_HEADER = re.compile(r"^#\s*(summary|paper|needs|variant \S+):\s*(.+)$")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `attnswap recipes` prints of one recipe: its name and the three comment lines at the head of its file."""
+    """What `attnswap recipes` prints of one recipe: its name and the comment lines at the head of its file.
+
+    `variants` are the summaries of its variants (lines `# variant NAME: SUMMARY`), by name.
+    """
 
     name: str
     path: Path
     summary: str
     paper: str
     needs: str
+    variants: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, root: Path = CONFIGS) -> Recipe:
@@ -42,7 +59,14 @@ class Recipe:
                 break
             if match := _HEADER.match(line):
                 head[match[1]] = match[2].strip()
-        return cls(recipe_name(path, root), path, *(head.get(key, "-") for key in ("summary", "paper", "needs")))
+        summary, paper, needs = (head.get(key, "-") for key in ("summary", "paper", "needs"))
+        variants = {key.removeprefix("variant "): text for key, text in head.items() if key.startswith("variant ")}
+        return cls(recipe_name(path, root), path, summary, paper, needs, variants)
+
+    @property
+    def variant_names(self) -> dict[str, str]:
+        """The summaries of the variants by the names under which each can be fitted."""
+        return {f"{self.name}/{variant}": summary for variant, summary in self.variants.items()}
 
 
 def recipe_name(path: Path, root: Path = CONFIGS) -> str:
@@ -81,7 +105,8 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
             shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
             if shipped.is_file() and shipped.resolve().is_relative_to(root):
                 return shipped
-    names = [*(recipe.name for recipe in shipped_recipes(root)), *shipped_parts(root)]
+    recipes = shipped_recipes(root)
+    names = [name for recipe in recipes for name in (recipe.name, *recipe.variant_names)] + shipped_parts(root)
     raise UsageError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, names)}")
 
 
@@ -146,20 +171,33 @@ def _count_values(node: Any, counted: dict[int, int], depth: int) -> int:
     return counted[id(node)]
 
 
+def is_comparison(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings of a file are those of a comparison, not of a recipe with variants."""
+    return "variants" in settings and ("base" in settings or settings.keys() <= COMPARISON_KEYS)
+
+
 def check_recipe(path: Path) -> None:
     """Check that a file has the shape of a recipe; what its sections hold is checked when they are built.
 
     Raises:
-        UsageError: it is no YAML of settings, has a section that no recipe has, or is a comparison.
+        UsageError: it is no YAML of settings, has a section that no recipe has, variants of another shape, or is a
+            comparison.
     """
-    sections = list(read_settings(path))
-    if "variants" in sections:
-        raise UsageError(f"{path} is a comparison of several runs; start it with `attnswap compare`")
-    for section in sections:
-        if section not in SECTIONS:
-            near = difflib.get_close_matches(str(section), SECTIONS, n=1)
+    settings = read_settings(path)
+    if is_comparison(settings):
+        raise UsageError(
+            f"{path} is a comparison of several runs; start it with `attnswap compare`, or one of its variants by its "
+            "name: COMPARISON/VARIANT"
+        )
+    sections = (*SECTIONS, "variants")
+    for section in settings:
+        if section not in sections:
+            near = difflib.get_close_matches(str(section), sections, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS[:4])}"
             raise UsageError(f"{path}: unknown section {section!r}; {hint}")
+    variants = settings.get("variants", {})
+    if not isinstance(variants, dict) or not all(each is None or isinstance(each, dict) for each in variants.values()):
+        raise UsageError(f"{path}: `variants` must be `{{name: {{setting: value}}}}`, got {variants!r}")
 
 
 def _suggestion(name: str, names: list[str]) -> str:
@@ -172,6 +210,9 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 
 def print_recipes() -> None:
-    """Print every shipped recipe: name, summary, paper, what it needs."""
+    """Print every shipped recipe: name, summary, paper, what it needs, its variants with their former names."""
+    former = {name: old for old, name in FORMER_NAMES.items()}
     for recipe in shipped_recipes():
         print(f"{recipe.name}\n    {recipe.summary}\n    paper: {recipe.paper}\n    needs: {recipe.needs}")
+        for name, summary in recipe.variant_names.items():
+            print(f"    variant {name}: {summary}" + (f" (or {former[name]})" if name in former else ""))

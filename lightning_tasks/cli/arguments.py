@@ -8,17 +8,23 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import did_you_mean, mechanism_class
+from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import check_recipe, find_recipe, read_settings
+from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.training.hparams import import_object, import_path
+from lightning_tasks.variants import find_variant, full_name
 
-_FILE_OPTIONS = ("-c", "--config", "--trainer", "--model", "--data")
-_ALWAYS_FILES = ("-c", "--config", "--trainer")
+_RECIPE_OPTIONS = ("-c", "--config")
+_ALWAYS_FILES = (*_RECIPE_OPTIONS, "--trainer")
+_FILE_OPTIONS = (*_ALWAYS_FILES, "--model", "--data")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
 _MECHANISMS = ("attention", "other_attention")
@@ -36,6 +42,8 @@ _PACKAGES = {"data": "datamodules", "model": "lightning_tasks"}
 def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
     """Replace the names of recipes and parts behind --config, --trainer, --model and --data by the paths they mean.
 
+    What a variant changes follows the path of its recipe.
+
     Raises:
         UsageError: --config or --trainer names nothing that exists.
     """
@@ -44,26 +52,60 @@ def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         head, equals, value = argument.partition("=")
         if option:
-            expanded.append(_expand(option, argument))
+            expanded += _expand(option, argument)
         elif equals and head in _FILE_OPTIONS:
-            expanded.append(f"{head}={_expand(head, value)}")
+            path, *overrides = _expand(head, value)
+            expanded += [f"{head}={path}", *overrides]
         else:
             expanded.append(argument)
         option = argument if not option and argument in _FILE_OPTIONS else ""
     return expanded
 
 
-def _expand(option: str, value: str) -> str:
+def _expand(option: str, value: str) -> list[str]:
+    """The path that a name behind an option means, and the arguments that follow it."""
     if value.lstrip().startswith("{"):  # JSON typed on the command line
-        return value
+        return [value]
     try:
+        if option in _RECIPE_OPTIONS:
+            variant = find_variant(value)
+            return [variant.config, *variant.overrides]
         path = find_recipe(value)
     except UsageError as error:
         if option in _ALWAYS_FILES:
             raise UsageError(f"{option} {error}") from error
-        return value  # --model and --data also take a class
-    (check_recipe if option in ("-c", "--config") else read_settings)(path)
-    return str(path)
+        return [value]  # --model and --data also take a class
+    read_settings(path)
+    return [str(path)]
+
+
+def recipe_of(arguments: Sequence[str]) -> str | None:
+    """The full name of the first recipe behind --config, None where there is none, or JSON."""
+    for place, argument in enumerate(arguments):
+        head, equals, value = argument.partition("=")
+        if head in _RECIPE_OPTIONS and (equals or place + 1 < len(arguments)):
+            name = value if equals else arguments[place + 1]
+            return None if name.lstrip().startswith("{") else full_name(name)
+    return None
+
+
+class RecipeParser(LightningArgumentParser):
+    """Lightning's parser, which passes over the section `variants` of a recipe: names choose among them."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        """Parse the text of a configuration file, without its variants."""
+        return super().parse_string(without_variants(content), *args, **kwargs)
+
+
+def without_variants(text: str) -> str:
+    """The text of a YAML file without its section `variants`; every other value as it is written."""
+    if "variants" not in text:
+        return text
+    node = yaml.compose(text, Loader=BoundedLoader)
+    if not isinstance(node, yaml.MappingNode):
+        return text
+    node.value = [(key, value) for key, value in node.value if key.value != "variants"]
+    return yaml.serialize(node)
 
 
 def spell_out_classes(arguments: Sequence[str]) -> list[str]:

@@ -21,14 +21,19 @@ from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint
-from lightning_tasks.cli.arguments import argument_refusal, expand_recipe_names, spell_out_classes
+from lightning_tasks.cli.arguments import (
+    RecipeParser,
+    argument_refusal,
+    expand_recipe_names,
+    recipe_of,
+    spell_out_classes,
+)
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
-from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
@@ -92,8 +97,9 @@ class SaveConfig(SaveConfigCallback):
 class AttnswapCLI(LightningCLI):
     """LightningCLI with `--init_from`, one folder a run, and checkpoints that override nothing and run no code."""
 
-    def __init__(self, *args: Any, labels: RunLabels | None = None, **kwargs: Any) -> None:
-        """Parse, build and run; a run that cannot begin leaves no folder."""
+    def __init__(self, *args: Any, recipe: str | None = None, labels: RunLabels | None = None, **kwargs: Any) -> None:
+        """Parse, build and run `recipe`; a run that cannot begin leaves no folder."""
+        self._named = recipe
         self._labels = labels
         self._claimed: tuple[Path, Path] | None = None
         self._asked = kwargs["args"][0]
@@ -194,9 +200,7 @@ class AttnswapCLI(LightningCLI):
     @property
     def _recipe(self) -> str:
         """The name of the recipe that runs, or of the module where there is no configuration file."""
-        section = self.config[self.config.subcommand]
-        files = [str(path) for path in section.get("config") or []]
-        return recipe_name(Path(files[0])) if files else str(section.model.class_path).rsplit(".", 1)[-1]
+        return self._named or str(self.config[self.config.subcommand].model.class_path).rsplit(".", 1)[-1]
 
     def before_instantiate_classes(self) -> None:
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
@@ -358,9 +362,11 @@ def _command_line(
     return kind(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
+        parser_class=RecipeParser,
         parser_kwargs={"prog": "attnswap", "exit_on_error": False},
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
+        recipe=recipe_of(arguments),
         auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights
         **options,
     )

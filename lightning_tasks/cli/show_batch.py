@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import check_recipe, find_recipe, read_settings
+from lightning_tasks.recipes import read_settings
 from lightning_tasks.training.hparams import import_object
 from lightning_tasks.training.trust import build_typed_classes_only
+from lightning_tasks.variants import find_variant
 
 
-def data_section(recipe: str) -> tuple[dict[str, Any], int | None]:
-    """The `data` section of a recipe, by name or path, and its seed.
+def data_arguments(recipe: str) -> tuple[list[str], int | None]:
+    """The arguments that say what the data of a recipe, by name or path, are, and its seed.
 
     Raises:
         UsageError: there is no such recipe, or it has no data.
     """
-    path = find_recipe(recipe)
-    check_recipe(path)
-    settings = read_settings(path)
+    variant = find_variant(recipe)
+    settings = read_settings(Path(variant.config))
     if not isinstance(settings.get("data"), dict):
-        raise UsageError(f"{path} has no section 'data'; give --data CLASS")
+        raise UsageError(f"{variant.config} has no section 'data'; give --data CLASS")
     seed = settings.get("seed_everything")
-    return settings["data"], seed if isinstance(seed, int) and not isinstance(seed, bool) else None
+    seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else None
+    changed = [argument for argument in variant.overrides if argument.startswith("--data")]
+    return ["--data", json.dumps(settings["data"]), *changed], seed
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,8 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     given, seed = list(arguments), None
     recipe = _value(given, "--config")
     if recipe is not None:
-        section, seed = data_section(recipe)
-        given = ["--data", json.dumps(section), *given]
+        section, seed = data_arguments(recipe)
+        given = [*section, *given]
     options = parser.parse_args(given)
     if options.data is None:
         raise UsageError("show-batch needs --config RECIPE or --data CLASS")

@@ -69,7 +69,8 @@ class Cell:
     def fingerprint(self) -> str:
         """Changes with whatever the cell was asked to do, so that a stale result is not taken for this cell's.
 
-        Of the configuration its content counts, wherever the file lies and whatever its comments say.
+        Of the configuration its content counts, wherever the file lies and whatever its comments say; of its variants,
+        what this cell overrides.
         """
         asked = [
             _content(Path(self.config).read_text(encoding="utf-8")),
@@ -119,7 +120,9 @@ class Cell:
 
 @lru_cache(maxsize=64)  # cells of a comparison are many, and their recipes few
 def _content(text: str) -> Any:
-    return yaml.safe_load(text)
+    content = yaml.safe_load(text)
+    content.pop("variants", None)
+    return content
 
 
 def folder_name(name: str) -> str:

@@ -15,7 +15,6 @@ from lightning_tasks.compare.plan import (
     check_cells,
     parse_seeds,
     plan_cells,
-    read_variants,
     summary_metrics,
     summary_references,
 )
@@ -23,8 +22,8 @@ from lightning_tasks.compare.record import record_of, write_record
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import run_cells
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import find_recipe, recipe_name
 from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.variants import full_name, read_variants
 
 LOCK = ".compare.lock"
 FILE_FORM = """\
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]
-    name = " + ".join(recipe_name(find_recipe(name)) for name in options.configs)
+    name = " + ".join(full_name(name) for name in options.configs)
     extra = [f"--{item}" for item in options.set]
     cells = plan_cells(variants, parse_seeds(options.seeds), options.output, extra, name)
     metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)

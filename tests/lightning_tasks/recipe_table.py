@@ -12,7 +12,8 @@ MARKS = ("<!-- recipes: made by `python -m tests.lightning_tasks.recipe_table` -
 
 def table() -> str:
     """A row a shipped recipe: what the head of its file says."""
-    rows = [f"| `{recipe.name}` | {recipe.summary} |" for recipe in shipped_recipes()]
+    entries = [{recipe.name: recipe.summary} | recipe.variant_names for recipe in shipped_recipes()]
+    rows = [f"| `{name}` | {summary} |" for each in entries for name, summary in each.items()]
     return "\n".join(["| recipe | what |", "|---|---|", *rows]) + "\n"
 
 

@@ -16,20 +16,23 @@ from lightning_tasks.recipes import (
     Recipe,
     check_recipe,
     find_recipe,
+    is_comparison,
     read_settings,
     recipe_name,
     shipped_parts,
     shipped_recipes,
 )
+from lightning_tasks.variants import find_file, find_variant, full_name
 from tests.lightning_tasks.recipe_table import README, readme
+from tests.lightning_tasks.twins import OVERLAYS, overlaid, twin
 
-TWINS = Path(__file__).resolve().parents[1] / "conf"
-RECIPES = [recipe.name for recipe in shipped_recipes() if "variants" not in read_settings(recipe.path)]
-COMPARISONS = [recipe.name for recipe in shipped_recipes() if "variants" in read_settings(recipe.path)]
+COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
+FILES = [recipe for recipe in shipped_recipes() if recipe.name not in COMPARISONS]
+RECIPES = [name for recipe in FILES for name in (recipe.name, *recipe.variant_names)]
 TEST_PARTS = [name for name in shipped_parts() if name.startswith("robustness/")]  # behind --config, to test with
 PARTS = [name for name in shipped_parts() if name not in TEST_PARTS]
 
-# What a twin may change, sizes and amounts of data, and what it may say in addition.
+# What a twin may name: sizes and amounts of data, and what a run without a terminal needs.
 SIZES = {"num_layers", "num_heads", "dim", "mlp_dim", "num_tokens", "vocab_size", "batch_size", "num_workers"}
 SIZES |= {
     "max_bytes",
@@ -130,9 +133,11 @@ def test_readme_lists_every_recipe():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_guarded_and_summarised(recipe):
-    names = [
-        each["class_path"].rpartition(".")[2] for each in read_settings(find_recipe(recipe))["trainer"]["callbacks"]
-    ]
+    settings = read_settings(find_file(recipe)[0])
+    callbacks = settings["trainer"]["callbacks"]
+    if changed := [text for text in find_variant(recipe).overrides if text.startswith("--trainer.callbacks")]:
+        (callbacks,) = [yaml.safe_load(text.removeprefix("--trainer.callbacks=")) for text in changed]
+    names = [each["class_path"].rpartition(".")[2] for each in callbacks]
     assert names[-2:] == ["NonFiniteGuard", "RunSummary"]  # after whatever changes gradients
 
 
@@ -153,10 +158,13 @@ def test_the_names_of_parts_are_public():
 # -- every shipped file ------------------------------------------------------------------------------------------------
 
 
-def without_sizes(value):
-    if isinstance(value, dict):
-        return {key: without_sizes(entry) for key, entry in value.items() if key not in SIZES | ADDED}
-    return [without_sizes(entry) for entry in value] if isinstance(value, list) else value
+def leaves(value, path=()):
+    """The entries of nested dictionaries, and of lists of classes by `class_path`, by the keys that lead there."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        value = {each["class_path"]: {key: each[key] for key in each if key != "class_path"} for each in value}
+    if not isinstance(value, dict):
+        return {path: value}
+    return {keys: leaf for key, each in value.items() for keys, leaf in leaves(each, (*path, key)).items()}
 
 
 @pytest.fixture
@@ -167,13 +175,19 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def test_there_is_a_twin_of_every_recipe_and_of_nothing_else():
-    assert sorted(recipe_name(path, TWINS) for path in TWINS.rglob("*.yaml")) == RECIPES
+    assert sorted(recipe_name(path, OVERLAYS) for path in OVERLAYS.rglob("*.yaml")) == [file.name for file in FILES]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_twin_differs_in_sizes_only(name):
-    recipe, twin = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for folder in (CONFIGS, TWINS))
-    assert without_sizes(twin) == without_sizes(recipe)
+@pytest.mark.parametrize("recipe", FILES, ids=lambda recipe: recipe.name)
+def test_a_twin_names_what_differs_and_that_are_sizes(recipe):
+    named, own = leaves(read_settings(OVERLAYS / f"{recipe.name}.yaml")), leaves(read_settings(recipe.path))
+    assert {keys[-1] for keys in named} <= SIZES | ADDED
+    assert not [keys for keys, value in named.items() if own.get(keys) == value]
+
+
+def test_a_twin_of_a_class_that_the_recipe_has_not_is_refused():
+    with pytest.raises(ValueError, match="a is not once among b"):
+        overlaid([{"class_path": "b"}], [{"class_path": "a", "init_args": {"dim": 1}}])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -207,7 +221,7 @@ def logged_metrics(name):
     """What the callbacks of a recipe promise to log: at least one of each kind."""
     callbacks = {
         callback["class_path"].rsplit(".", 1)[-1]: callback.get("init_args", {})
-        for callback in yaml.safe_load((TWINS / f"{name}.yaml").read_text())["trainer"]["callbacks"]
+        for callback in read_settings(find_file(name)[0])["trainer"]["callbacks"]
     }
     metrics = [callbacks["RunSummary"].get("metric", "val/perplexity")]
     if "AttentionMonitor" in callbacks:
@@ -234,10 +248,10 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
     if name.startswith("mmseg/"):
         pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
-    twin, metrics = str(TWINS / f"{name}.yaml"), logged_metrics(name)
-    main(["fit", "--config", twin])
+    recipe, metrics = twin(name, own_folder), logged_metrics(name)
+    main(["fit", "--config", recipe])
     assert metrics[0] in capsys.readouterr().out
-    run = Path("runs") / Path(name).name / "version_0"
+    run = Path("runs") / full_name(recipe) / "version_0"
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     for metric in metrics:
@@ -246,9 +260,9 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
         assert all(math.isfinite(value) for value in values)
     assert (run / "run.png").stat().st_size > 1000
     for command in ("validate", "test", "predict"):
-        main([command, "--config", twin, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
+        main([command, "--config", recipe, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
     predicted = run.parent / "version_3"
-    if "SegmentationTask" in Path(twin).read_text():  # masks are shown, not listed
+    if "SegmentationTask" in find_file(recipe)[0].read_text():  # masks are shown, not listed
         assert (predicted / "predict_overlay.png").stat().st_size > 1000
     else:
         assert (predicted / "predictions.csv").read_text().startswith("index,")
@@ -266,12 +280,12 @@ def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
 def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys):
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    content["base"] = str(TWINS / f"{content['base']}.yaml")
+    content["base"] = twin(content["base"], own_folder)
     for callback in content.get("settings", {}).values():  # RobustnessEvaluation, at a size for a test
         callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
-    twin = own_folder / "twin.yaml"
-    twin.write_text(yaml.safe_dump(content, sort_keys=False))
-    main(["compare", str(twin), "--seeds", "0:2", "--output", "out"])
+    tiny = own_folder / "tiny.yaml"
+    tiny.write_text(yaml.safe_dump(content, sort_keys=False))
+    main(["compare", str(tiny), "--seeds", "0:2", "--output", "out"])
     variants = content["variants"]
     printed, errors = capsys.readouterr()
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
@@ -285,9 +299,9 @@ def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys)
 
 def test_the_saved_config_says_once_what_the_command_line_overrode(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    twin = str(TWINS / "quickstart" / "language_modeling.yaml")
+    recipe = twin("quickstart/language_modeling", tmp_path)
     changed = ["--model.model.init_args.dim=8", "--model.optimizer.init_args.lr=0.5", "--trainer.max_steps=1"]
-    main(["fit", "--config", twin, *changed])
+    main(["fit", "--config", recipe, *changed])
     saved = yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]
     assert set(saved["model"]) == set(saved["optimizer"]) == {"class_path", "init_args"}
     assert (saved["model"]["init_args"]["dim"], saved["optimizer"]["init_args"]["lr"]) == (8, 0.5)

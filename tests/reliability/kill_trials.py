@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.lightning_tasks.twins import twin
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = {
     "class_path": "ModelCheckpoint",
@@ -54,10 +56,10 @@ KINDS = {
 FRESH = 5  # every so many trials a new process resumes
 
 
-def command(kind: str) -> list[str]:
-    """The arguments of a run."""
+def command(kind: str, folder: Path) -> list[str]:
+    """The arguments of a run, whose recipe is written below `folder`."""
     recipe, further = KINDS[kind]
-    return ["fit", "--config", str(ROOT / "tests" / "conf" / f"{recipe}.yaml"), *COMMON, *further]
+    return ["fit", "--config", twin(recipe, folder), *COMMON, *further]
 
 
 def forked(folder: Path, arguments: list[str]) -> int:
@@ -170,7 +172,13 @@ def trials(kind: str, count: int, seed: int, folder: Path) -> list[str]:
     """Run `count` trials; a line for each that did not end as the uninterrupted run."""
     import torch
 
-    whole, arguments, source, failed, killed_in_write = folder / "whole", command(kind), random.Random(seed), [], 0
+    whole, arguments, source, failed, killed_in_write = (
+        folder / "whole",
+        command(kind, folder / "twins"),
+        random.Random(seed),
+        [],
+        0,
+    )
     run(whole, arguments)
     started = time.monotonic()
     run(folder / "timed", arguments)

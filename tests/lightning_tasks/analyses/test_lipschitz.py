@@ -4,7 +4,6 @@ import csv
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,7 @@ from lightning_tasks.analyses.lipschitz import parse_lengths
 from lightning_tasks.analyses.lipschitz_report import fit_slope
 from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.errors import UsageError
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from tests.lightning_tasks.twins import twin
 
 
 def analyze(output, *arguments):
@@ -143,17 +141,17 @@ def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("twin", "attention", "data"),
+    ("recipe", "attention", "data"),
     [
         ("max_margin/cifar10_vit_base", ["--model.attention=symmetric"], "cifar10"),
         ("quickstart/classification", [], "digits"),
     ],
 )
-def test_a_checkpoint_of_a_task_is_a_model(twin, attention, data, texts, tmp_path, monkeypatch):
+def test_a_checkpoint_of_a_task_is_a_model(recipe, attention, data, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["attnswap"])
     monkeypatch.setenv("ATTNSWAP_DATA", str(texts))
-    main(["fit", "--config", str(CONF / f"{twin}.yaml"), "--trainer.max_steps=1", *attention])
+    main(["fit", "--config", twin(recipe, tmp_path), "--trainer.max_steps=1", *attention])
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     rows = analyze(tmp_path, "--model", checkpoint, "--data", data, "--sequences", 1, "--lengths", "3")
     assert [row["layer"] for row in rows] == ["model.blocks.0.attn", "model.blocks.1.attn"]

@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 
 from lightning_tasks.compare.cell import RESULT, last_error, run_cell
-from lightning_tasks.compare.plan import (
-    Variant,
-    plan_cells,
-    read_variants,
-)
+from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import unpaired_seeds
+from lightning_tasks.variants import Variant, read_variants
 
 
 def test_a_finished_cell_has_one_whole_result(cells):

@@ -16,10 +16,8 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
-from lightning_tasks.compare.plan import (
-    KEYS,
-)
 from lightning_tasks.compare.record import read_record
+from lightning_tasks.recipes import COMPARISON_KEYS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,7 +26,7 @@ def test_help_says_what_a_comparison_file_holds(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     printed = capsys.readouterr().out
-    assert not [key for key in KEYS if f"  {key}: " not in printed]
+    assert not [key for key in COMPARISON_KEYS if f"  {key}: " not in printed]
 
 
 def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, capsys):

@@ -6,15 +6,9 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.plan import (
-    Variant,
-    override_arguments,
-    parse_seeds,
-    plan_cells,
-    read_variants,
-    summary_references,
-)
+from lightning_tasks.compare.plan import parse_seeds, plan_cells, summary_references
 from lightning_tasks.errors import UsageError
+from lightning_tasks.variants import Variant, override_arguments, read_variants
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0:3", [0, 1, 2]), ("4,2", [4, 2]), ("7", [7])])

@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.plan import Variant, plan_cells
+from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import guessed_record, read_comparison
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record, record_of, write_record
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.run import is_comparison
+from lightning_tasks.variants import Variant
 
 SEEDS = (0, 1)
 

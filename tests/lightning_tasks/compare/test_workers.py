@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tasks.compare.plan import (
-    Variant,
-    plan_cells,
-)
+from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_worker, worker_devices
+from lightning_tasks.variants import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
 

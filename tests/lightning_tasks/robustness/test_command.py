@@ -9,8 +9,9 @@ import yaml
 from lightning_tasks.__main__ import main
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.robustness import read_csv
+from tests.lightning_tasks.twins import twin
 
-TWIN = Path(__file__).resolve().parents[2] / "conf" / "quickstart" / "language_modeling.yaml"
+RECIPE = "quickstart/language_modeling"
 MODULES = "tests.lightning_tasks.robustness.modules"
 
 
@@ -72,11 +73,12 @@ def test_the_standard_table_of_a_classifier(images, capsys):
     assert "robustness/fgsm/1_255/accuracy" in log
 
 
-def test_the_standard_table_of_a_language_model(capsys):
-    main(["fit", "--config", str(TWIN)])
+def test_the_standard_table_of_a_language_model(tmp_path, capsys):
+    recipe = twin(RECIPE, tmp_path)
+    main(["fit", "--config", recipe])
     run = next(Path("runs").rglob("version_0"))
     found = str(next(run.glob("checkpoints/*.ckpt")))
-    main(["test", "--config", str(TWIN), "--config", "robustness/standard", "--ckpt_path", found])
+    main(["test", "--config", recipe, "--config", "robustness/standard", "--ckpt_path", found])
     rows = read_csv(run.parent / "version_1" / "robustness.csv")
     assert [(row.test, row.setting, row.metric) for row in rows] == [
         ("clean", "", "perplexity"),

@@ -1,0 +1,190 @@
+"""What a name of a recipe stands for: a file, and what a variant of it changes, without importing torch.
+
+A file may have a section `variants: {NAME: {KEY: VALUE}}`. In a recipe, each variant is the recipe with these keys
+changed; in a comparison (a file with `base`), it is the base with them. `FILE/NAME` means one variant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes import (
+    COMPARISON_KEYS,
+    CONFIGS,
+    FORMER_NAMES,
+    check_recipe,
+    find_recipe,
+    is_comparison,
+    read_settings,
+    recipe_name,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration: a name, the file that it starts from, and what the command line adds to it.
+
+    With `test` a comparison tests the model after its fit.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...] = ()
+    test: bool = False
+
+
+def find_file(name: str, root: Path = CONFIGS) -> tuple[Path, str | None]:
+    """The file that `name` means, and the variant of it, None where `name` is that of the whole file.
+
+    Raises:
+        UsageError: nothing is called `name`, or the file has no such variant; the message lists the nearest names.
+    """
+    try:
+        return find_recipe(name, root), None
+    except UsageError:
+        parts = FORMER_NAMES.get(name.removesuffix(".yaml"), name).split("/")
+        for cut in range(len(parts) - 1, 0, -1):
+            try:
+                path = find_recipe("/".join(parts[:cut]), root)
+            except UsageError:
+                continue
+            return path, _known("/".join(parts[cut:]), path)
+        raise
+
+
+def _known(variant: str, path: Path) -> str:
+    found = read_settings(path).get("variants")
+    variants = [str(name) for name in found] if isinstance(found, dict) else []
+    if variant not in variants:
+        raise UsageError(f"{path} has no variant {variant!r}; {nearest(variant, variants)}")
+    return variant
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The names nearest to `name` in words, or all of them."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if near:
+        return f"the nearest are {', '.join(near)}"
+    return f"they are {', '.join(known)}" if known else "it has none"
+
+
+def full_name(name: str, root: Path = CONFIGS) -> str:
+    """The name of a file, with that of a variant behind it: RECIPE_VARIANT, which the folder of its runs has."""
+    path, variant = find_file(name, root)
+    return recipe_name(path, root) + ("" if variant is None else f"_{variant}")
+
+
+def find_variant(name: str, root: Path = CONFIGS) -> Variant:
+    """What can be fitted under `name`: a recipe, or one variant of a recipe or of a comparison; see `full_name`.
+
+    Raises:
+        UsageError: nothing is called `name`, the file has not the shape of a recipe, or it is a whole comparison.
+    """
+    path, variant = find_file(name, root)
+    settings = read_settings(path)
+    if variant is not None and is_comparison(settings):
+        found = next(each for each in _of_comparison(path, settings, root) if each.name == variant)
+        return replace(found, name=full_name(name, root))
+    check_recipe(path)
+    named = {str(key): overrides for key, overrides in settings.get("variants", {}).items()}
+    overrides = () if variant is None else _arguments(path, variant, named[variant])
+    return Variant(full_name(name, root), str(path), overrides)
+
+
+def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:
+    """The configurations that one CONFIG of a comparison stands for.
+
+    A recipe stands for itself, and so does one variant. A comparison, a file with the keys `base` and `variants`,
+    stands for one configuration for each variant: the base with the overrides listed, spelled as on the command line
+    without the two dashes. Those under `settings` are for every variant; `test: true` tests each model after its fit;
+    `metrics` are those of the summary, and `references` the variants whose difference to others than the first one
+    stands there too.
+
+    Raises:
+        UsageError: no such file, a comparison file of another shape, or a reference that is no variant of the file.
+    """
+    path, variant = find_file(name, root)
+    settings = read_settings(path)
+    if variant is None and is_comparison(settings):
+        return _of_comparison(path, settings, root)
+    return [find_variant(name, root)]
+
+
+def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[Variant]:
+    variants, settings, test = content["variants"], content.get("settings", {}), content.get("test", False)
+    metrics = content.get("metrics", [])
+    if (
+        not {"base", "variants"} <= set(content) <= COMPARISON_KEYS
+        or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
+        or not all(value is None or isinstance(value, dict) for value in variants.values())
+        or not isinstance(test, bool)
+        or not (isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics))
+    ):
+        raise UsageError(
+            f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
+            "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
+            "`metrics: [name]`, and `references: {name: [name]}`"
+        )
+    check_references(path, content.get("references", {}), [str(key) for key in variants])
+    file, _ = find_file(str(content["base"]), root)
+    if is_comparison(read_settings(file)):
+        raise UsageError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
+    base = find_variant(str(content["base"]), root)
+    shared = (*base.overrides, *_arguments(path, "settings", settings))
+    return [
+        Variant(str(key), base.config, (*shared, *_arguments(path, str(key), overrides)), test)
+        for key, overrides in variants.items()
+    ]
+
+
+def check_references(path: Path, references: Any, variants: Sequence[str]) -> None:
+    """Check that `references` names, for some of the `variants` of the file at `path`, lists of others of them.
+
+    Raises:
+        UsageError: it has another shape, a name that is no variant (the nearest is given), or one twice.
+    """
+    if not isinstance(references, dict) or not all(isinstance(others, list) for others in references.values()):
+        raise UsageError(f"{path}: `references` must be `{{name: [other names]}}`, got {references!r}")
+    for name, others in references.items():
+        for given in map(str, (name, *others)):
+            if given not in variants:
+                raise UsageError(
+                    f"{path}: `references` has {given!r}, which is none of the variants; {nearest(given, variants)}"
+                )
+        if len({str(name), *map(str, others)}) <= len(others):
+            raise UsageError(f"{path}: `references` of {name!r} must be other variants, each once, got {others}")
+
+
+def _arguments(path: Path, name: str, overrides: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The overrides that a file has under a name, as arguments.
+
+    Raises:
+        UsageError: they, or the name, are something else than plain data.
+    """
+    try:
+        arguments = override_arguments(overrides or {})
+        "".join((name, *arguments)).encode()
+    except (TypeError, UnicodeEncodeError) as error:  # a date, a set, bytes, half of a surrogate pair
+        raise UsageError(f"{path}: a name or value is no plain data ({error}); put it into quotes") from error
+    return arguments
+
+
+def override_arguments(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Overrides as the command line spells them: {"trainer.callbacks+": {...}} -> "--trainer.callbacks+={...}"."""
+    return tuple(
+        f"--{key}={value if isinstance(value, str) else _yaml_of(json.dumps(value))}"
+        for key, value in overrides.items()
+    )
+
+
+def _yaml_of(text: str) -> str:
+    """JSON as YAML reads it: the two differ in infinity and nan, which are also words that a string may hold."""
+    words = {"Infinity": ".inf", "NaN": ".nan"}
+    return re.sub(r'"(?:[^"\\]|\\.)*"|Infinity|NaN', lambda found: words.get(found[0], found[0]), text)
