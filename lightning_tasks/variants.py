@@ -77,7 +77,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def full_name(name: str, root: Path = CONFIGS) -> str:
     """The name of a file, with that of a variant behind it: RECIPE_VARIANT, which the folder of its runs has."""
-    path, variant = find_file(name, root)
+    return _full_name(*find_file(name, root), root)
+
+
+def _full_name(path: Path, variant: str | None, root: Path) -> str:
     return recipe_name(path, root) + ("" if variant is None else f"_{variant}")
 
 
@@ -91,11 +94,11 @@ def find_variant(name: str, root: Path = CONFIGS) -> Variant:
     settings = read_settings(path)
     if variant is not None and is_comparison(settings):
         found = next(each for each in _of_comparison(path, settings, root) if each.name == variant)
-        return replace(found, name=full_name(name, root))
+        return replace(found, name=_full_name(path, variant, root))
     check_recipe(path)
     named = {str(key): overrides for key, overrides in settings.get("variants", {}).items()}
     overrides = () if variant is None else _arguments(path, variant, named[variant])
-    return Variant(full_name(name, root), str(path), overrides)
+    return Variant(_full_name(path, variant, root), str(path), overrides)
 
 
 def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:

@@ -28,7 +28,7 @@ model:
 trainer: {max_steps: 1, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}
 variants:
   wide:
-    model.width: 1.6e1
+    model.width: 32
   narrow width: {model.width: 4}
 """
 VARIED = [recipe for recipe in shipped_recipes() if recipe.variants]
@@ -38,13 +38,13 @@ VARIED = [recipe for recipe in shipped_recipes() if recipe.variants]
 def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "demo.yaml"
-    path.write_text(RECIPE.replace("1.6e1", "16"))
+    path.write_text(RECIPE)
     return path
 
 
 def test_a_name_chooses_a_variant(recipe):
     assert find_variant(str(recipe)) == Variant("demo", str(recipe))
-    assert find_variant(f"{recipe}/wide") == Variant("demo_wide", str(recipe), ("--model.width=16",))
+    assert find_variant(f"{recipe}/wide") == Variant("demo_wide", str(recipe), ("--model.width=32",))
     assert expand_recipe_names(["fit", f"--config={recipe}/narrow width", "--seed_everything", "1"]) == [
         "fit", f"--config={recipe}", "--model.width=4", "--seed_everything", "1",
     ]  # fmt: skip
@@ -80,11 +80,11 @@ def test_a_fit_of_a_variant_saves_a_complete_configuration_in_a_folder_of_its_ow
     later.write_text("trainer: {max_steps: 2}\n")
     main(["fit", "--config", f"{recipe}/wide", "--config", str(later), "--trainer.log_every_n_steps=1"])
     saved = yaml.safe_load(Path("runs/demo_wide/version_0/config.yaml").read_text())
-    assert saved["model"]["init_args"]["width"] == 16
+    assert saved["model"]["init_args"]["width"] == 32
     assert (saved["trainer"]["max_steps"], saved["trainer"]["log_every_n_steps"]) == (2, 1)
     assert "variants" not in saved
     checkpoint = next(Path("runs/demo_wide/version_0").rglob("*.ckpt"))
-    assert DemoModule.load_from_checkpoint(checkpoint).hparams["width"] == 16
+    assert DemoModule.load_from_checkpoint(checkpoint).hparams["width"] == 32
     main(["validate", "--config", f"{recipe}/wide", "--ckpt_path", "last"])
     assert not Path("runs/demo").exists()
 
@@ -134,7 +134,7 @@ def comparison(recipe):
 
 
 def test_a_comparison_takes_variants_of_recipes(recipe, comparison):
-    wide, small = "--model.width=16", "--trainer.max_steps=3"
+    wide, small = "--model.width=32", "--trainer.max_steps=3"
     assert read_variants(f"{recipe}/wide") == [find_variant(f"{recipe}/wide")]
     assert read_variants(str(comparison)) == [
         Variant("plain", str(recipe), (wide, small)),
@@ -144,7 +144,7 @@ def test_a_comparison_takes_variants_of_recipes(recipe, comparison):
 
 def test_one_variant_of_a_comparison_can_be_fitted(recipe, comparison):
     assert find_variant(f"{comparison}/a/b") == Variant(
-        "compared_a/b", str(recipe), ("--model.width=16", "--trainer.max_steps=3", "--model.init_bias=true")
+        "compared_a/b", str(recipe), ("--model.width=32", "--trainer.max_steps=3", "--model.init_bias=true")
     )
     with pytest.raises(UsageError, match=r"attnswap compare.*COMPARISON/VARIANT"):
         find_variant(str(comparison))
