@@ -26,6 +26,7 @@ from lightning_tasks.callbacks.monitoring.names import layer_label, layer_number
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
 from lightning_tasks.runs.loggers import current_step, keeps_history
+from lightning_tasks.runs.metric_names import MetricName, in_stage
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer, is_sequence
 
@@ -139,7 +140,7 @@ class AttentionMonitor(MechanismObserver):
             self._warn(numbers, f"training step {self._last_step}")
             self._charts.add(trainer, self._last_step, {name: numbers[name] for name in logged})
             if BY_HEAD in self.statistics:
-                self._heads.add(trainer, f"attention/{BY_HEAD}", self._last_step, self._numbers, self._by_head)
+                self._heads.add(trainer, _logged_name(BY_HEAD), self._last_step, self._numbers, self._by_head)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there
@@ -162,14 +163,14 @@ class AttentionMonitor(MechanismObserver):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._add_batch(pl_module, "val/")
+        self._add_batch(pl_module, "val")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if "validation" in self.stages and not trainer.sanity_checking:
-            self._end_evaluation(trainer, pl_module, "val/")
+            self._end_evaluation(trainer, pl_module, "val")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        due = self._charts.after_validation(trainer, ("val/attention/",)) and keeps_history(trainer)
+        due = self._charts.after_validation(trainer, ("val/attention",)) and keeps_history(trainer)
         if due or trainer.state.fn != "fit":
             self._heads.draw(trainer, UNIT)
         else:
@@ -199,34 +200,34 @@ class AttentionMonitor(MechanismObserver):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._add_batch(pl_module, "test/")
+        self._add_batch(pl_module, "test")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if "test" in self.stages:
-            self._end_evaluation(trainer, pl_module, "test/")
+            self._end_evaluation(trainer, pl_module, "test")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._heads.draw(trainer, UNIT)
 
-    def _add_batch(self, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _add_batch(self, pl_module: pl.LightningModule, stage: str) -> None:
         """Keep what a batch of an evaluation gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
         seen = self._collect()
         if BY_HEAD in self.statistics:
             self._evaluated = self._by_head if self._evaluated is None else self._evaluated + self._by_head
-        self._warn(to_numbers(_means(seen)), f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}")
+        self._warn(to_numbers(_means(seen)), f"{stage} at step {current_step(pl_module.trainer)}")
         for name, (total, rows) in seen.items():
             if self._is_logged(name):
                 self._sums.add(name, total, rows)
 
-    def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Log the means over all batches of all processes, and keep what their heads gave."""
         layers = self._chosen(pl_module)
         labels = [*map(layer_label, layers), "mean"]
-        names = [f"attention/{name}/{label}" for name in self.statistics for label in labels]
+        names = [_logged_name(name, label) for name in self.statistics for label in labels]
         joined = self._sums.join(trainer, names, pl_module.device)
-        log_joined(pl_module, {prefix + name: mean for name, mean in joined.items()})
+        log_joined(pl_module, {in_stage(stage, name): mean for name, mean in joined.items()})
         if BY_HEAD not in self.statistics:
             return
         seen, self._evaluated = self._evaluated, None
@@ -235,7 +236,7 @@ class AttentionMonitor(MechanismObserver):
             seen = stack_sums([None] * len(num_heads), num_heads, pl_module.device)
         whole: Any = trainer.strategy.reduce(seen, reduce_op="sum")
         numbers = [layer_number(layer) for layer in layers]
-        self._heads.add(trainer, f"{prefix}attention/{BY_HEAD}", current_step(trainer), numbers, whole)
+        self._heads.add(trainer, in_stage(stage, _logged_name(BY_HEAD)), current_step(trainer), numbers, whole)
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._forget()  # what a batch that was skipped before its end left
@@ -290,14 +291,14 @@ class AttentionMonitor(MechanismObserver):
         )
 
     def _is_logged(self, name: str) -> bool:
-        return name.split("/")[1] in self.statistics
+        return MetricName.parse(name).statistic in self.statistics
 
     def _warn(self, means: dict[str, float], where: str) -> None:
         seen = {
             (sign.statistic, name): means[key]
             for sign in self._warnings.wanted
             for label, name in self._names.items()
-            if (key := f"attention/{sign.statistic}/{label}") in means
+            if (key := _logged_name(sign.statistic, label)) in means
         }
         self._warnings.look(seen, where, self._untrained)
 
@@ -321,13 +322,17 @@ class AttentionMonitor(MechanismObserver):
                 # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.
                 sums["mean"] = torch.stack(list(sums.values())).sum(0)
             for label, (total, rows) in sums.items():
-                values[f"attention/{name}/{label}"] = (total, rows)
+                values[_logged_name(name, label)] = (total, rows)
         self._forget()
         return values
 
     def _forget(self) -> None:
         self._in_backward = False
         self._observed, self._tokens = [], {}
+
+
+def _logged_name(statistic: str, line: str = "") -> str:
+    return str(MetricName(f"attention/{statistic}", line))
 
 
 def _means(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.observer import LayerObserver
+from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.training.distributed import log_joined
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_integer, check_number
@@ -112,7 +113,7 @@ class LipschitzMonitor(LayerObserver):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._say()
         # Where it did not fire, the trainer's metrics still hold the values of an earlier validation.
-        self._charts.after_validation(trainer, ("val/lipschitz/",) if self._fires() else ())
+        self._charts.after_validation(trainer, ("val/lipschitz",) if self._fires() else ())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._charts.log(trainer)
@@ -247,7 +248,7 @@ class LipschitzMonitor(LayerObserver):
 
     def _log(self, pl_module: pl.LightningModule, label: str, mean: float, residual: Tensor) -> None:
         values = {"lipschitz": torch.as_tensor(mean, device=residual.device), "lipschitz_residual": residual}
-        log_joined(pl_module, {f"val/{name}/{label}": value for name, value in values.items()})
+        log_joined(pl_module, {str(MetricName(name, label, stage="val")): value for name, value in values.items()})
 
 
 _ROW = ("largest relative residual", "sum over samples", "samples", "calls", "calls with what is not finite")

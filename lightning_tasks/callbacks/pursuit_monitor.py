@@ -26,6 +26,7 @@ from lightning_tasks.callbacks.monitoring.warnings import (
     CollapseWarnings,
 )
 from lightning_tasks.runs.loggers import current_step
+from lightning_tasks.runs.metric_names import MetricName, in_stage
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer
 
@@ -82,7 +83,7 @@ class PursuitMonitor(LayerObserver):
         self._sparsity = {}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._charts.after_validation(trainer, ("val/pursuit/",))
+        self._charts.after_validation(trainer, ("val/pursuit",))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._charts.log(trainer)
@@ -110,17 +111,17 @@ class PursuitMonitor(LayerObserver):
             self._open(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
-        self._add_batch(pl_module, "val/")
+        self._add_batch(pl_module, "val")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._log(pl_module, "val/")
+            self._log(pl_module, "val")
 
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
-        self._add_batch(pl_module, "test/")
+        self._add_batch(pl_module, "test")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._log(pl_module, "test/")
+        self._log(pl_module, "test")
 
     def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[AttentionLayer, RPCAttention]]:
         """The chosen layers with RPC attention, and their mechanisms; warns, once, where there is none."""
@@ -175,7 +176,7 @@ class PursuitMonitor(LayerObserver):
             seen = torch.stack([values.nansum((1, 2)), (~values.isnan()).sum((1, 2)).to(values.dtype)])
             sums[name] = sums.get(name, 0) + seen
 
-    def _add_batch(self, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _add_batch(self, pl_module: pl.LightningModule, stage: str) -> None:
         """Keep what the first batch gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
@@ -183,16 +184,16 @@ class PursuitMonitor(LayerObserver):
         self._close_unread()
         means = {name: total / count for name, (total, count) in sums.items()}
         if means:
-            self._look(pl_module, to_numbers({**means, **bad}), tokens, prefix)
+            self._look(pl_module, to_numbers({**means, **bad}), tokens, stage)
         for name, (total, count) in sums.items():
             self._joined.add(name, total, count)
 
-    def _log(self, pl_module: pl.LightningModule, prefix: str) -> None:
+    def _log(self, pl_module: pl.LightningModule, stage: str) -> None:
         """Log the means over the samples of all processes."""
         layers = self._pursuing(pl_module)
         names = [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism.iterations)]
         means = self._joined.join(pl_module.trainer, names, pl_module.device)
-        log_joined(pl_module, {prefix + name: mean for name, mean in means.items()})
+        log_joined(pl_module, {in_stage(stage, name): mean for name, mean in means.items()})
 
     def _by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Sums over the calls and of how many, by logged name; sums are NaN where a number is not finite."""
@@ -208,23 +209,23 @@ class PursuitMonitor(LayerObserver):
         return found
 
     def _look(
-        self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], prefix: str
+        self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], stage: str
     ) -> None:
         """Warn of saturation, a full S and what is not finite; keep what tells an idle one."""
         shown: dict[tuple[str, str], float] = {}
         for layer, mechanism in self._pursuing(pl_module):
             label, name = layer_label(layer), layer.name
-            if f"pursuit/sparsity/{label}/pass_1" not in numbers:
+            if _name("sparsity", label, 1) not in numbers:
                 continue
-            last = f"{label}/pass_{mechanism.iterations}"
+            last = mechanism.iterations
             if tokens[label] >= FEWEST_KEYS:
-                shown["self_probability", name] = numbers[f"pursuit/self_probability/{last}"]
-            shown["sparsity", name] = numbers[f"pursuit/sparsity/{last}"]
+                shown["self_probability", name] = numbers[_name("self_probability", label, last)]
+            shown["sparsity", name] = numbers[_name("sparsity", label, last)]
             shown[NOT_FINITE.statistic, name] = numbers[label]
-            if prefix == "val/" and mechanism.lam != math.inf:
-                passes = range(1, mechanism.iterations + 1)
-                self._sparsity[name] = max(numbers[f"pursuit/sparsity/{label}/pass_{number}"] for number in passes)
-        where = f"{prefix.removesuffix('/')} at step {current_step(pl_module.trainer)}"
+            if stage == "val" and mechanism.lam != math.inf:
+                passes = range(1, last + 1)
+                self._sparsity[name] = max(numbers[_name("sparsity", label, number)] for number in passes)
+        where = f"{stage} at step {current_step(pl_module.trainer)}"
         self._warnings.look(shown, where)
 
     def _forget(self) -> None:
@@ -233,4 +234,8 @@ class PursuitMonitor(LayerObserver):
 
 def _names(label: str, passes: int) -> list[str]:
     """What is logged of a layer, statistic by statistic and pass by pass."""
-    return [f"pursuit/{name}/{label}/pass_{number}" for name in STATISTICS for number in range(1, passes + 1)]
+    return [_name(name, label, number) for name in STATISTICS for number in range(1, passes + 1)]
+
+
+def _name(statistic: str, label: str, number: int) -> str:
+    return str(MetricName(f"pursuit/{statistic}", label, f"pass_{number}"))

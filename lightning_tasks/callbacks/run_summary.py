@@ -15,6 +15,8 @@ from lightning_tasks.figures.run import draw_run
 from lightning_tasks.runs.divergence import first_non_finite, is_loss
 from lightning_tasks.runs.log import read_curves
 from lightning_tasks.runs.loggers import loggers_named
+from lightning_tasks.runs.metric_names import MetricName
+from lightning_tasks.runs.panels import run_panels
 
 PICTURE = "run.png"
 
@@ -61,7 +63,7 @@ class RunSummary(Callback):
         ]
         if folder is None:
             return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
-        picture = draw_run(read_curves(folder / "metrics.csv"), folder / PICTURE)
+        picture = draw_run(run_panels(read_curves(folder / "metrics.csv")), folder / PICTURE)
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         # W&B keeps dozens of files of its own there.
         files = sorted({"wandb/" if path.parts[0] == "wandb" else path.as_posix() for path in paths})
@@ -95,7 +97,7 @@ def divergence(losses: Mapping[str, float], folder: Path | None) -> list[str]:
     log = None if folder is None else folder / "metrics.csv"
     since = first_non_finite(log) if log is not None and log.is_file() else {}
     # Lightning has the value of a step under two names, of which one is in the log.
-    named = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in losses.items()}
+    named = {str(MetricName.parse(name).at("")): value for name, value in losses.items()}
     bad = [
         f"{name} is {_number(value)}" + (f" (first at step {since[name]})" if name in since else "")
         for name, value in sorted(named.items())

@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS, Collap
 from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.files import save_picture
 from lightning_tasks.runs.loggers import current_step, keeps_history, log_histogram
+from lightning_tasks.runs.metric_names import MetricName, head_part
 from lightning_tasks.training.limits import check_choice, check_integer
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
@@ -117,7 +118,7 @@ class SpectrumMonitor(Callback):
 
     def _warn(self, pl_module: pl.LightningModule, logged: dict[str, float], step: int) -> None:
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
-        scales = [logged[f"qk_spectrum/scale/{layer_label(layer)}"] for layer in layers]
+        scales = [logged[_logged_name("scale", layer_label(layer))] for layer in layers]
         seen = {
             ("logit_deviation", layer.name): (scale / layer.spec.head_dim) ** 0.5
             for layer, scale in zip(layers, scales, strict=True)
@@ -130,7 +131,7 @@ class SpectrumMonitor(Callback):
         """Log histograms where that is possible, else keep the spectra for the picture."""
         if keeps_history(trainer):
             for label, values in spectra.items():
-                log_histogram(trainer, f"qk_spectrum/eigenvalues/{label}", values, step)
+                log_histogram(trainer, _logged_name("eigenvalues", label), values, step)
         elif trainer.loggers:
             self._spectra[step] = list(spectra.values())
             self._stride *= 1 + (len(self._spectra) > MOST_SPECTRA)
@@ -152,13 +153,18 @@ class SpectrumMonitor(Callback):
             self._bad[layer.name] = sum(int((~weight.isfinite()).sum()) for weight in (w_q, w_k))
             statistics = qk_statistics(w_q, w_k, spectrum)
             for name in STATISTICS:
-                label = f"qk_spectrum/{name}/{layer_label(layer)}"
+                line = layer_label(layer)
                 by_layer[name].append(_over_heads(name, statistics[name]))
-                values[label] = by_layer[name][-1]
+                values[_logged_name(name, line)] = by_layer[name][-1]
                 if self.heads:
-                    values |= {f"{label}/head_{head:02d}": value for head, value in enumerate(statistics[name])}
-        means = {f"qk_spectrum/{name}/mean": torch.stack(by_layer[name]).mean() for name in STATISTICS}
+                    by_head = enumerate(statistics[name])
+                    values |= {_logged_name(name, line, head_part(head)): value for head, value in by_head}
+        means = {_logged_name(name, "mean"): torch.stack(by_layer[name]).mean() for name in STATISTICS}
         return values | means, spectra
+
+
+def _logged_name(statistic: str, line: str, part: str = "") -> str:
+    return str(MetricName(f"qk_spectrum/{statistic}", line, part))
 
 
 def _over_heads(name: str, values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
+from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.robustness import figure
 from lightning_tasks.runs.run import Run
 from lightning_tasks.runs.safe_files import written_whole
@@ -32,12 +33,13 @@ _FIRST = ("loss", "perplexity", "top1", "accuracy", "miou")  # what is looked fo
 
 def order(metrics: Sequence[str]) -> list[str]:
     """Metrics as the page shows them: validation, test and training scores before what monitors logged."""
-    stages = ("val", "test", "train")
+    stages = ("val", "test", "train", "")
 
     def place(metric: str) -> tuple[int, int, str]:
-        stage, _, name = metric.partition("/")
-        score = _FIRST.index(name) if name in _FIRST else len(_FIRST) + name.count("/")
-        return (stages.index(stage) if stage in stages else len(stages)) + 10 * (name.count("/") > 0), score, metric
+        name = MetricName.parse(metric)
+        depth = name.family.count("/") + bool(name.line)
+        score = _FIRST.index(name.family) if name.family in _FIRST and not name.line else len(_FIRST) + depth
+        return stages.index(name.stage) + 10 * (depth > 0), score, metric
 
     return sorted(metrics, key=place)
 
@@ -110,7 +112,8 @@ def page(read: Read) -> str:
     steps: dict[str, set[int]] = {}
     for row in rows:
         steps.setdefault(row["metric"], set()).add(row["step"])
-    plain = order([metric for metric in steps if "/layer_" not in metric and not metric.startswith("robustness/")])
+    names = {metric: MetricName.parse(metric) for metric in steps}
+    plain = order([metric for metric, name in names.items() if name.layer is None and not name.is_robustness])
     by_metric, curves = _by_metric(rows), [metric for metric in plain if len(steps[metric]) > 1]
     notes = [*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())]
     if len(curves) > MOST_CURVES:

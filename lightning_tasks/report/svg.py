@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_tasks.figures.curves import draw_curve, looks
+from lightning_tasks.runs.metric_names import MetricName
 
 _INK = "#010203"  # no picture has this colour: it stands for that of the page's text
-_LAYER = re.compile(r"^(?P<name>.+)/layer_(?P<layer>\d{1,9})(?:/(?P<part>[^/]+))?$")
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
@@ -32,10 +31,10 @@ def layer_metrics(metrics: Sequence[str]) -> dict[str, list[str]]:
     """The metrics that a monitor logged by layer, under the name that they share, by layer (and head or pass)."""
     found: dict[str, list[tuple[int, str, str]]] = {}
     for metric in metrics:
-        if match := _LAYER.match(metric):
-            kind = (match["part"] or "").rpartition("_")[0]
-            name = f"{match['name']} by {kind}" if kind else match["name"]
-            found.setdefault(name, []).append((int(match["layer"]), match["part"] or "", metric))
+        name = MetricName.parse(metric)
+        if name.layer is not None:
+            label = f"{name.group} by {name.kind}" if name.kind else name.group
+            found.setdefault(label, []).append((name.layer, name.part, metric))
     return {name: [metric for *_, metric in sorted(entries)] for name, entries in found.items()}
 
 
@@ -66,10 +65,10 @@ def heat_svg(
 
 
 def _row_label(metric: str) -> str:
-    match = _LAYER.match(metric)
-    if match is None:
+    name = MetricName.parse(metric)
+    if name.layer is None:
         raise ValueError(f"{metric!r} is no metric of a layer")
-    return str(int(match["layer"])) + (f" {match['part'].replace('_', ' ')}" if match["part"] else "")
+    return f"{name.layer} {name.part.replace('_', ' ')}".rstrip()
 
 
 def _figure(width: float, height: float) -> Any:

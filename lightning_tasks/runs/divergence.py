@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_tasks.runs.metric_names import MetricName
+
 Row = dict[str, Any]
 """A logged value: config, seed, step, metric, value."""
 Cell = tuple[str, int]
@@ -27,8 +29,7 @@ def is_loss(metric: str) -> bool:
 
     What Lightning adds where there are several data loaders is left out: ``val/loss/dataloader_idx_0``.
     """
-    name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2].removesuffix("_step").removesuffix("_epoch")
-    return name in ("loss", "perplexity") or name.endswith("_loss")
+    return MetricName.parse(metric).is_loss
 
 
 def first_non_finite(log: Path) -> dict[str, int]:
@@ -44,7 +45,7 @@ def first_non_finite(log: Path) -> dict[str, int]:
                     continue
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     if not math.isfinite(float(text)):
-                        first.setdefault(name.removesuffix("_step").removesuffix("_epoch"), int(row["step"]))
+                        first.setdefault(str(MetricName.parse(name).at("")), int(row["step"]))
     return first
 
 
@@ -63,7 +64,7 @@ def with_stops(rows: Sequence[Row]) -> list[Row]:
         missed = {
             (row["metric"], max(row["step"], stop))
             for row in rows
-            if row["config"] == config or row["metric"].startswith(("train/", "val/", "test/"))
+            if row["config"] == config or MetricName.parse(row["metric"]).stage
         }
         added += [
             {"config": config, "seed": seed, "step": step, "metric": metric, "value": math.nan}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_tasks.runs.metric_names import head_part
 from lightning_tasks.runs.safe_files import as_step, whole_lines, written_whole
 
 TABLE = "attention_heads.csv"
@@ -24,7 +25,7 @@ def write_heads(path: Path, histories: Mapping[str, History], started: set[str])
     """
     first = {name: min(steps) for name, (steps, *_) in histories.items() if name not in started}
     heads = max(values.shape[2] for *_, values in histories.values())
-    columns = ["step", "name", "layer", *(f"head_{head:02d}" for head in range(heads))]
+    columns = ["step", "name", "layer", *map(head_part, range(heads))]
     if path.is_file() and first:
         _filter(path, columns, lambda row: row["name"] not in first or int(row["step"]) < first[row["name"]])
     is_new = not path.is_file()

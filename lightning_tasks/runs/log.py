@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.safe_files import as_step, whole_lines
 
 _MOST_COLUMNS = 100_000
@@ -52,9 +53,10 @@ def read_curves(path: Path) -> dict[str, Curve]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             for name, text in row.items():
-                if name in ("step", "epoch") or name.endswith("_epoch") or not text:
+                metric = MetricName.parse(name)
+                if name in ("step", "epoch") or metric.interval == "epoch" or not text:
                     continue
-                steps, values = curves.setdefault(name.removesuffix("_step"), ([], []))
+                steps, values = curves.setdefault(str(metric.at("")), ([], []))
                 if math.isfinite(value := float(text)):
                     steps.append(int(row["step"]))
                     values.append(value)
@@ -66,9 +68,9 @@ Rows = list[dict[str, Any]]  # step, metric, value
 
 def merge_epochs(rows: Rows) -> Rows:
     """Without Lightning's epoch means of what was logged by the step too; `_step` is no part of a name then."""
-    names = {row["metric"] for row in rows}
-    both = {name.removesuffix("_step") for name in names if f"{name.removesuffix('_step')}_epoch" in names}
-    means = {f"{name}_epoch" for name in both}
+    names = {name: MetricName.parse(name) for name in {row["metric"] for row in rows}}
+    by_step = {name for name in names.values() if name.interval != "epoch" and str(name.at("epoch")) in names}
+    means = {str(name.at("epoch")) for name in by_step}
+    renamed = {str(name): str(name.at("")) for name in by_step}
     kept = [row for row in rows if row["metric"] not in means]
-    renamed = {f"{name}_step": name for name in both}
     return [{**row, "metric": renamed.get(row["metric"], row["metric"])} for row in kept]

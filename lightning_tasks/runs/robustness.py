@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.runs.safe_files import written_whole
 
 GIVES_NAN = "the model gives nan"
@@ -53,8 +54,7 @@ class Row:
     def label(self) -> str:
         """A name for loggers: ``robustness/pgd/4_255/accuracy``, ``robustness/word_swap/2.5/perplexity``."""
         what = self.test if self.test == "word swap" else self.name or self.test
-        parts = [what, self.setting.removesuffix("%"), self.metric]
-        return "/".join(["robustness", *(part.replace("/", "_").replace(" ", "_") for part in parts if part)])
+        return robustness_name(what, self.setting.removesuffix("%"), self.metric)
 
 
 TABLE = "robustness.csv"

@@ -14,6 +14,7 @@ import numpy as np
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.heads import TABLE as HEADS, read_heads
 from lightning_tasks.runs.log import Rows, merge_epochs, read_metrics
+from lightning_tasks.runs.metric_names import MetricName, head_part, layer_line
 from lightning_tasks.runs.robustness import Row, read_csv
 from lightning_tasks.runs.safe_files import refuse_foreign
 from lightning_tasks.runs.settings import read_run_settings
@@ -105,7 +106,7 @@ def read_head_rows(folder: Path) -> Rows:
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int))
         for place, (row, layer), head in product(places, enumerate(layers), range(values.shape[2])):
             if not np.isnan(value := float(values[place, row, head])):
-                metric = f"{name}/layer_{layer:02d}/head_{head:02d}"
+                metric = str(MetricName(name, layer_line(layer), head_part(head)))
                 rows.append({"step": steps[place], "metric": metric, "value": value})
     return rows
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_tasks.runs.loggers import Curve, current_step, log_charts, loggers_named
+from lightning_tasks.runs.metric_names import MetricName
 
 MOST_POINTS = 4096  # of a line, however long the run: above it every second one goes, and every second new one
 
@@ -51,18 +52,13 @@ class LayerCharts:
         if not trainer.is_global_zero or not loggers_named(trainer, "WandbLogger"):
             return
         for name, value in values.items():
-            stem, _, line = name.partition("/layer_")
-            if line and "/head_" not in line:
-                line = f"layer_{line}"
-            elif name.endswith("/mean"):
-                stem, line = name.removesuffix("/mean"), "mean"
-            else:
-                continue
-            self._charts.setdefault(stem, {}).setdefault(line, _Line()).add(step, value)
-            self._is_new = True
+            parts = MetricName.parse(name)
+            if parts.line and parts.kind != "head":
+                self._charts.setdefault(parts.group, {}).setdefault(parts.label, _Line()).add(step, value)
+                self._is_new = True
 
-    def after_validation(self, trainer: Any, prefixes: tuple[str, ...] = ()) -> bool:
-        """In a fit, keep what its validation logged under such names; log after validation 1, 2, 4, 8, ...
+    def after_validation(self, trainer: Any, groups: tuple[str, ...] = ()) -> bool:
+        """In a fit, keep what its validation logged of these groups; log after validation 1, 2, 4, 8, ...
 
         Returns whether that was now: what shows a whole history is due so often that its cost stays small.
         """
@@ -70,8 +66,8 @@ class LayerCharts:
             return False
         if loggers_named(trainer, "WandbLogger"):
             metrics = trainer.callback_metrics
-            logged = {name: float(value) for name, value in metrics.items() if name.startswith(prefixes)}
-            self.add(trainer, current_step(trainer), logged)
+            names = [name for name in metrics if any(map(MetricName.parse(name).is_below, groups))]
+            self.add(trainer, current_step(trainer), {name: float(metrics[name]) for name in names})
         self._validations += 1
         due = self._validations & (self._validations - 1) == 0
         if due:

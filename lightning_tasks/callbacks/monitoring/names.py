@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.runs.loggers import current_step
+from lightning_tasks.runs.metric_names import layer_line
 
 MOST_NAMES = 4
 
@@ -23,7 +24,7 @@ def layer_number(layer: AttentionLayer) -> int:
 
 def layer_label(layer: AttentionLayer) -> str:
     """Name of the layer in logged metrics and files, the same in every monitor."""
-    return f"layer_{layer_number(layer):02d}"
+    return layer_line(layer_number(layer))
 
 
 def to_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -11,9 +11,10 @@ from torch import nn
 from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli.fit import run
-from lightning_tasks.figures.run import draw_run, select
+from lightning_tasks.figures.run import draw_run
 from lightning_tasks.runs.divergence import first_non_finite, is_loss
 from lightning_tasks.runs.log import read_curves
+from lightning_tasks.runs.panels import run_panels, select
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
 
@@ -56,17 +57,17 @@ def test_a_panel_shows_its_group_and_one_layer_without_the_mean(log):
 def test_the_picture_grows_with_what_was_logged(log, tmp_path):
     import matplotlib.image
 
-    three = matplotlib.image.imread(draw_run(read_curves(log), tmp_path / "three.png"))
+    three = matplotlib.image.imread(draw_run(run_panels(read_curves(log)), tmp_path / "three.png"))
     write_log(tmp_path / "one.csv", [{"step": 0, "val/loss": 1.0}])
-    one = matplotlib.image.imread(draw_run(read_curves(tmp_path / "one.csv"), tmp_path / "one.png"))
+    one = matplotlib.image.imread(draw_run(run_panels(read_curves(tmp_path / "one.csv")), tmp_path / "one.png"))
     assert three.shape[1] == 3 * one.shape[1]
     assert three.std() > 0
 
 
 def test_nothing_logged_means_no_picture(tmp_path):
     write_log(tmp_path / "metrics.csv", [{"step": 0, "other": 1.0}])
-    assert draw_run(read_curves(tmp_path / "metrics.csv"), tmp_path / "none.png") is None
-    assert draw_run(read_curves(tmp_path / "absent.csv"), tmp_path / "none.png") is None
+    assert draw_run(run_panels(read_curves(tmp_path / "metrics.csv")), tmp_path / "none.png") is None
+    assert draw_run(run_panels(read_curves(tmp_path / "absent.csv")), tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
 
 
