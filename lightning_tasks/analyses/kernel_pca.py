@@ -9,7 +9,6 @@ supports nothing.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -29,6 +28,7 @@ from lightning_tasks.analyses.inputs import add_arguments, read_inputs
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.safe_files import write_rows
 
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
 # The largest means that the reproduction study reports.
@@ -289,10 +289,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _write(rows: Sequence[Row], head: str, folder: Path) -> None:
     """Table, picture and summary."""
-    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_rows(folder / TABLE, [field.name for field in fields(Row)], map(asdict, rows))
     kinds = [kind for kind in (OWN, NOISE, LINEAR) if any(row.values == kind for row in rows)]
     defined = any(kind != OWN for kind in kinds)
     means = {kind: {name: _layer_means(rows, kind, name) for name in PUBLISHED if defined} for kind in kinds}

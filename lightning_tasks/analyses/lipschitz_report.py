@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.runs.safe_files import written_whole
+from lightning_tasks.runs.safe_files import write_rows
 
 TABLE, FIGURE, SUMMARY = "lipschitz.csv", "lipschitz.png", "summary.md"
 _SHOWN_LENGTHS = 8
@@ -54,10 +53,7 @@ class Row:
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as CSV, whole or not at all."""
-    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_rows(path, [field.name for field in fields(Row)], map(asdict, rows))
 
 
 def _fit(rows: Sequence[Row], name: str) -> Fit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from datamodules.token_selection import TokenProblem
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.safe_files import write_rows
 
 # Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
 Settings = dict[str, dict[str, Any]]
@@ -150,10 +150,7 @@ def run_experiment(
         outcome = run_problem(name, seed, steps)
         lines += outcome.lines
         rows += outcome.rows
-        with (output / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(output / f"{name}.csv", COLUMNS, rows)
         on_problem(lines)
         if not drawn:
             (output / f"{name}.png").unlink(missing_ok=True)  # of an earlier call, if this one has nothing to draw

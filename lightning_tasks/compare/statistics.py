@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.safe_files import written_whole
+from lightning_tasks.runs.log import by_metric
+from lightning_tasks.runs.safe_files import write_rows, written_whole
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ def summarise(
     """
     summary = []
     diverged = diverged_cells(rows)
+    logged = by_metric(rows)
     for metric in metrics:
-        values = last_values(rows, metric)
+        values = last_values(logged.get(metric, []), metric)
         bad = {
             config: sum(not math.isfinite(value) or (config, seed) in diverged for seed, value in of_seeds.items())
             for config, of_seeds in values.items()
@@ -177,10 +178,7 @@ def markdown(summary: Sequence[SummaryRow]) -> str:
 
 def write_summary(summary: Sequence[SummaryRow], remarks: Mapping[str, Sequence[str]], output: Path) -> str:
     """Write summary.csv and summary.md, which ends with lists of `remarks` under their titles; return the latter."""
-    with written_whole(output / "summary.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SummaryRow)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in summary)
+    write_rows(output / "summary.csv", [field.name for field in fields(SummaryRow)], map(asdict, summary))
     lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
     text = "\n".join([markdown(summary), *(line for lines in lists for line in lines)])
     with written_whole(output / "summary.md") as path:

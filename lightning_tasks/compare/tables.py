@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning_tasks.compare.statistics import SummaryRow, summarise, write_summ
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
-from lightning_tasks.runs.safe_files import written_whole
+from lightning_tasks.runs.safe_files import write_rows, written_whole
 
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
 
@@ -31,10 +30,7 @@ def collect_results(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the long table, whole or not at all."""
-    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, RESULT_COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, RESULT_COLUMNS, rows)
 
 
 def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:

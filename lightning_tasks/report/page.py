@@ -20,6 +20,7 @@ from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
+from lightning_tasks.runs.log import by_metric
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.robustness import figure
 from lightning_tasks.runs.run import Run
@@ -54,9 +55,9 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 def final_table(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[Any]:
     """For each metric its name and, for each configuration, the last value over its seeds, and how many they are."""
-    table, by_metric = [], _by_metric(rows)
+    table, logged = [], by_metric(rows)
     for metric in metrics:
-        last = last_values(by_metric.get(metric, []), metric)
+        last = last_values(logged.get(metric, []), metric)
         cells = [list(last.get(config, {}).values()) for config in configs]
         table.append((metric, [(mean_and_std(cell), len(cell)) if cell else None for cell in cells]))
     return table
@@ -85,9 +86,9 @@ def _robust(rows: Sequence[Any]) -> str:
 
 def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[Any]:
     """For each of the first names that monitors logged by layer, a heat map a configuration, in one scale."""
-    found, by_metric = [], _by_metric(rows)
-    for name, metrics in islice(layer_metrics(sorted(by_metric)).items(), MOST_CURVES):
-        of_these = [row for metric in metrics for row in by_metric[metric]]
+    found, logged = [], by_metric(rows)
+    for name, metrics in islice(layer_metrics(sorted(logged)).items(), MOST_CURVES):
+        of_these = [row for metric in metrics for row in logged[metric]]
         finite = [row["value"] for row in of_these if math.isfinite(row["value"])]
         limits = (min(finite), max(finite)) if finite else (0.0, 1.0)
         maps = []
@@ -114,11 +115,11 @@ def page(read: Read) -> str:
         steps.setdefault(row["metric"], set()).add(row["step"])
     names = {metric: MetricName.parse(metric) for metric in steps}
     plain = order([metric for metric, name in names.items() if name.layer is None and not name.is_robustness])
-    by_metric, curves = _by_metric(rows), [metric for metric in plain if len(steps[metric]) > 1]
+    logged, curves = by_metric(rows), [metric for metric in plain if len(steps[metric]) > 1]
     notes = [*read.notes, *(f"{name} seed {seed} diverged: {text}" for (name, seed), text in diverged.items())]
     if len(curves) > MOST_CURVES:
         notes.append(f"drawn are the first {MOST_CURVES} curves of {len(curves)}; the table has the last values of all")
-    if (monitored := len(layer_metrics(sorted(by_metric)))) > MOST_CURVES:
+    if (monitored := len(layer_metrics(sorted(logged)))) > MOST_CURVES:
         notes.append(f"drawn are the first {MOST_CURVES} of the {monitored} names that monitors logged by layer")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -137,20 +138,13 @@ def page(read: Read) -> str:
         differences=differences(settings),
         final=final_table(rows, configs, plain),
         summary=read.summary,
-        curves=[(metric, Markup(curves_svg(by_metric[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
+        curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs),
         settings=[
             (config, yaml.safe_dump(each, sort_keys=False)) for config, each in settings.items() if each is not None
         ],
     )
-
-
-def _by_metric(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["metric"], []).append(row)
-    return found
 
 
 def main(arguments: Sequence[str]) -> None:

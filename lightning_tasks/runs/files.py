@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.runs.loggers import current_step, loggers_named
+from lightning_tasks.runs.safe_files import write_rows
 
 
 def run_folder(trainer: Any) -> Path | None:
@@ -54,10 +54,7 @@ def save_table(trainer: Any, path: Path, name: str, rows: Sequence[dict[str, Any
 
     Call it on rank zero.
     """
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, rows[0], rows)
     for logger in trainer.loggers:
         if hasattr(logger, "log_table"):
             logger.log_table(key=name, columns=list(rows[0]), data=[list(row.values()) for row in rows])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_tasks.runs.metric_names import head_part
-from lightning_tasks.runs.safe_files import as_step, whole_lines, written_whole
+from lightning_tasks.runs.safe_files import as_step, whole_lines, write_rows
 
 TABLE = "attention_heads.csv"
 _MOST_MISSING = 100_000  # places of steps and layers, before those without a value are counted
@@ -44,10 +44,7 @@ def _filter(path: Path, columns: Sequence[str], keep: Callable[[dict[str, str]],
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(whole_lines(file))
         rows = [row for row in reader if keep(row)] if reader.fieldnames == list(columns) else []
-    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, columns, rows)
 
 
 def read_heads(path: Path) -> dict[str, History]:

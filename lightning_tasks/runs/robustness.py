@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.runs.metric_names import robustness_name
-from lightning_tasks.runs.safe_files import written_whole
+from lightning_tasks.runs.safe_files import write_rows
 
 GIVES_NAN = "the model gives nan"
 """The note of a figure that is nan, and was measured."""
@@ -64,10 +64,7 @@ COLUMNS = [field.name for field in fields(Row)]
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write the rows, whole or not at all."""
-    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({key: _text(value) for key, value in asdict(row).items()} for row in rows)
+    write_rows(path, COLUMNS, ({key: _text(value) for key, value in asdict(row).items()} for row in rows))
 
 
 def read_csv(path: str | Path) -> list[Row]:

@@ -7,9 +7,10 @@ that leads out of the folder is refused on reading, and replaced on writing.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def written_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a CSV table of these columns, whole or not at all."""
+    with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def whole_lines(file: Iterable[str]) -> Iterator[str]:
