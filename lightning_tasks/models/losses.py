@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
+# Why not torch 2.14's `linear_cross_entropy` with a chunk size: it leaves autocast aside and multiplies in float32, its
+# loss of bfloat16 inputs is a bfloat16, it has no probabilities of single tokens, and older torch does not have it.
+# Its time is the same (benchmarks/cross_entropy.py), and its memory where the vocabulary is much larger than the width.
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -22,15 +25,15 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunk_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, dtype: torch.dtype
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's rows, hidden states ``[c, D]`` and logits ``[c, V]`` (fp32 or fp64)."""
-    for start in range(0, hidden.shape[0], chunk_size):
-        rows = slice(start, start + chunk_size)
-        chunk = hidden[rows].to(dtype)
-        logits = (chunk @ weight.T).to(_sum_dtype(dtype))
-        yield rows, chunk, logits if bias is None else logits.add_(bias)
+def _chunks(tokens: int, chunk_size: int) -> Iterator[slice]:
+    """The rows of each chunk."""
+    return (slice(start, start + chunk_size) for start in range(0, tokens, chunk_size))
+
+
+def _logits(chunk: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits ``[c, V]`` (fp32 or fp64) of a chunk's hidden states ``[c, D]``."""
+    logits = (chunk @ head.T).to(_sum_dtype(head.dtype))
+    return logits if bias is None else logits.add_(bias)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -56,18 +59,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=sums)
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for rows, chunk, logits in _chunk_logits(hidden, head, bias, chunk_size, dtype):
+            for rows in _chunks(len(hidden), chunk_size):
+                chunk = hidden[rows].to(dtype)
+                logits = _logits(chunk, head, bias)
                 kept = targets[rows] != ignore_index
                 index = targets[rows].where(kept, 0).unsqueeze(1)
                 target = logits.gather(1, index)
                 highest = logits.amax(1, keepdim=True)
                 powers = logits.sub_(highest).exp_()  # in place, and once for the loss and its slope
-                normaliser = powers.sum(1, keepdim=True)
-                total += ((normaliser.log() + highest - target).squeeze(1) * kept).sum()
+                normalizer = powers.sum(1, keepdim=True)
+                total += ((normalizer.log() + highest - target).squeeze(1) * kept).sum()
                 if not any(wants):
+                    del logits, powers
                     continue
                 # d loss / d logits = softmax - one-hot, [c, V]
-                slope = powers.mul_(kept.unsqueeze(1) / normaliser)
+                slope = powers.mul_(kept.unsqueeze(1) / normalizer)
                 slope.scatter_add_(1, index, -kept.unsqueeze(1).to(slope.dtype))
                 if grad_bias is not None:
                     grad_bias += slope.sum(0)
@@ -78,6 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(slope.T, chunk)  # no second [V, D]
                 elif grad_weight is not None:
                     grad_weight += slope.T @ chunk
+                del logits, powers, slope  # else they would stand beside the next chunk's
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         return total
@@ -151,7 +158,9 @@ def token_log_probabilities(
     dtype = _compute_dtype(hidden)
     result = rows.new_zeros(labels.shape, dtype=_sum_dtype(dtype))
     with torch.autocast(hidden.device.type, enabled=False):
-        for where, _, logits in _chunk_logits(rows, weight.to(dtype), bias, chunk_size, dtype):
+        head = weight.to(dtype)
+        for where in _chunks(len(rows), chunk_size):
+            logits = _logits(rows[where].to(dtype), head, bias)
             kept = labels[where] != ignore_index
             index = labels[where].where(kept, 0).unsqueeze(1)
             result[where] = (logits.gather(1, index) - logits.logsumexp(1, keepdim=True)).squeeze(1) * kept

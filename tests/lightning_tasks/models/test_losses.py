@@ -1,7 +1,10 @@
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional
 
+from lightning_tasks.models import losses
 from lightning_tasks.models.losses import chunked_cross_entropy, token_log_probabilities
 
 BATCH, TOKENS, DIM, VOCAB = 3, 41, 8, 31
@@ -105,6 +108,24 @@ def test_autocast(inputs, dtype):
         assert error < 2e-2, (name, error)
 
 
+@pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="torch has it from 2.14 on")
+def test_torch_s_own_leaves_autocast_aside_and_rounds_the_loss():
+    """Why `chunked_cross_entropy` is ours: once torch's own does neither, it can take its place."""
+    hidden, weight, targets = torch.randn(512, 16), torch.randn(300, 16), torch.randint(300, (512,))
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=64)
+
+    def torch_s_own(*arguments):
+        return functional.linear_cross_entropy(*arguments, targets, options=options, reduction="sum")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = torch_s_own(hidden, weight)
+        ours = chunked_cross_entropy(hidden, weight, targets, reduction="sum")
+    assert torch.equal(under_autocast, torch_s_own(hidden, weight))
+    assert not torch.equal(ours, chunked_cross_entropy(hidden, weight, targets, reduction="sum"))
+    assert torch_s_own(hidden.bfloat16(), weight.bfloat16()).dtype == torch.bfloat16
+    assert chunked_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets).dtype == torch.float32
+
+
 def test_gradients_of_a_bfloat16_head_are_summed_in_float32():
     hidden = torch.randn(4096, 4).bfloat16()
     weight = torch.randn(5, 4).bfloat16().requires_grad_()
@@ -150,6 +171,22 @@ def test_log_probabilities(inputs):
     expected = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets == -100, 0)
     result = token_log_probabilities(leaves["hidden"], leaves["weight"], targets, leaves["bias"], chunk_size=17)
     torch.testing.assert_close(result, expected.detach())
+
+
+def test_the_logits_of_one_chunk_are_held_at_a_time(inputs, monkeypatch):
+    made = []
+
+    def logits(*arguments):
+        assert not [each for each in made if each() is not None], "those of the chunk before still exist"
+        result = compute(*arguments)
+        made.append(weakref.ref(result))
+        return result
+
+    compute = losses._logits
+    monkeypatch.setattr(losses, "_logits", logits)
+    leaves, targets = inputs
+    chunked(leaves, targets, chunk_size=16)
+    assert len(made) == -(-BATCH * TOKENS // 16)
 
 
 def test_no_tensor_of_all_logits_is_made(inputs):
