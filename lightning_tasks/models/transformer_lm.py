@@ -42,7 +42,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.pre_norm = pre_norm
         self.attn = attention
-        self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, dim))
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.ReLU(inplace=True), nn.Linear(mlp_dim, dim))
         self.attn_norm = nn.LayerNorm(dim)
         self.mlp_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)

@@ -76,7 +76,7 @@ class Mixing:
             even = len(images) - len(images) % 2  # timm mixes pairs; the odd one at the end of an epoch stays plain
             if not even:
                 return images, self._plain(labels)
-            images[:even], targets = mix(images[:even], labels[:even])
+            _, targets = mix(images[:even], labels[:even])  # in place
             return images, torch.cat([targets, self._plain(labels[even:])])
 
     def _plain(self, labels: Tensor) -> Tensor:
