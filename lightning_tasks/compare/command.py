@@ -28,7 +28,7 @@ from lightning_tasks.variants import full_name, read_variants
 LOCK = ".compare.lock"
 FILE_FORM = """\
 a comparison file:
-  base: RECIPE                              what every variant starts from
+  base: RECIPE                              (or RECIPE/VARIANT) what every variant starts from
   variants: {NAME: {KEY: VALUE}}            what each changes, spelled as on the command line without the dashes
   settings: {KEY: VALUE}                    for all variants
   references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
