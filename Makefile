@@ -5,23 +5,31 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # One thread each: two test processes with two torch threads each are slower than with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Each process starts with its own half of the files, so that the fixtures of a module are made once, and takes over
+# from the other at the end.
+PYTEST_ARGS := -n 2 --dist worksteal
 
 .PHONY: quickstart test test-mmseg clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
 
+# `make test FAST=1`, while working: style, and the tests that are cheap. CI runs everything.
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+ifdef FAST
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --fast
+else
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 # After `test`, in the same environment: what the extra [mmseg] adds, which `test` skips on a fresh clone.
 test-mmseg: $(VENV)/.installed-mmseg
 	$(BIN)/python -c "import mmseg"
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -k mmseg
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) -k mmseg
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

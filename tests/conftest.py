@@ -1,5 +1,6 @@
 """What every test starts from: one thread, a seed, quiet loggers, and no file outside its own folder."""
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,27 @@ os.environ["WANDB_SILENT"] = "true"
 
 import pytest
 import torch
+
+from tests.costs import CostWriter, leave_out_costly
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the tests that tests/costly.txt lists")
+    parser.addoption("--write-costly", action="store_true", help="update tests/costly.txt with what is run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-costly"):
+        config.pluginmanager.register(CostWriter())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        leave_out_costly(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a full collection looks at no object of the imported libraries: half a second each
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,6 +20,8 @@ def comparison(tmp_path):
 
 def test_a_row_a_variant_with_time_and_memory(comparison, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    for steps in ("WARM_UP", "TIMED", "WEIGHED"):
+        monkeypatch.setattr(training_step, steps, 2)
     monkeypatch.setattr(sys, "argv", ["training_step", str(comparison), "--rounds", "1"])
     training_step.main()
     written = (tmp_path / "results" / "training_step_tiny.csv").read_text().splitlines()

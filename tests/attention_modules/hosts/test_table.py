@@ -15,7 +15,7 @@ from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
 
-MODES = ("train", "eval", "no_grad", "inference_mode", "autocast", "padding", "compile")
+MODES = ("train", "eval", "no_grad", "inference_mode", "autocast", "padding")
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -43,7 +43,7 @@ def count_calls(model: nn.Module) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, pytest.param("compile", marks=pytest.mark.costly)])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("host", HOSTS)
 def test_mechanism_is_called(host: str, mechanism: str, mode: str) -> None:

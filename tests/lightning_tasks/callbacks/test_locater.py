@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +34,7 @@ from tests.lightning_tasks.callbacks.modules import (
     network,
     weights_of,
 )
+from tests.lightning_tasks.programs import run_ranks
 
 TOLERANCE = 2e-6
 ROOT = Path(__file__).parents[3]
@@ -59,34 +56,8 @@ def test_equals_the_penalty_in_the_loss(cell):
 @pytest.fixture(scope="module")
 def two_processes():
     """What two processes report, which run every cell and one monitored validation."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "tests.lightning_tasks.callbacks.locater_cells"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=environment | {"LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    report = json.loads(outputs[0][0].splitlines()[-1])
+    outputs = run_ranks("tests.lightning_tasks.callbacks.locater_cells")
+    report = json.loads(outputs[0].splitlines()[-1])
     assert report["world"] == 2
     return report
 

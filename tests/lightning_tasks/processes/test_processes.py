@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.lightning_tasks.processes.process_cases import KINDS, main, tasks
-from tests.lightning_tasks.programs import run_program
+from tests.lightning_tasks.programs import run_program, run_ranks
+
+pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
-    run_program("-m", "tests.lightning_tasks.processes.process_cases", str(folder), "2")
+    run_ranks("tests.lightning_tasks.processes.process_cases", str(folder), "2")
     return [{"folder": folder, **read(folder / f"result_{rank}.pt")} for rank in range(2)]
 
 

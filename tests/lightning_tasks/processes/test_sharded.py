@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from tests.lightning_tasks.processes.sharded_cases import main
-from tests.lightning_tasks.programs import run_program
+from tests.lightning_tasks.programs import run_ranks
+
+pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What one process found, and what each of two did."""
     folder = tmp_path_factory.mktemp("sharded")
-    run_program("-m", "tests.lightning_tasks.processes.sharded_cases", str(folder), "2")
+    run_ranks("tests.lightning_tasks.processes.sharded_cases", str(folder), "2")
     return main(1), [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(2)]
 
 

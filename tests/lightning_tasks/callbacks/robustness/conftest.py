@@ -10,7 +10,7 @@ from lightning_tasks.robustness.attacks.table import ATTACKS
 from tests.lightning_tasks.robustness.modules import TinyClassifier, pictures
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def state():
     """Weights of a classifier that is right about most images."""
     torch.manual_seed(0)
