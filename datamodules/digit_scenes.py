@@ -82,12 +82,12 @@ def _is_ink(glyph: Image.Image) -> np.ndarray:
 
 
 def texture(size: int, generator: np.random.Generator) -> np.ndarray:
-    """A canvas `[size, size, 3]` of waves around a colour, neither as dark as ink nor as bright as paper."""
+    """A canvas `[size, size, 3]` of waves around a color, neither as dark as ink nor as bright as paper."""
     rows, columns = np.arange(size)[:, None] / size, np.arange(size) / size
-    colour = generator.uniform(0.3, 0.7, 3)
+    color = generator.uniform(0.3, 0.7, 3)
     angle, waves, phase = generator.uniform(0, np.pi), generator.uniform(2, 8), generator.uniform(0, 2 * np.pi)
     wave = np.sin(2 * np.pi * waves * (rows * np.sin(angle) + columns * np.cos(angle)) + phase)
-    return colour + 0.08 * wave[..., None]
+    return color + 0.08 * wave[..., None]
 
 
 class DigitScenesDataModule(SegmentationDataModule):

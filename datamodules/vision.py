@@ -29,7 +29,7 @@ class VisionDataModule(ImageDataModule):
         img_size: H = W in pixels.
         in_chans: C: 3, or 1 for grey.
         train_transform: arguments of `timm.data.create_transform` for training, e.g. `{"auto_augment": "rand-m9"}`;
-            normalisation, mixup and random erasing are the task's.
+            normalization, mixup and random erasing are the task's.
         eval_transform: the same for the other splits, e.g. `{"crop_pct": 0.9}`.
 
     Raises:

@@ -16,7 +16,7 @@ Change what happens between the projections of any attention layer, train it wit
 commands:
   fit, validate, test, predict  run a recipe: attnswap fit --config quickstart/language_modeling
                                 or a variant of one: --config rpc/imagenet_deit_tiny/softmax
-                                any key of the recipe can follow: --trainer.max_steps 100 --model.attention rpc
+                                override any key of the recipe: --trainer.max_steps 100 --model.attention rpc
                                 a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
   recipes                       list the shipped recipes: name, summary, paper, what each needs, variants

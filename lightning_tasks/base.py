@@ -78,7 +78,7 @@ class BaseTask(LightningModule):
         self._random_states: list[list[Tensor]] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseTask:
-        """As any module's, but metrics keep 32 bits: in half as many ("bf16-true") their sums would stand still."""
+        """Keep metrics in float32: running sums in bfloat16 ("bf16-true") stop growing."""
         super()._apply(fn, recurse)
         for module in self.modules():
             if isinstance(module, Metric) and module.dtype in _HALF:

@@ -24,7 +24,7 @@ from lightning_tasks.models.timm_model import (
     check_batch,
     check_model_name,
     head_names,
-    normalisation,
+    normalization,
 )
 from lightning_tasks.runs.files import run_folder, save_picture, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
@@ -146,14 +146,14 @@ class ImageClassificationTask(VisionTask):
         if getattr(datamodule, "img_size", None) is not None and hasattr(datamodule, "in_chans"):
             self._limits.check((datamodule.in_chans, datamodule.img_size, datamodule.img_size))
         self.swap(model)
-        for name, values in zip(("mean", "std"), self._normalisation(model), strict=True):
+        for name, values in zip(("mean", "std"), self._normalization(model), strict=True):
             self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
         self.mixing = Mixing(num_classes, **self._mixing_options)
         self._make_metrics(num_classes)
         return model
 
-    def _normalisation(self, model: nn.Module) -> tuple[list[float], list[float]]:
-        return normalisation(model, self.in_chans, self.hparams["mean"], self.hparams["std"])
+    def _normalization(self, model: nn.Module) -> tuple[list[float], list[float]]:
+        return normalization(model, self.in_chans, self.hparams["mean"], self.hparams["std"])
 
     def _make_metrics(self, num_classes: int) -> None:
         unchecked: dict[str, Any] = {"validate_args": False}  # check_batch did, without waiting for the device
@@ -172,7 +172,7 @@ class ImageClassificationTask(VisionTask):
         self.test_classes = MulticlassAccuracy(num_classes, average=None, **unchecked)
         self.test_confusion = MulticlassConfusionMatrix(num_classes, **unchecked)
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Images as the network wants them, from images ``[B, C, H, W]`` in [0, 1].
 
         Raises:
@@ -183,9 +183,11 @@ class ImageClassificationTask(VisionTask):
         self._limits.check(images.shape[1:])
         return (images - self.image_mean) / self.image_std
 
+    normalise = normalize  # its former name
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, num_classes]`` of images ``[B, C, H, W]`` in [0, 1]."""
-        return self.model(self.normalise(images))
+        return self.model(self.normalize(images))
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch while it is still on the CPU."""
@@ -196,7 +198,7 @@ class ImageClassificationTask(VisionTask):
         """Mean cross-entropy in nats against the mixed and smoothed targets."""
         images, labels = batch
         seed = step_seed(self.current_epoch, self.global_rank, batch_idx)
-        images, targets = self.mixing(self.normalise(images), labels, seed)
+        images, targets = self.mixing(self.normalize(images), labels, seed)
         logits = self.model(images)
         if len(labels):
             loss = self._soft_loss(logits.float(), targets)

@@ -126,7 +126,7 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
     kernel, log_g = _kernel(to_float64(k), scale)
     if bool((k == k[:, :, :1]).flatten(2).all(-1).any()):
         raise ValueError("the keys of a head are all alike: they have no principal component")
-    eigenvalues, vectors = torch.linalg.eigh(_centred(kernel))
+    eigenvalues, vectors = torch.linalg.eigh(_centered(kernel))
     eigenvalues, vectors = eigenvalues.flip(-1)[..., :components], vectors.flip(-1)[..., :components]
     largest = vectors.abs().argmax(-2, keepdim=True)
     vectors = vectors * vectors.gather(-2, largest).sign()  # an eigenvector has no sign of its own
@@ -197,7 +197,7 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
     # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
     a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * to_float64(v)
     a = _unit(a - a.mean(-2, keepdim=True), dim=-2)
-    image = _centred(kernel) @ a
+    image = _centered(kernel) @ a
     rayleigh = (a * image).sum(-2, keepdim=True)
     residual = (image - rayleigh * a).norm(dim=-2) / image.norm(dim=-2).clamp(min=_tiny(image))
     gamma = image / (a.shape[-2] * a)
@@ -227,13 +227,13 @@ def _kernel(k: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     return torch.exp(logits - log_g.unsqueeze(-1) - log_g.unsqueeze(-2)), log_g
 
 
-def _centred(kernel: Tensor) -> Tensor:
+def _centered(kernel: Tensor) -> Tensor:
     rows, columns = kernel.mean(-1, keepdim=True), kernel.mean(-2, keepdim=True)
     return kernel - rows - columns + rows.mean(-2, keepdim=True)
 
 
 def _alignment(one: Tensor, other: Tensor) -> Tensor:
-    one, other = (_centred(gram).flatten(2) for gram in (one, other))
+    one, other = (_centered(gram).flatten(2) for gram in (one, other))
     return (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)).clamp(min=_tiny(one))
 
 

@@ -177,10 +177,10 @@ def _golub_kahan(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_i
         if step:
             small[:, step - 1, step] = beta.cpu().double()
         out = jacobian.times(right[:, step]) if step else first
-        alpha, u = _normalised(out - beta.unsqueeze(1) * u, largest)
+        alpha, u = _normalized(out - beta.unsqueeze(1) * u, largest)
         largest = largest.maximum(alpha)
         v = jacobian.transposed_times(u) - alpha.unsqueeze(1) * right[:, step]
-        beta, right[:, step + 1] = _normalised(_orthogonalised(v, right[:, : step + 1]), largest)
+        beta, right[:, step + 1] = _normalized(_orthogonalized(v, right[:, : step + 1]), largest)
         largest = largest.maximum(beta)
         small[:, step, step] = alpha.cpu().double()
         u_small, singular, _ = torch.linalg.svd(small[:, : step + 1, : step + 1])
@@ -199,7 +199,7 @@ def _power(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_iter: i
     rounding = 10 * torch.finfo(v.dtype).eps
     iterations = 0
     while iterations < max_iter:
-        value, u = _normalised(jacobian.times(v) if iterations else first, zero)
+        value, u = _normalized(jacobian.times(v) if iterations else first, zero)
         iterations += 1
         w = jacobian.transposed_times(u)
         residual = norms(w - value.unsqueeze(1) * v)
@@ -209,7 +209,7 @@ def _power(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_iter: i
         if bool(converged.all()):
             break
         before = residual
-        _, unit = _normalised(w, zero)
+        _, unit = _normalized(w, zero)
         v = torch.where((unit == 0).all(1, keepdim=True), v, unit)
     return LipschitzEstimate(value, iterations, residual, converged)
 
@@ -226,7 +226,7 @@ def norms(vectors: Tensor) -> Tensor:
     return largest * (vectors / largest.masked_fill(largest == 0, 1.0).unsqueeze(1)).norm(dim=1)
 
 
-def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
+def _orthogonalized(vector: Tensor, basis: Tensor) -> Tensor:
     """``[B, m]`` without its part in the orthonormal ``[B, k, m]``."""
     before = norms(vector)
     vector = _without(vector, basis)
@@ -240,7 +240,7 @@ def _without(vector: Tensor, basis: Tensor) -> Tensor:
     return torch.baddbmm(vector.unsqueeze(1), overlap, basis, alpha=-1).squeeze(1)
 
 
-def _normalised(vector: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _normalized(vector: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Norms ``[B]`` and unit vectors; zero both where nothing but rounding is left, as the space is exhausted."""
     norm = norms(vector)
     if not bool(norm.isfinite().all()):

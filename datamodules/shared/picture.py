@@ -34,7 +34,7 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     return path
 
 
-def class_colours(num_classes: int) -> Tensor:
+def class_colors(num_classes: int) -> Tensor:
     """A colour for each class, `[num_classes, 3]` in [0, 1]; the same for the same number of classes."""
     from matplotlib import colormaps
 
@@ -45,5 +45,5 @@ def class_colours(num_classes: int) -> Tensor:
 def paint(image: Tensor, mask: Tensor, num_classes: int, opacity: float = 0.6) -> Tensor:
     """A picture `[3, H, W]` in [0, 1] under the colours of its mask `[H, W]`, where the mask has a class."""
     counts = (mask >= 0) & (mask < num_classes)
-    colours = class_colours(num_classes)[mask.where(counts, 0)].permute(2, 0, 1)
-    return torch.where(counts, (1 - opacity) * image + opacity * colours, image)
+    colors = class_colors(num_classes)[mask.where(counts, 0)].permute(2, 0, 1)
+    return torch.where(counts, (1 - opacity) * image + opacity * colors, image)

@@ -125,12 +125,12 @@ class TrainTransform:
             if not _is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}: give a probability in [0, 1]")
         self._scale = RandomScale(*scale, short_side)
-        colours = [v2.RandomApply([v2.ColorJitter(**change)], p=photometric) for change in _PHOTOMETRIC]
+        colors = [v2.RandomApply([v2.ColorJitter(**change)], p=photometric) for change in _PHOTOMETRIC]
         # What cannot change anything is left out: for small pictures it would cost more than the rest.
         scales = [self._scale] if tuple(scale) != (1, 1) or short_side is not None else []
         mirror = [v2.RandomHorizontalFlip(flip)] if flip > 0 else []
         crop = LimitedCrop(crop_size, max_class_share)
-        self._transform = v2.Compose([*scales, crop, *mirror, *(colours if photometric > 0 else [])])
+        self._transform = v2.Compose([*scales, crop, *mirror, *(colors if photometric > 0 else [])])
 
     def __call__(self, image: Tensor, mask: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Picture `[3, H, W]` and mask `[H, W]`, uint8, of `crop_size`.

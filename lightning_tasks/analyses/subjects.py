@@ -17,7 +17,7 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.errors import UsageError
 from lightning_tasks.models.causal_lm import position_limit
-from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
 from lightning_tasks.training.eager import eager
 
 
@@ -82,7 +82,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
         return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalisation(model, 3, None, None))
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))
         return Subject(model, lambda x: model((x - mean.to(x)) / std.to(x)), _img_size(model), None)
     if getattr(model, "main_input_name", None) == "pixel_values":
         return Subject(model, lambda x: model((x - 0.5) / 0.5), int(model.config.image_size), None)

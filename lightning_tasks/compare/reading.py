@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, folder_name
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record
-from lightning_tasks.compare.statistics import SummaryRow, summarise
+from lightning_tasks.compare.statistics import SummaryRow, summarize
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
 from lightning_tasks.runs.log import Rows, merge_epochs
@@ -131,7 +131,7 @@ def _notes(
 def _summary(logged: dict[Place, Rows], record: Record) -> list[SummaryRow]:
     rows = [{"config": config, "seed": seed, **row} for (config, seed), of_cell in logged.items() for row in of_cell]
     configs = list(dict.fromkeys([*record.configs, *(config for config, _ in logged)]))
-    return summarise(with_stops(rows), configs, record.metrics, record.references)
+    return summarize(with_stops(rows), configs, record.metrics, record.references)
 
 
 def _run_of_cell(cell: Place, folder: Path, rows: Rows) -> Run:

@@ -106,7 +106,7 @@ def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha:
     return float(optimize.brentq(excess, 0.0, high, xtol=1e-14)) * std / math.sqrt(pairs)
 
 
-def summarise(
+def summarize(
     rows: Sequence[dict[str, Any]],
     configs: Sequence[str],
     metrics: Sequence[str],

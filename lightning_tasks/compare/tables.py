@@ -9,7 +9,7 @@ from typing import Any
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.statistics import SummaryRow, summarise, write_summary
+from lightning_tasks.compare.statistics import SummaryRow, summarize, write_summary
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
@@ -77,7 +77,7 @@ def write_tables(
     }
     rows = with_stops(rows)
     write_curves(rows, names, metrics, output / "curves.png")
-    summary = summarise(rows, names, metrics, references)
+    summary = summarize(rows, names, metrics, references)
     print(write_summary(summary, remarks, output))
     if absent := [metric for metric in metrics if metric not in logged]:
         near = "".join(did_you_mean(metric, logged) for metric in absent)

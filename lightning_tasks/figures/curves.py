@@ -1,4 +1,4 @@
-"""The picture of a comparison: each metric over the steps, a line a configuration, its spread over seeds as a band.
+"""The figure of a comparison: each metric over the steps, one line per configuration, its spread over seeds as a band.
 
 Below it the differences to the first configuration, seed by seed.
 """

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_tasks.models.pixel_loss import upsampled_cross_entropy
 from lightning_tasks.models.sliding_window import Prediction, Windows
-from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalisation
+from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
 from lightning_tasks.training.limits import check_integer
 
 DECODERS = ("mask_transformer", "linear")
@@ -81,7 +81,7 @@ class Segmenter(nn.Module):
                 width, num_classes, dim, decoder_depth, decoder_heads or max(1, dim // 64), decoder_drop_path
             )
         )
-        for name, values in zip(("mean", "std"), normalisation(self.backbone, 3, mean, std), strict=True):
+        for name, values in zip(("mean", "std"), normalization(self.backbone, 3, mean, std), strict=True):
             self.register_buffer(f"image_{name}", torch.tensor(values).view(-1, 1, 1), persistent=False)
 
     def head_names(self) -> list[str]:
@@ -177,7 +177,7 @@ class MaskTransformer(nn.Module):
         self.patch_proj = nn.Linear(dim, dim, bias=False)
         self.class_proj = nn.Linear(dim, dim, bias=False)
         self.mask_norm = nn.LayerNorm(num_classes)
-        self.apply(_initialise)
+        self.apply(_initialize)
         trunc_normal_(self.class_tokens, std=0.02)
         for projection in (self.patch_proj, self.class_proj):
             nn.init.normal_(projection.weight, std=dim**-0.5)
@@ -224,7 +224,7 @@ def _fc_norm(backbone: nn.Module) -> nn.Module:
     return nn.Identity() if norm is None else norm
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

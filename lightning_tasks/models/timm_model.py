@@ -87,7 +87,7 @@ def head_names(model: nn.Module) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def normalisation(
+def normalization(
     model: nn.Module, in_chans: int, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation a channel; what is None is the model's own, averaged for one channel.

@@ -15,7 +15,7 @@ _INK = "#010203"  # no picture has this colour: it stands for that of the page's
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
-    """The metric over the steps, a line a configuration and its standard deviation over seeds as a band."""
+    """The metric over the steps, one line per configuration and its standard deviation over seeds as a band."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _figure(4.6, 2.8)

@@ -12,7 +12,7 @@ from torchvision import tv_tensors
 
 from datamodules import ADE20KDataModule, CamVidDataModule, DigitScenesDataModule
 from datamodules.digits import DigitsDataModule
-from datamodules.shared.picture import class_colours, paint
+from datamodules.shared.picture import class_colors, paint
 from datamodules.shared.scene_transform import LimitedCrop, RandomScale, TrainTransform
 from datamodules.shared.scenes import IGNORED, LabelCode
 from tests.datamodules.scene_files import write_ade20k, write_camvid
@@ -249,7 +249,7 @@ def test_paint_leaves_what_does_not_count():
     mask = torch.tensor([[0, 1], [IGNORED, 1]])
     painted = paint(torch.zeros(3, 2, 2), mask, 2, opacity=1.0)
     assert torch.equal(painted[:, 1, 0], torch.zeros(3))
-    assert torch.equal(painted[:, 0, 1], class_colours(2)[1])
+    assert torch.equal(painted[:, 0, 1], class_colors(2)[1])
 
 
 def test_real_camvid(data_folder):

@@ -29,7 +29,7 @@ class _Line:
 
 
 class LayerCharts:
-    """Curves by name and layer, logged whole: ``charts/val/attention/entropy`` has a line a layer, and their mean.
+    """Curves by name and layer, logged whole: ``charts/val/attention/entropy`` has one line per layer, and their mean.
 
     Nothing is kept where W&B does not log, and beyond rank zero.
 

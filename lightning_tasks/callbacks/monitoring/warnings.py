@@ -1,4 +1,4 @@
-"""Words for numbers of monitors that show a layer gone wrong: each kind once a run."""
+"""Warnings for degenerate attention, once per kind."""
 
 from __future__ import annotations
 

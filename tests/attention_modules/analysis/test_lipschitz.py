@@ -7,7 +7,7 @@ from torch import nn
 
 from attention_modules import SelfAttention
 from attention_modules.analysis import local_lipschitz
-from attention_modules.analysis.lipschitz import _orthogonalised
+from attention_modules.analysis.lipschitz import _orthogonalized
 
 CASES = range(50)
 
@@ -144,11 +144,11 @@ def test_out_of_range_is_never_converged(method):
         local_lipschitz(lambda x: 3e38 * x.expand(-1, -1, 99).sum(2, keepdim=True), 0 * X[:, :, :1], method=method)
 
 
-def test_the_basis_is_orthogonalised_again_and_twice_where_needed():
+def test_the_basis_is_orthogonalized_again_and_twice_where_needed():
     torch.manual_seed(0)
     basis = torch.linalg.qr(torch.randn(1, 50, 20))[0].mT
     vector = basis.sum(1) + 1e-5 * torch.randn(1, 50)  # all but in the span: one pass leaves rounding
-    left = _orthogonalised(vector, basis)
+    left = _orthogonalized(vector, basis)
     assert (basis @ left.unsqueeze(-1)).abs().max() < 1e-6 * left.norm()
     spectrum = torch.cat([torch.tensor([1000.0]), torch.linspace(0.5, 1, 60)])
     left, right = (torch.linalg.qr(torch.randn(61, 61, dtype=torch.float64))[0] for _ in range(2))

@@ -96,7 +96,7 @@ TIMM = """\
 
 Of timm {version}'s models, {number} are of families in which a model has attention among tokens. Softmax goes into
 {softmax} of them, symmetric attention into {symmetric}, RPC into {rpc}. A number in brackets is that of the family's
-models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a line a model, made by
+models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a row per model, made by
 `python -m tests.attention_modules.hosts.timm.models`, which builds each on the meta device and swaps all its layers.
 `pytest -m slow tests/attention_modules/hosts` counts anew, and runs every kind of layer of every model at its true
 size, and a small model of each family whole, forward and backward, on real tensors.

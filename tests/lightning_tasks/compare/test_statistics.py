@@ -10,7 +10,7 @@ from lightning_tasks.compare.statistics import (
     markdown,
     minimum_detectable_effect,
     paired_interval,
-    summarise,
+    summarize,
 )
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
@@ -70,7 +70,7 @@ def test_the_verdict_follows_the_paired_interval(differences, verdict):
         for seed, difference in enumerate(differences)
         for config in ("a", "b")
     ]
-    _, row = summarise(rows, ["a", "b"], ["m"])
+    _, row = summarize(rows, ["a", "b"], ["m"])
     assert row.verdict == verdict
     assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
 
@@ -99,7 +99,7 @@ def test_a_run_that_diverged_is_said_to_for_each_of_its_metrics():
     """By its loss, or by the guard that stopped it; accuracies of NaN are numbers, and say nothing."""
     texts = {("b", 0): "val/loss is nan at step 10", ("c", 0): "stopped at step 3: a loss or gradient was not finite"}
     assert diverged_cells(DIVERGED) == texts
-    summary = summarise(
+    summary = summarize(
         with_stops(DIVERGED), ["a", "b", "c"], ["val/loss", "val/top1", "attention/entropy"], {"a": ["b"]}
     )
     found = [(row.metric, row.config, row.reference, row.seeds, row.diverged, row.verdict) for row in summary]
@@ -142,7 +142,7 @@ def test_minimum_detectable_effect_of_the_textbook():
 
 def test_differences_are_paired_by_seed():
     # Differences 1, 2, 3 whatever the large spread between seeds.
-    summary = summarise(rows_of({"a": [0.0, 100.0, 1000.0], "b": [1.0, 102.0, 1003.0]}), ["a", "b"], ["m", "absent"])
+    summary = summarize(rows_of({"a": [0.0, 100.0, 1000.0], "b": [1.0, 102.0, 1003.0]}), ["a", "b"], ["m", "absent"])
     first, second = summary
     assert (first.pairs, second.pairs, second.difference) == (0, 3, 2.0)
     assert (second.low, second.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
@@ -152,7 +152,7 @@ def test_differences_are_paired_by_seed():
 
 def test_a_named_reference_is_paired_as_the_first_is():
     rows = rows_of({"a": [0.0, 0.0, 0.0], "b": [1.0, 102.0, 1003.0], "c": [2.0, 104.0, 1006.0]})
-    *_, to_first, to_named = summarise(rows, ["a", "b", "c"], ["m"], {"c": ["b"]})
+    *_, to_first, to_named = summarize(rows, ["a", "b", "c"], ["m"], {"c": ["b"]})
     assert (to_first.config, to_first.reference, to_first.difference) == ("c", "a", pytest.approx(1112 / 3))
     assert (to_named.config, to_named.reference, to_named.pairs, to_named.difference) == ("c", "b", 3, 2.0)
     assert (to_named.low, to_named.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
@@ -162,6 +162,6 @@ def test_a_named_reference_is_paired_as_the_first_is():
 
 
 def test_one_seed_has_no_interval():
-    _, second = summarise(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
+    _, second = summarize(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
     assert second.pairs == 0
     assert math.isnan(second.std)

@@ -2,7 +2,7 @@
 
 import json
 
-from lightning_tasks.compare.statistics import summarise, write_summary
+from lightning_tasks.compare.statistics import summarize, write_summary
 from lightning_tasks.compare.tables import write_results
 from tests.lightning_tasks.report.report_folders import report
 
@@ -25,7 +25,7 @@ def comparison(folder, cells, table):
         rows = [{"step": 5, "metric": "val/loss", "value": value}]
         (place / "result.json").write_text(json.dumps({"config": config, "seed": seed, "rows": rows}))
     write_results(rows_of(table), folder / "results.csv")
-    write_summary(summarise(rows_of(table), ["plain", "rpc"], ["val/loss"]), {}, folder)
+    write_summary(summarize(rows_of(table), ["plain", "rpc"], ["val/loss"]), {}, folder)
     return folder
 
 
