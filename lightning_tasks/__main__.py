@@ -36,7 +36,10 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def version() -> str:
-    """The version, read from the text of `attention_modules/__init__.py` so that torch is not imported."""
+    """The version, read from the text of `attention_modules/__init__.py` so that torch is not imported.
+
+    A checkout on PYTHONPATH has no metadata to ask, and an editable install that of the day it was installed.
+    """
     source = Path(__file__).resolve().parent.parent / "attention_modules" / "__init__.py"
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == "__version__" for t in node.targets):

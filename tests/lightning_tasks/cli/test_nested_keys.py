@@ -1,5 +1,8 @@
 """Keys of a dictionary within a dictionary on the command line."""
 
+from typing import Any
+
+import jsonargparse
 import pytest
 import yaml
 
@@ -14,6 +17,18 @@ def printed(capsys, *arguments):
     with pytest.raises(SystemExit):
         main([*RECIPE, *arguments, "--print_config"])
     return yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+
+
+class Holder:
+    def __init__(self, model: str | dict[str, Any] = "x") -> None: ...
+
+
+def test_jsonargparse_alone_drops_the_other_keys():
+    """Why `join_nested_keys` is there: once this fails it can go."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(Holder, "of")
+    given = parser.parse_args(["--of.model", '{"inner": {"a": 1, "b": 2}}', "--of.model.inner.a", "3"])
+    assert given.of.model == {"inner": {"a": "3"}}
 
 
 def test_a_key_joins_the_dictionary_that_it_is_in(capsys):
