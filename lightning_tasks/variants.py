@@ -81,7 +81,7 @@ def full_name(name: str, root: Path = CONFIGS) -> str:
 
 
 def _full_name(path: Path, variant: str | None, root: Path) -> str:
-    return recipe_name(path, root) + ("" if variant is None else f"_{variant}")
+    return recipe_name(path, root) + ("" if variant is None else "_" + re.sub(r"[^\w.-]+", "_", variant))
 
 
 def find_variant(name: str, root: Path = CONFIGS) -> Variant:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
@@ -32,66 +32,15 @@ from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
+from lightning_tasks.cli.save_config import SaveConfig
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
 from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
-from lightning_tasks.runs.loggers import loggers_named
-from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, save_run, wandb_arguments
+from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, wandb_arguments
 from lightning_tasks.training.hparams import import_object, join_arguments
 from lightning_tasks.training.trust import build_typed_classes_only, is_allowed
 
 _CKPT_WORDS = ("best", "hpc", *(("registry",) if find_spec("litmodels") else ()))  # what Lightning resolves itself
-
-
-class SaveConfig(SaveConfigCallback):
-    """Save the complete configuration in the run's own folder, and in the W&B run where there is one; say where.
-
-    It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
-    no folder of its own, and nothing is saved: the working folder belongs to the user.
-    """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing yet: the model is built after this."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save for a fit."""
-        self._save(trainer, pl_module, "fit")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save in the W&B run once more, into which Lightning has put the hyper-parameters in between."""
-        self._save_in_wandb(trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save for a validation (that of a fit finds it saved)."""
-        self._save(trainer, pl_module, "validate")
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save for a test."""
-        self._save(trainer, pl_module, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save for a prediction."""
-        self._save(trainer, pl_module, "predict")
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Say to which W&B run the checkpoint belongs."""
-        save_run(trainer, checkpoint)
-
-    def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.loggers:
-            if not self.already_saved:
-                rank_zero_info(f"attnswap: this run's files are in {trainer.log_dir}")
-            super().setup(trainer, pl_module, stage)
-        if trainer.state.fn != "fit":
-            self._save_in_wandb(trainer)
-
-    def _save_in_wandb(self, trainer: Trainer) -> None:
-        """Put the configuration, nested as it is, into every W&B run (rank zero only).
-
-        It comes after the module's hyper-parameters, among which may be a `model` too, of another form.
-        """
-        for logger in loggers_named(trainer, "WandbLogger") if trainer.is_global_zero else ():
-            logger.experiment.config.update(self.config.as_dict(), allow_val_change=True)
 
 
 class AttnswapCLI(LightningCLI):

@@ -144,7 +144,7 @@ def test_a_comparison_takes_variants_of_recipes(recipe, comparison):
 
 def test_one_variant_of_a_comparison_can_be_fitted(recipe, comparison):
     assert find_variant(f"{comparison}/a/b") == Variant(
-        "compared_a/b", str(recipe), ("--model.width=32", "--trainer.max_steps=3", "--model.init_bias=true")
+        "compared_a_b", str(recipe), ("--model.width=32", "--trainer.max_steps=3", "--model.init_bias=true")
     )
     with pytest.raises(UsageError, match=r"attnswap compare.*COMPARISON/VARIANT"):
         find_variant(str(comparison))

@@ -35,5 +35,6 @@ def demo(tmp_path):
 def said(monkeypatch):
     """What the command says of a run."""
     lines = []
-    monkeypatch.setattr("lightning_tasks.cli.fit.rank_zero_info", lines.append)
+    for module in ("fit", "save_config"):
+        monkeypatch.setattr(f"lightning_tasks.cli.{module}.rank_zero_info", lines.append)
     return lines

@@ -168,7 +168,8 @@ def test_a_checkpoint_that_is_missing_leaves_no_folder(demo, capsys):
 
 
 def test_the_help_shows_arguments_that_fit_accepts(capsys):
-    example = next(line.split("follow:")[1].split() for line in HELP.splitlines() if "can follow:" in line)
+    marker = "override any key of the recipe:"
+    example = next(line.split(marker)[1].split() for line in HELP.splitlines() if marker in line)
     with pytest.raises(SystemExit) as done:
         main(["fit", "--config", "quickstart/language_modeling", *example, "--print_config"])
     assert done.value.code == 0, capsys.readouterr().err
