@@ -10,9 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 import lightning_tasks.callbacks as callbacks
-from attention_modules import AttentionMechanism, AttentionSwapError, swap_attention
+from attention_modules import AttentionMechanism, AttentionSwapError
 from lightning_tasks.callbacks import SwapAttention, swap_now
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, network, weights_of
+from tests.lightning_tasks.programs import run_ranks
 
 CHOICE: dict[str, Any] = {"where": ["net.*"], "layers": [0, 1], "exclude": ["*.1.*"]}
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -157,10 +158,10 @@ def test_a_network_that_setup_builds_anew_is_swapped_again() -> None:
 def test_processes_that_give_weights_to_an_unswapped_module_are_refused() -> None:
     with pytest.raises(Exception, match=r"strategy 'fork' trains in processes of its own.*strategy=.ddp.*swap_attent"):
         fit(TinyLM(), [SwapAttention("scaled", {"num_tokens": 6})], max_steps=1, strategy="ddp_fork")
-    module = TinyLM()  # what the refusal advises works
-    swap_attention(module, "rpc")
-    fit(module, max_steps=1, strategy="ddp_fork")
-    assert kinds(module) == ["RPCAttention"] * 2
+
+
+def test_what_that_refusal_advises_works() -> None:
+    run_ranks("tests.lightning_tasks.callbacks.fork_run", ranks=1)  # a process in which autograd started cannot fork
 
 
 def test_a_function_for_configurations_that_have_no_callbacks() -> None:
