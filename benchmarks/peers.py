@@ -327,8 +327,9 @@ neighbouring steps (above 1: ours is faster), beside their quartiles, and "of CP
 process' CPU time. The first round does not count. Load: the machine's mean load of the last minute at the
 end of a row.
 
-- Rows are measured in one process, from the top. After a row that frees large tensors malloc keeps more memory, so that
-  forms which allocate much gain: the small language models measured after the others were 1.0 times as fast as theirs.
+- Rows are measured in one process, from the top, and their order matters: the small language models measured after the
+  others were 1.0 times as fast as theirs. Perhaps malloc keeps more memory once large tensors were freed, so that
+  forms which allocate much gain; this was not tested.
 - Ours is a task under Lightning's Trainer with its progress bar and CSVLogger; its step is all that happens between
   two batches. The peers' steps are bare: they log nothing.
 - Language models: width {DIM}, {HEADS} heads, MLP of {4 * DIM}, no dropout, fused AdamW. litgpt's GPT takes the
