@@ -65,7 +65,7 @@ def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> N
     torch.testing.assert_close(model(x), before)
     for mechanism in (NoisyWithoutQuery, "scaled"):
         options = {"variant": "scalar"} if mechanism == "scaled" else {}
-        with pytest.raises(AttentionSwapError, match=r"cannot swap 'attn'.*would make others.*before_shard"):
+        with pytest.raises(AttentionSwapError, match=r"cannot swap 'attn'.*would make others.*swap_now"):
             swap_attention(model, mechanism, **options)
     assert restore_attention(model) == ["attn"]
     assert set(map(id, model.parameters())) == held
