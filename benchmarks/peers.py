@@ -18,7 +18,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import lightning.pytorch as pl
@@ -327,9 +329,7 @@ neighbouring steps (above 1: ours is faster), beside their quartiles, and "of CP
 process' CPU time. The first round does not count. Load: the machine's mean load of the last minute at the
 end of a row.
 
-- Rows are measured in one process, from the top, and their order matters: the small language models measured after the
-  others were 1.0 times as fast as theirs. Perhaps malloc keeps more memory once large tensors were freed, so that
-  forms which allocate much gain; this was not tested.
+- Each row is measured in a new process: after large tensors were freed, forms that allocate much become faster.
 - Ours is a task under Lightning's Trainer with its progress bar and CSVLogger; its step is all that happens between
   two batches. The peers' steps are bare: they log nothing.
 - Language models: width {DIM}, {HEADS} heads, MLP of {4 * DIM}, no dropout, fused AdamW. litgpt's GPT takes the
@@ -352,18 +352,24 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="timed steps of each (default: by comparison)")
     parser.add_argument("--print_only", action="store_true", help="write no file")
     options = parser.parse_args(args)
-    torch.set_num_threads(options.threads)
     command = " ".join(["python -m benchmarks.peers", *(sys.argv[1:] if args is None else args)])
     rows = []
-    for name in options.only:
-        try:
-            rows.append(measure(known[name], options.rounds))
-        except ModuleNotFoundError as error:
-            print(f"{name} is left out: {error}", flush=True)
-            continue
-        print(rows[-1], flush=True)
-        if not options.print_only:  # after each row, as all take long
-            write_results("peers", "A training step beside its peers", command, rows, NOTES)
+    # A row is measured in a new process: large tensors that an earlier row freed change what malloc does.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
+        for name in options.only:
+            try:
+                rows.append(processes.submit(_measured, name, options.rounds, options.threads).result())
+            except ModuleNotFoundError as error:
+                print(f"{name} is left out: {error}", flush=True)
+                continue
+            print(rows[-1], flush=True)
+            if not options.print_only:  # after each row, as all take long
+                write_results("peers", "A training step beside its peers", command, rows, NOTES)
+
+
+def _measured(name: str, rounds: int | None, threads: int) -> dict[str, str]:
+    torch.set_num_threads(threads)
+    return measure(contests()[name], rounds)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class UsageError(ValueError):
-    """A recipe or a part of one that cannot be found or read; the message names the nearest ones that exist."""
+    """What was asked for cannot be done; the message names the value, what is allowed, and what to do instead."""
 
 
 def reason(error: BaseException) -> str:

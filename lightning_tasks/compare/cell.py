@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,17 +132,6 @@ def folder_name(name: str) -> str:
         return slug
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
-
-
-def end_with_parent(parent: int, seconds: float = 1.0) -> None:
-    """End this process soon after the process `parent` is gone: a killed comparison leaves nobody at work."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(seconds)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_cell(cell: Cell) -> None:

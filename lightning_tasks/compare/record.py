@@ -129,12 +129,7 @@ def read_record(folder: Path) -> Record | None:
 def _checked(given: Any) -> Record:
     """The record of plain data; other keys than ours, as a later version may write, are passed over."""
     found = Record(
-        [
-            VariantRecord(
-                _text(each["name"]), _text(each["base"]), _list(each["overrides"], str), _of(each["test"], bool)
-            )
-            for each in _list(given["variants"], dict)
-        ],
+        [_variant(each) for each in _list(given["variants"], dict)],
         {_text(name): _list(others, str) for name, others in _of(given["references"], dict).items()},
         _list(given["metrics"], str),
         [_seed(each) for each in _of(given["seeds"], list)],

@@ -6,18 +6,20 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from tqdm import tqdm
 
-from lightning_tasks.compare.cell import Cell, end_with_parent, last_error, run_cell
+from lightning_tasks.compare.cell import Cell, last_error, run_cell
 from lightning_tasks.errors import reason
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
 
 
 def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[str | None]:
@@ -37,13 +39,13 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     """
     waiting = [cell for cell in cells if not cell.is_finished()]
     failures: list[tuple[Cell, str]] = []
-    context = get_context("spawn")
+    context = start_context()
     devices = context.SimpleQueue()
     for device in worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE)):
         devices.put(device)
     others = set(multiprocessing.active_children())
     with (
-        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=(os.getpid(), devices)) as pool,
+        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool,
         tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
     ):
         try:
@@ -63,12 +65,36 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     return failures
 
 
-def start_worker(parent: int, devices: Any) -> None:
-    """Take the next of the `devices`, before CUDA is initialised; leave interrupts to `parent`, and end with it."""
+def start_context() -> BaseContext:
+    """Fork workers from a server that has imported what a cell needs, where the system can; else start them afresh.
+
+    This process itself cannot be forked: it may hold threads, and a CUDA context.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+def start_worker(environment: Mapping[str, str], devices: Any) -> None:
+    """Take over the `environment`, and the next of the `devices` before CUDA is initialized; end with the parent.
+
+    Interrupts are left to the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; Lightning makes it the end of a fit
+    os.environ.clear()
+    os.environ.update(environment)  # a server keeps that of its own start
     if (device := devices.get()) is not None:
         os.environ[VISIBLE] = device
-    end_with_parent(parent)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed comparison leaves nobody at work."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def failure(cell: Cell, error: BaseException) -> str:

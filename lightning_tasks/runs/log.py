@@ -17,6 +17,7 @@ from lightning_tasks.runs.safe_files import as_step, whole_lines
 
 _MOST_COLUMNS = 100_000
 Curve = tuple[list[int], list[float]]
+Rows = list[dict[str, Any]]  # step, metric, value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -60,9 +61,6 @@ def read_curves(path: Path) -> dict[str, Curve]:
             steps.append(row["step"])
             values.append(row["value"])
     return curves
-
-
-Rows = list[dict[str, Any]]  # step, metric, value
 
 
 def merge_epochs(rows: Rows) -> Rows:

@@ -6,9 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from lightning_tasks.compare.workers import start_context
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +36,7 @@ def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 240
 
     Each is forked from a server that has imported Lightning, which takes every fresh process eight seconds of CPU time.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "lightning_tasks.callbacks", "timm"])
+    context = start_context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

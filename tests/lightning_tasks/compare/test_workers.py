@@ -8,13 +8,12 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from lightning_tasks.compare.plan import plan_cells
-from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_worker, worker_devices
+from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_context, start_worker, worker_devices
 from lightning_tasks.variants import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,10 +30,11 @@ def is_alive(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process under /proc")
 def test_a_killed_comparison_leaves_nobody_at_work():
     code = (
-        "import os\nfrom time import sleep\nfrom lightning_tasks.compare.cell import end_with_parent\n"
-        "parent, worker = os.getpid(), os.fork()\n"
-        "if worker == 0:\n    end_with_parent(parent, 0.05)\nelse:\n    print(worker, flush=True)\n"
-        "sleep(60)\n"
+        "import os, time\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "from lightning_tasks.compare.workers import start_context, start_worker\n"
+        "context = start_context()\ncontext.set_forkserver_preload([])\ndevices = context.SimpleQueue()\n"
+        "devices.put(None)\npool = ProcessPoolExecutor(1, context, start_worker, ({**os.environ}, devices))\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\npool.submit(time.sleep, 60).result()\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
@@ -68,11 +68,11 @@ def seen_by_a_worker(seconds):
 
 def test_a_worker_sees_its_own_device_alone(monkeypatch):
     monkeypatch.setenv(VISIBLE, "4,7,9")
-    context = get_context("spawn")
+    context = start_context()
     devices = context.SimpleQueue()
     for device in worker_devices(2, 3, os.environ[VISIBLE]):
         devices.put(device)
-    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=(os.getpid(), devices)) as pool:
+    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool:
         assert set(pool.map(seen_by_a_worker, [1.0] * 4)) == {("4", True), ("7", True)}
     assert os.environ[VISIBLE] == "4,7,9"
 
