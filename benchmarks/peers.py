@@ -130,7 +130,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures of H = W pixels, and how many a batch."""
+    """Images of H = W pixels, and how many per batch."""
 
     size: int
     count: int

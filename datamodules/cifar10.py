@@ -23,13 +23,13 @@ REPOSITORY = "uoft-cs/cifar10"
 _ROWS = 1000
 _SIZE = 32
 Pixels = tuple[np.ndarray, np.ndarray]
-"""(pixels `[pictures, 32, 32, 3]` uint8, labels `[pictures]` int64)"""
+"""(pixels `[images, 32, 32, 3]` uint8, labels `[images]` int64)"""
 _PYTHON = {"train": [f"data_batch_{index}" for index in range(1, 6)], "test": ["test_batch"]}
 _BINARY = {split: [f"{name}.bin" for name in names] for split, names in _PYTHON.items()}
 CLASSES = 10
 _MOST_BYTES = 1 << 26  # of a file, which has 31 MB in the release
 _MOST_ARCHIVE = 1 << 30
-_PICTURE = 3 * 32 * 32
+_IMAGE = 3 * 32 * 32
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -45,20 +45,20 @@ class CIFAR10DataModule(VisionDataModule):
     Below `root/cifar10` it takes the first that it finds of: `plain_text/{train,test}-XXXXX-of-YYYYY.parquet`, the
     layout of the hub; `cifar-10-batches-bin` or `cifar-10-binary.tar.gz`; `cifar-10-batches-py` or
     `cifar-10-python.tar.gz`, whose pickles are read by an unpickler that builds NumPy arrays and nothing else.
-    Validation pictures are held out of train; how many there are follows from the files (50,000 / 10,000 in the
+    Validation images are held out of train; how many there are follows from the files (50,000 / 10,000 in the
     release).
 
     Args:
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
-        batch_size: pictures a batch and process.
+        batch_size: images per batch and process.
         num_workers: loader processes.
-        img_size: pictures are scaled to this where it is not 32.
+        img_size: images are scaled to this where it is not 32.
         in_chans: 3, or 1 for grey.
-        val_fraction: share of each class of the train pictures that is held out for validation; 0 trains on all, and
-            validates on the test pictures.
+        val_fraction: share of each class of the train images that is held out for validation; 0 trains on all, and
+            validates on the test images.
         split_seed: draws what is held out; not the seed of the run, so that runs have the same splits.
         train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; by default crops of
-            60% to 100% of the picture, and mirror images.
+            60% to 100% of the image, and mirror images.
         download: fetch missing parquet files from the hub into `root`; otherwise they are an error.
 
     Raises:
@@ -108,7 +108,7 @@ class CIFAR10DataModule(VisionDataModule):
         return ArrayImages(pixels[chosen], labels[chosen])
 
     def _release(self, split: str) -> Pixels:
-        """The pictures of the release's "train" or "test"."""
+        """The images of the release's "train" or "test"."""
         if split not in self._read:
             shards = find_shards(self.folder / "plain_text", split)
             archive = find_archive(self.folder)
@@ -127,42 +127,42 @@ class CIFAR10DataModule(VisionDataModule):
 
 
 def read_parquet(files: list[Path], description: str) -> Pixels:
-    """Decodes the pictures of parquet files; those that cannot be read are left out, and counted in a warning.
+    """Decodes the images of parquet files; those that cannot be read are left out, and counted in a warning.
 
     Raises:
-        ValueError: a picture is not 32 x 32, or its label is none of 0 to 9; or none can be read.
+        ValueError: an image is not 32 x 32, or its label is none of 0 to 9; or none can be read.
     """
     pixels, labels, damaged = [], [], []
-    with tqdm(total=sum(map(count_rows, files)), desc=description, unit=" pictures", disable=None) as bar:
+    with tqdm(total=sum(map(count_rows, files)), desc=description, unit=" images", disable=None) as bar:
         for file in files:
             for rows in read_rows(file, ["img", "label"], _ROWS):
                 for row in rows:
                     cell = {} if row["img"] is None else row["img"]
                     if not isinstance(cell, dict):
                         raise ValueError(f"{file} has {type(cell).__name__} in 'img': bytes and path are needed")
-                    place = f"{file.name}, {cell.get('path') or f'picture {bar.n}'}"
+                    place = f"{file.name}, {cell.get('path') or f'image {bar.n}'}"
                     bar.update()
                     try:
                         with open_image(BytesIO(cell["bytes"])) as image:
                             size = image.size[::-1]
-                            picture = np.asarray(in_mode(image, "RGB")) if size == (_SIZE, _SIZE) else None
+                            decoded = np.asarray(in_mode(image, "RGB")) if size == (_SIZE, _SIZE) else None
                     except Exception:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
                         damaged.append(place)
                         continue
-                    if picture is None:
+                    if decoded is None:
                         raise ValueError(f"{place}: {size} pixels, where CIFAR-10 has {_SIZE} x {_SIZE}")
                     if type(row["label"]) is not int or not 0 <= row["label"] < CLASSES:  # True is an int, and no class
                         raise ValueError(
                             f"{place}: the label is {row['label']!r}, where CIFAR-10 has integers from 0 to "
                             f"{CLASSES - 1}"
                         )
-                    pixels.append(picture)
+                    pixels.append(decoded)
                     labels.append(row["label"])
     if not pixels:
-        raise ValueError(f"none of the {len(damaged)} pictures of {files[0]} can be read: put an intact copy there")
+        raise ValueError(f"none of the {len(damaged)} images of {files[0]} can be read: put an intact copy there")
     if damaged:
         warnings.warn(
-            f"{description}: {len(damaged):,} of {len(damaged) + len(pixels):,} pictures cannot be read and are left "
+            f"{description}: {len(damaged):,} of {len(damaged) + len(pixels):,} images cannot be read and are left "
             f"out: {'; '.join(damaged[:3])}",
             stacklevel=2,
         )
@@ -185,7 +185,7 @@ def find_archive(folder: Path) -> Path | None:
 
 
 def read_archive(archive: Path, split: str) -> Pixels:
-    """All pictures of "train" or "test".
+    """All images of "train" or "test".
 
     Raises:
         FileNotFoundError: a file of the archive is missing.
@@ -205,25 +205,25 @@ def read_archive(archive: Path, split: str) -> Pixels:
 
 def parse_binary(content: bytes) -> Pixels:
     """Rows of one byte with the label and 3,072 with the pixels, channel by channel."""
-    if len(content) % (1 + _PICTURE):
-        raise ValueError(f"{len(content):,} bytes are no multiple of {1 + _PICTURE:,}")
-    rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + _PICTURE)
+    if len(content) % (1 + _IMAGE):
+        raise ValueError(f"{len(content):,} bytes are no multiple of {1 + _IMAGE:,}")
+    rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + _IMAGE)
     return _pixels(rows[:, 1:], whole_labels(rows[:, 0]))
 
 
 def parse_python(content: bytes) -> Pixels:
-    """A pickled dict with b"data" `[pictures, 3072]` uint8 and b"labels"."""
+    """A pickled dict with b"data" `[images, 3072]` uint8 and b"labels"."""
     batch = _PlainUnpickler(BytesIO(content), encoding="bytes").load()
     data, labels = batch[b"data"], batch[b"labels"]
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), _PICTURE):
-        raise ValueError(f"b'data' is no uint8 array of {len(labels)} x {_PICTURE}")
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), _IMAGE):
+        raise ValueError(f"b'data' is no uint8 array of {len(labels)} x {_IMAGE}")
     return _pixels(data, whole_labels(labels))
 
 
 def _pixels(rows: np.ndarray, labels: np.ndarray) -> Pixels:
     if len(labels) and not 0 <= labels.min() <= labels.max() < CLASSES:
         wrong = int(np.flatnonzero((labels < 0) | (labels >= CLASSES))[0])
-        raise ValueError(f"picture {wrong} has label {labels[wrong]}: labels must lie in 0 to {CLASSES - 1}")
+        raise ValueError(f"image {wrong} has label {labels[wrong]}: labels must lie in 0 to {CLASSES - 1}")
     return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
 
 

@@ -53,8 +53,8 @@ class DigitScenes(Scenes):
             canvas[area] = np.where(stroke[..., None], ink, canvas[area])
             mask[area] = np.where(sticker, self.labels[which] + 1, mask[area])
         canvas += generator.normal(0, 0.04, canvas.shape)
-        picture = np.rint(255 * canvas.clip(0, 1)).astype(np.uint8)
-        return Image.fromarray(picture), Image.fromarray(mask)
+        image = np.rint(255 * canvas.clip(0, 1)).astype(np.uint8)
+        return Image.fromarray(image), Image.fromarray(mask)
 
     def name(self, index: int) -> str:
         return f"scene {index}"
@@ -100,7 +100,7 @@ class DigitScenesDataModule(SegmentationDataModule):
     Args:
         batch_size, num_workers, eval_batch_size: see :class:`~datamodules.segmentation.SegmentationDataModule`.
         img_size: H = W of a scene in pixels, at least 32.
-        crop_size: H = W of training pictures; `img_size` where None.
+        crop_size: H = W of training images; `img_size` where None.
         num_train, num_val, num_test: number of scenes.
         scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
         train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`. Where it does not say so there

@@ -13,13 +13,13 @@ _TEST, _VALIDATION = 0.2, 0.125  # of all; of the rest
 class DigitsDataModule(VisionDataModule):
     """The 1,797 digits of the UCI test set in scikit-learn, 8 x 8 pixels, ten classes, grey.
 
-    Of each class a fifth is for test and an eighth of the rest for validation: 1,257 / 180 / 360 pictures. Values 0 to
+    Of each class a fifth is for test and an eighth of the rest for validation: 1,257 / 180 / 360 images. Values 0 to
     16 become 0 to 1 (in steps of 1/255).
 
     Args:
-        batch_size: pictures a batch and process.
+        batch_size: images per batch and process.
         num_workers: loader processes.
-        img_size: pictures are scaled to this where it is not 8.
+        img_size: images are scaled to this where it is not 8.
         in_chans: 1, or 3 for three equal channels.
         split_seed: draws the splits; not the seed of the run, so that runs have the same splits.
         train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; no augmentation by default.

@@ -1,4 +1,4 @@
-"""ImageNet-1k and sets of pictures in its layouts: a folder a class, or the hub's parquet files."""
+"""ImageNet-1k and sets of images in its layouts: a folder a class, or the hub's parquet files."""
 
 import difflib
 import os
@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo
 
 from datamodules.shared.hub import find_shards
 from datamodules.shared.images import FileImages, Images, ParquetImages
-from datamodules.shared.paths import cache_root, class_folders, class_pictures, data_root
+from datamodules.shared.paths import cache_root, class_folders, class_images, data_root
 from datamodules.vision import VisionDataModule
 
 REPOSITORY = "ILSVRC/imagenet-1k"
@@ -22,10 +22,10 @@ _CHECKED_ROWS = 2000
 
 
 class ImageNetDataModule(VisionDataModule):
-    """ImageNet, or any pictures in one of its two layouts; test pictures are the validation pictures.
+    """ImageNet, or any images in one of its two layouts; test images are the validation images.
 
     A folder a class (`torchvision.datasets.ImageFolder`): `root/FOLDER/{train,val}/CLASS/*.JPEG`, labels in the order
-    of the sorted class names; pictures in sub-folders of a class count too. Or the hub's:
+    of the sorted class names; images in sub-folders of a class count too. Or the hub's:
     `root/FOLDER/data/{train,validation}-XXXXX-of-YYYYY.parquet` with the columns `image` and `label`, which the library
     `datasets` copies once to a memory map in the cache. The number of classes follows from the data. Where there are
     1,000 of them with WordNet ids, these must be ImageNet-1k's, so that labels mean what pretrained models mean.
@@ -34,7 +34,7 @@ class ImageNetDataModule(VisionDataModule):
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
         folder: the name of the set below `root`.
         train, val: sub-folders with the splits, in the first layout.
-        batch_size: pictures a batch and process.
+        batch_size: images per batch and process.
         num_workers: loader processes.
         img_size: H = W in pixels.
         in_chans: 3, or 1 for grey.
@@ -128,7 +128,7 @@ class ImageNetDataModule(VisionDataModule):
         return names
 
     def _files(self, split: str) -> FileImages:
-        return FileImages(*class_pictures(self._places[split], self.class_names, f"{self.folder.name}: {split} files"))
+        return FileImages(*class_images(self._places[split], self.class_names, f"{self.folder.name}: {split} files"))
 
     def _shards(self, split: str) -> list[Path]:
         return find_shards(self.folder / "data", split) or find_shards(self.folder, split)
@@ -184,7 +184,7 @@ def check_wnids(names: Sequence[str]) -> None:
 
 
 def check_paths(images: ParquetImages) -> None:
-    """Raises a ValueError where the WordNet id in a picture's path is not that of its label.
+    """Raises a ValueError where the WordNet id in an image's path is not that of its label.
 
     Up to 2,000 rows are looked at, evenly spread, and only where there are 1,000 classes and paths with ids.
     """

@@ -1,4 +1,4 @@
-"""What data modules of pictures with a class a pixel share."""
+"""What data modules of images with a class a pixel share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,31 +11,31 @@ from torch.utils.data import DataLoader
 
 from datamodules.shared.base import check_at_least
 from datamodules.shared.image_module import ImageDataModule
-from datamodules.shared.picture import draw_batch, paint
 from datamodules.shared.scene_transform import TrainTransform
 from datamodules.shared.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
+from datamodules.shared.show_batch import draw_batch, paint
 
 _CHECKED = 5
 
 
 class SegmentationDataModule(ImageDataModule):
-    """Pictures with a class a pixel.
+    """Images with a class a pixel.
 
-    Batches are (pictures `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ...
-    and 255 where a pixel does not count. Training pictures are scaled, cropped, flipped and distorted together with
+    Batches are (images `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ...
+    and 255 where a pixel does not count. Training images are scaled, cropped, flipped and distorted together with
     their masks, in a new order each epoch; those of the other splits keep their size. One that cannot be read is left
     out of its batch, and counted in a warning. See `docs/data.md`.
 
     Args:
-        batch_size: training pictures a batch and process.
+        batch_size: training images per batch and process.
         num_workers: loader processes.
-        crop_size: H = W of training pictures, in pixels.
-        eval_batch_size: pictures a batch in the other splits; None for `batch_size`. 1 where they differ in size.
+        crop_size: H = W of training images, in pixels.
+        eval_batch_size: images per batch in the other splits; None for `batch_size`. 1 where they differ in size.
         train_transform: further arguments of :class:`~datamodules.shared.scene_transform.TrainTransform`: scale,
             short_side, max_class_share, flip, photometric.
 
     Raises:
-        ValueError: a number is out of its limits; on setup and when a picture is read, if its mask has another size, is
+        ValueError: a number is out of its limits; on setup and when an image is read, if its mask has another size, is
             coded in colours or has a label that is no class, or the crop is larger; the text names the file.
     """
 
@@ -75,7 +75,7 @@ class SegmentationDataModule(ImageDataModule):
         return len(self.class_names)
 
     def check(self, images: Scenes, split: str) -> None:
-        """Looks at a few pictures of the split, so that a mistake in all of them ends a run before it begins."""
+        """Looks at a few images of the split, so that a mistake in all of them ends a run before it begins."""
         step = max(1, len(images) // _CHECKED)
         self._transformed(images, split == "train").__getitems__(range(0, len(images), step)[:_CHECKED])
 
@@ -93,12 +93,12 @@ class SegmentationDataModule(ImageDataModule):
         return self.batch_size if training or self.eval_batch_size is None else self.eval_batch_size
 
     def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
-        pictures: list[Tensor] = []
+        painted: list[Tensor] = []
         for images, masks in loader:
-            pictures += [paint(image, mask, self.num_classes) for image, mask in zip(images, masks, strict=True)]
-            if len(pictures) >= num_images:
+            painted += [paint(image, mask, self.num_classes) for image, mask in zip(images, masks, strict=True)]
+            if len(painted) >= num_images:
                 break
-        return draw_batch(pictures[:num_images], [""] * num_images, path)
+        return draw_batch(painted[:num_images], [""] * num_images, path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(crops of {self.crop_size}, {self.num_classes} classes, {self._counts()})"

@@ -1,4 +1,4 @@
-"""What data modules of pictures with a label each share: timm's transforms, checked labels, a picture."""
+"""What data modules of images with a label each share: timm's transforms, checked labels, a figure of a batch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,18 +13,18 @@ from torch.utils.data import DataLoader
 from datamodules.shared.base import check_at_least
 from datamodules.shared.image_module import ImageDataModule
 from datamodules.shared.images import MODES, ImageDataset, Images, collate_images
-from datamodules.shared.picture import draw_batch
+from datamodules.shared.show_batch import draw_batch
 
 
 class VisionDataModule(ImageDataModule):
-    """Pictures with labels: batches are (images `[B, C, H, W]`, float32 in [0, 1], labels `[B]`, int64).
+    """Images with labels: batches are (images `[B, C, H, W]`, float32 in [0, 1], labels `[B]`, int64).
 
-    Pictures are not normalised: the task does that. Training pictures come in a new order each epoch, those of the
+    Images are not normalised: the task does that. Training images come in a new order each epoch, those of the
     other splits in theirs. One that cannot be read is left out of its batch, and counted in a warning at the end of
     the pass. See `docs/data.md`.
 
     Args:
-        batch_size: pictures a batch and process.
+        batch_size: images per batch and process.
         num_workers: loader processes.
         img_size: H = W in pixels.
         in_chans: C: 3, or 1 for grey.
@@ -108,7 +108,7 @@ def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.nd
     """Two sorted lists of indices, the second with `fraction` of every class, drawn with `seed`.
 
     Raises:
-        ValueError: there are too few pictures for one of each class in both.
+        ValueError: there are too few images for one of each class in both.
     """
     from sklearn.model_selection import train_test_split
 
@@ -116,7 +116,7 @@ def split_indices(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.nd
     try:
         rest, held_out = train_test_split(everything, test_size=fraction, random_state=seed, stratify=labels)
     except ValueError as error:
-        raise ValueError(f"{fraction} of {len(labels)} pictures cannot be held out for validation: {error}") from error
+        raise ValueError(f"{fraction} of {len(labels)} images cannot be held out for validation: {error}") from error
     return np.sort(rest), np.sort(held_out)
 
 

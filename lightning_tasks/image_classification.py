@@ -26,7 +26,7 @@ from lightning_tasks.models.timm_model import (
     head_names,
     normalization,
 )
-from lightning_tasks.runs.files import run_folder, save_picture, save_table
+from lightning_tasks.runs.files import run_folder, save_figure, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mixup import Mixing, step_seed
@@ -266,7 +266,7 @@ class ImageClassificationTask(VisionTask):
         names = self.class_names
         table = class_table(names, confusion.sum(1), accuracy)
         save_table(self.trainer, folder / "test_classes.csv", "test/classes", table)
-        save_picture(self.trainer, draw_confusion(confusion, names), "test/confusion")
+        save_figure(self.trainer, draw_confusion(confusion, names), "test/confusion")
 
     @property
     def head_names(self) -> list[str]:

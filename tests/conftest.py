@@ -89,8 +89,8 @@ def tiny_wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_data(tiny_wikitext: Path) -> Path:
-    """A root folder with the texts of `tiny_wikitext`, and with a few random pictures as each set of pictures."""
-    from tests.datamodules.pictures import write_class_folders, write_parquet
+    """A root folder with the texts of `tiny_wikitext`, and with a few random images as each set of images."""
+    from tests.datamodules.image_files import write_class_folders, write_parquet
     from tests.datamodules.scene_files import write_ade20k, write_camvid
 
     for split, count in (("train", 100), ("test", 10)):

@@ -1,1 +1,1 @@
-"""What data modules share: files, loaders, transforms, tokenizers, pictures."""
+"""What data modules share: files, loaders, transforms, tokenizers, images."""

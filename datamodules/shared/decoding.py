@@ -1,4 +1,4 @@
-"""Opening pictures that anybody may have written."""
+"""Opening images that anybody may have written."""
 
 import os
 from io import BytesIO
@@ -9,7 +9,7 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 def open_image(source: str | BytesIO) -> Image.Image:
-    """A picture of a format that Pillow decodes by itself, whatever the file's name says; it hands EPS to Ghostscript.
+    """An image of a format that Pillow decodes by itself, whatever the file's name says; it hands EPS to Ghostscript.
 
     Raises:
         OSError: it is of another format, or no file (a pipe would be waited for).

@@ -1,4 +1,4 @@
-"""What every data module of pictures shares: splits read once, loaders that can be resumed, what was left out."""
+"""What every data module of images shares: splits read once, loaders that can be resumed, what was left out."""
 
 import os
 from abc import abstractmethod
@@ -19,10 +19,10 @@ _SPLITS_OF_STAGE = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2
 
 
 class ImageDataModule(DataModule):
-    """A data module of pictures in three splits; what a batch is, subclasses say.
+    """A data module of images in three splits; what a batch is, subclasses say.
 
     Args:
-        batch_size: pictures a batch and process.
+        batch_size: images per batch and process.
         num_workers: loader processes.
 
     Raises:
@@ -36,15 +36,15 @@ class ImageDataModule(DataModule):
 
     @abstractmethod
     def load(self, split: str) -> Any:
-        """The pictures of "train", "validation" or "test"; raises where data is missing or does not fit."""
+        """The images of "train", "validation" or "test"; raises where data is missing or does not fit."""
 
     @abstractmethod
     def check(self, images: Any, split: str) -> None:
-        """Raises a ValueError where the pictures of a split, at least one, do not fit."""
+        """Raises a ValueError where the images of a split, at least one, do not fit."""
 
     @abstractmethod
     def dataset(self, split: str, training: bool, multiple_of: int) -> ImageDataset:
-        """The transformed pictures of a split, filled up with None to a multiple."""
+        """The transformed images of a split, filled up with None to a multiple."""
 
     @abstractmethod
     def collate(self, training: bool) -> Callable[[Any], Any]:
@@ -52,23 +52,23 @@ class ImageDataModule(DataModule):
 
     @abstractmethod
     def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
-        """Draws the first pictures of a loader into a PNG file."""
+        """Draws the first images of a loader into a PNG file."""
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many pictures of each split could not be read so far."""
+        """How many images of each split could not be read so far."""
         return {split: dataset.skipped for split, dataset in self._datasets.items()}
 
     def images(self, split: str) -> Any:
-        """The pictures of a split, read once.
+        """The images of a split, read once.
 
         Raises:
-            ValueError: a split has no pictures, or some that do not fit.
+            ValueError: a split has no images, or some that do not fit.
         """
         if split not in self._images:
             images = self.load(split)
             if not len(images):
-                raise ValueError(f"the {split} split has no pictures: at least 1 is needed")
+                raise ValueError(f"the {split} split has no images: at least 1 is needed")
             self.check(images, split)
             self._images[split] = images
         return self._images[split]
@@ -93,14 +93,14 @@ class ImageDataModule(DataModule):
         return self._loader("test")
 
     def show_batch(self, path: str | os.PathLike[str], split: str = "train", num_images: int = 16) -> Path:
-        """Draws the first pictures of `split` as the model gets them, with what is known of them, into a PNG file."""
+        """Draws the first images of `split` as the model gets them, with what is known of them, into a PNG file."""
         if split not in SPLITS:
             raise ValueError(f"split is {split!r}: give one of {', '.join(map(repr, SPLITS))}")
         check_at_least("num_images", num_images, 1)
         return self.draw(self._loader(split), num_images, Path(path))
 
     def loader_batch_size(self, training: bool) -> int:
-        """Pictures a batch and process."""
+        """images per batch and process."""
         return self.batch_size
 
     def _loader(self, split: str) -> DataLoader:

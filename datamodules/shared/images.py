@@ -1,4 +1,4 @@
-"""Pictures with labels, in memory, in files or in parquet shards, and the data set that transforms them."""
+"""Images with labels, in memory, in files or in parquet shards, and the data set that transforms them."""
 
 import os
 import random
@@ -24,7 +24,7 @@ _NAMED = 3
 
 
 def in_mode(image: Image.Image, mode: str) -> Image.Image:
-    """The picture in "L" or "RGB"; 16 bits are scaled to 8 (Pillow alone cuts values off at 255).
+    """The image in "L" or "RGB"; 16 bits are scaled to 8 (Pillow alone cuts values off at 255).
 
     Raises:
         ValueError: it has numbers whose range is not known: floats, or integers beyond 16 bits.
@@ -38,7 +38,7 @@ def in_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def whole_labels(labels: Any) -> np.ndarray:
-    """Labels as int64, `[pictures]`.
+    """Labels as int64, `[images]`.
 
     Raises:
         ValueError: one is no whole number (a cast would make 0.5 class 0, and NaN any), or they are no list of numbers.
@@ -47,22 +47,22 @@ def whole_labels(labels: Any) -> np.ndarray:
     if given.size == 0:
         return np.zeros(0, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iuf":
-        raise ValueError(f"labels are {given.dtype} of shape {list(given.shape)}: give one integer a picture")
+        raise ValueError(f"labels are {given.dtype} of shape {list(given.shape)}: give one integer for each image")
     if given.dtype.kind == "f":
         wrong = np.flatnonzero(~(np.isfinite(given) & (given == np.rint(given))))
         if len(wrong):
             raise ValueError(
-                f"picture {wrong[0]} has label {given[wrong[0]]}, which is no whole number ({len(wrong):,} of "
+                f"image {wrong[0]} has label {given[wrong[0]]}, which is no whole number ({len(wrong):,} of "
                 f"{len(given):,} labels are none): give the number of a class"
             )
     return given.astype(np.int64)
 
 
 class Images(ABC):
-    """Pictures by index.
+    """Images by index.
 
     Args:
-        labels: the class of each, `[pictures]`, whole numbers.
+        labels: the class of each, `[images]`, whole numbers.
 
     Raises:
         ValueError: a label is no whole number.
@@ -76,7 +76,7 @@ class Images(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Image.Image:
-        """The picture; raises whatever its decoder does where it is damaged."""
+        """The image; raises whatever its decoder does where it is damaged."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -84,10 +84,10 @@ class Images(ABC):
 
 
 class ArrayImages(Images):
-    """Pictures in memory.
+    """Images in memory.
 
     Args:
-        pixels: `[pictures, H, W]` or `[pictures, H, W, 3]`, uint8.
+        pixels: `[images, H, W]` or `[images, H, W, 3]`, uint8.
         labels: the class of each.
     """
 
@@ -99,11 +99,11 @@ class ArrayImages(Images):
         return Image.fromarray(self.pixels[index])
 
     def name(self, index: int) -> str:
-        return f"picture {index}"
+        return f"picture {index}"  # as `attnswap predict` writes it into its table
 
 
 class FileImages(Images):
-    """Pictures in files.
+    """Images in files.
 
     Args:
         paths: the files.
@@ -124,15 +124,15 @@ class FileImages(Images):
 
 
 class ParquetImages(Images):
-    """Pictures in parquet files of the hub, copied once to a memory map by the library `datasets`, with its bar.
+    """Images in parquet files of the hub, copied once to a memory map by the library `datasets`, with its bar.
 
     Args:
-        files: the shards in order, with a struct {bytes, path} a picture.
+        files: the shards in order, with a struct {bytes, path} for each image.
         image, label: names of the columns.
         cache: folder for the memory map.
 
     Raises:
-        ValueError: a file is damaged, a column is missing, or a picture has no label, or one that is no integer.
+        ValueError: a file is damaged, a column is missing, or an image has no label, or one that is no integer.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str, cache: Path) -> None:
@@ -152,12 +152,12 @@ class ParquetImages(Images):
         if not pyarrow.types.is_integer(labels.type):
             raise ValueError(f"{files[0]} has {labels.type} in the column {label!r}: integers are needed")
         if labels.null_count:
-            raise ValueError(f"{files[0]} and its like have {labels.null_count} pictures without a label")
+            raise ValueError(f"{files[0]} and its like have {labels.null_count} images without a label")
         super().__init__(labels.to_numpy())
         self.class_names: list[str] | None = getattr(rows.features[label], "names", None)
         try:
             self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-        except Exception as error:  # of pyarrow: the column holds something else than pictures
+        except Exception as error:  # of pyarrow: the column holds something else than images
             raise _unreadable(files, error) from error
         self._column = image
 
@@ -174,19 +174,19 @@ class ParquetImages(Images):
 def _unreadable(files: Sequence[Path], error: Exception) -> ValueError:
     others = f" and {len(files) - 1} like it" if len(files) > 1 else ""
     reason = error.__cause__ or error  # the library says only that there was an error
-    return ValueError(f"{files[0]}{others} cannot be read as pictures: {type(reason).__name__}: {reason}")
+    return ValueError(f"{files[0]}{others} cannot be read as images: {type(reason).__name__}: {reason}")
 
 
 class ImageDataset(Dataset):
-    """Transformed pictures; item i is (uint8 `[C, H, W]`, label), or None where picture i cannot be read.
+    """Transformed images; item i is (uint8 `[C, H, W]`, label), or None where image i cannot be read.
 
     What is random in the transform depends on the seed of `seed_everything`, the epoch and the index alone: neither
     the number of workers, nor what the model draws, nor a resumed run changes it.
 
     Args:
         images: what is read, :class:`Images` here.
-        transform: PIL picture to uint8 `[C, H, W]`.
-        in_chans: C, 1 or 3; pictures of other modes are converted, of 16 bits scaled to 8.
+        transform: PIL image to uint8 `[C, H, W]`.
+        in_chans: C, 1 or 3; images of other modes are converted, of 16 bits scaled to 8.
         is_random: whether the transform draws random numbers.
         multiple_of: items are filled up with None to a multiple of this (so that each of several processes gets
             equally many, none twice).
@@ -218,14 +218,14 @@ class ImageDataset(Dataset):
 
     @property
     def skipped(self) -> int:
-        """How many different pictures could not be read so far, by this process and its workers."""
+        """How many different images could not be read so far, by this process and its workers."""
         return int(self._damaged.sum())
 
     def warn_of_skipped(self, growth: float = 1.0) -> None:
-        """Warns where more pictures than at the last warning, and `growth` times as many, could not be read.
+        """Warns where more images than at the last warning, and `growth` times as many, could not be read.
 
         Raises:
-            ValueError: none of the pictures could be read.
+            ValueError: none of the images could be read.
         """
         count, size = self.skipped, len(self.images)
         if count <= self._warned or count < growth * self._warned:
@@ -234,11 +234,11 @@ class ImageDataset(Dataset):
         names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[:_NAMED])
         if count == size:
             raise ValueError(
-                f"none of the {size:,} pictures can be read, e.g. {names}: is the data still there, and whole?"
+                f"none of the {size:,} images can be read, e.g. {names}: is the data still there, and whole?"
             )
         first = int(self._damaged.nonzero()[0])
         warnings.warn(
-            f"{count:,} of {size:,} pictures cannot be read and are left out: {names} (the first: {self._why(first)})",
+            f"{count:,} of {size:,} images cannot be read and are left out: {names} (the first: {self._why(first)})",
             stacklevel=2,
         )
 
@@ -276,7 +276,7 @@ class ImageDataset(Dataset):
         return self.finish(found, index)
 
     def read(self, index: int) -> Any:
-        """What is read of picture `index`; it counts as damaged where this raises."""
+        """What is read of image `index`; it counts as damaged where this raises."""
         return in_mode(self.images.read(index), self.mode)
 
     def finish(self, found: Any, index: int) -> tuple[Tensor, Any]:

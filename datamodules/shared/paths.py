@@ -59,29 +59,29 @@ def class_folders(root: str | os.PathLike[str]) -> list[str]:
     return names
 
 
-def class_pictures(root: Path, names: Sequence[str], description: str) -> tuple[list[str], list[int]]:
-    """The picture files of each class, those in sub-folders too, and their labels: the places of the names.
+def class_images(root: Path, names: Sequence[str], description: str) -> tuple[list[str], list[int]]:
+    """The image files of each class, those in sub-folders too, and their labels: the places of the names.
 
-    Files that are no pictures by their names, and pictures outside of the class folders, are left out and counted in
+    Files that are no images by their names, and images outside of the class folders, are left out and counted in
     a warning; hidden files are left out.
 
     Raises:
-        ValueError: a class has no picture.
+        ValueError: a class has no image.
     """
     paths: list[str] = []
     labels: list[int] = []
-    dropped = sorted(entry.path for entry in os.scandir(root) if entry.is_file() and _is_picture(entry.name))
+    dropped = sorted(entry.path for entry in os.scandir(root) if entry.is_file() and _is_image(entry.name))
     for label, name in enumerate(tqdm(names, desc=description, disable=None)):
         files = _files(root / name)
-        found = [path for path in files if _is_picture(path)]
+        found = [path for path in files if _is_image(path)]
         if not found:
-            raise ValueError(f"{root / name} has no picture ({', '.join(IMG_EXTENSIONS)}): every class needs one")
-        dropped += [path for path in files if not _is_picture(path)]
+            raise ValueError(f"{root / name} has no image ({', '.join(IMG_EXTENSIONS)}): every class needs one")
+        dropped += [path for path in files if not _is_image(path)]
         paths += found
         labels += [label] * len(found)
     if dropped:
         warnings.warn(
-            f"{root}: {len(dropped):,} files are left out, as they lie outside of the class folders or are no pictures "
+            f"{root}: {len(dropped):,} files are left out, as they lie outside of the class folders or are no images "
             f"by their names ({', '.join(IMG_EXTENSIONS)}): {', '.join(dropped[:_NAMED])}",
             stacklevel=2,
         )
@@ -96,5 +96,5 @@ def _files(folder: Path) -> list[str]:
     return files
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     return name.lower().endswith(IMG_EXTENSIONS)

@@ -1,4 +1,4 @@
-"""What training does to a picture and its mask together: scale, crop, flip, photometric distortion."""
+"""What training does to an image and its mask together: scale, crop, flip, photometric distortion."""
 
 import math
 from typing import Any
@@ -19,11 +19,11 @@ _PHOTOMETRIC = ({"brightness": 32 / 255}, {"contrast": 0.5}, {"saturation": 0.5}
 
 
 class RandomScale(v2.Transform):
-    """Scales a picture and its mask by one factor, drawn evenly; masks by the nearest pixel.
+    """Scales an image and its mask by one factor, drawn evenly; masks by the nearest pixel.
 
     Args:
         low, high: limits of the factor.
-        short_side: pixels of the shorter side that factor 1 gives; None for the picture's own.
+        short_side: pixels of the shorter side that factor 1 gives; None for the image's own.
     """
 
     def __init__(self, low: float, high: float, short_side: int | None) -> None:
@@ -42,7 +42,7 @@ class RandomScale(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         if isinstance(inpt, tv_tensors.Mask):
-            # torchvision's own resize of masks (NEAREST) is half a pixel off the picture's.
+            # torchvision's own resize of masks (NEAREST) is half a pixel off the image's.
             resized = functional.resize_image(
                 inpt.as_subclass(Tensor)[None], params["size"], InterpolationMode.NEAREST_EXACT
             )
@@ -53,7 +53,7 @@ class RandomScale(v2.Transform):
 class LimitedCrop(v2.Transform):
     """A random square in which no class has more than a share of the pixels, as far as ten tries find one.
 
-    Where a side of the picture is shorter than the square, it is filled up at the right and below: the picture with
+    Where a side of the image is shorter than the square, it is filled up at the right and below: the image with
     grey, the mask with 255. As mmsegmentation's `RandomCrop(cat_max_ratio=...)`.
 
     Args:
@@ -90,12 +90,12 @@ class LimitedCrop(v2.Transform):
 
 
 class TrainTransform:
-    """Scale, crop, flip and photometric distortion of a picture and its mask; it draws from torch's global state.
+    """Scale, crop, flip and photometric distortion of an image and its mask; it draws from torch's global state.
 
     Args:
         crop_size: H = W of the result.
         scale: limits of the scale.
-        short_side: pixels of the shorter side that scale 1 gives; None for the picture's own.
+        short_side: pixels of the shorter side that scale 1 gives; None for the image's own.
         max_class_share: of the pixels that count in a crop, what no class may exceed (in ten tries).
         flip: probability of a mirror image.
         photometric: probability of each of a change in brightness, contrast, saturation and hue.
@@ -126,17 +126,17 @@ class TrainTransform:
                 raise ValueError(f"{name} is {value!r}: give a probability in [0, 1]")
         self._scale = RandomScale(*scale, short_side)
         colors = [v2.RandomApply([v2.ColorJitter(**change)], p=photometric) for change in _PHOTOMETRIC]
-        # What cannot change anything is left out: for small pictures it would cost more than the rest.
+        # What cannot change anything is left out: for small images it would cost more than the rest.
         scales = [self._scale] if tuple(scale) != (1, 1) or short_side is not None else []
         mirror = [v2.RandomHorizontalFlip(flip)] if flip > 0 else []
         crop = LimitedCrop(crop_size, max_class_share)
         self._transform = v2.Compose([*scales, crop, *mirror, *(colors if photometric > 0 else [])])
 
     def __call__(self, image: Tensor, mask: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Picture `[3, H, W]` and mask `[H, W]`, uint8, of `crop_size`.
+        """Image `[3, H, W]` and mask `[H, W]`, uint8, of `crop_size`.
 
         Raises:
-            ValueError: no scale makes the picture as high and wide as the crop.
+            ValueError: no scale makes the image as high and wide as the crop.
         """
         height, width = image.shape[-2:]
         largest = self._scale.size(height, width, self._scale.high)

@@ -1,4 +1,4 @@
-"""Pictures with a class a pixel, in files, and the data set that transforms both together."""
+"""Images with a class a pixel, in files, and the data set that transforms both together."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ _MASK_MODES = ("L", "P", "I;16", "I")
 
 
 class Scenes(ABC):
-    """Pictures and masks by index."""
+    """Images and masks by index."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
-        """Picture and mask; raises whatever a decoder does where one is damaged."""
+        """Image and mask; raises whatever a decoder does where one is damaged."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What a warning calls the picture."""
+        """What a warning calls the image."""
 
     def mask_name(self, index: int) -> str:
         """What an error calls the mask."""
@@ -60,11 +60,11 @@ class LabelCode:
 
         Args:
             mask: the file's content.
-            size: width and height of the picture.
+            size: width and height of the image.
             name: of the file, for errors.
 
         Raises:
-            ValueError: the mask is coded in colours, has another size than the picture, or a label that is no class.
+            ValueError: the mask is coded in colours, has another size than the image, or a label that is no class.
         """
         if mask.mode not in _MASK_MODES:
             raise ValueError(
@@ -72,7 +72,7 @@ class LabelCode:
                 "number a pixel, its class (mode L or P); save it so"
             )
         if mask.size != size:
-            raise ValueError(f"{name} has {_text(mask.size)} pixels, its picture {_text(size)}: they must be equal")
+            raise ValueError(f"{name} has {_text(mask.size)} pixels, its image {_text(size)}: they must be equal")
         raw = np.asarray(mask)
         last = self.first + self.num_classes - 1
         is_class = (raw >= self.first) & (raw <= last)
@@ -86,49 +86,49 @@ class LabelCode:
 
 
 class FileScenes(Scenes):
-    """Pictures in one folder, masks of the same names (PNG) in another.
+    """Images in one folder, masks of the same names (PNG) in another.
 
     Args:
-        images: folder of the pictures.
+        images: folder of the images.
         masks: folder of the masks.
 
     Raises:
-        FileNotFoundError: a folder is missing, or a picture has no mask, or a mask no picture.
-        ValueError: there is no picture, or two pictures, or two masks, differ in their suffix only.
+        FileNotFoundError: a folder is missing, or an image has no mask, or a mask no image.
+        ValueError: there is no image, or two images, or two masks, differ in their suffix only.
     """
 
     def __init__(self, images: Path, masks: Path) -> None:
         for folder in (images, masks):
             if not folder.is_dir():
                 raise FileNotFoundError(
-                    f"{folder} is missing: the folder of {'pictures' if folder == images else 'masks'}"
+                    f"{folder} is missing: the folder of {'images' if folder == images else 'masks'}"
                 )
-        pictures = _by_stem(images, IMG_EXTENSIONS)
+        found = _by_stem(images, IMG_EXTENSIONS)
         labels = _by_stem(masks, (".png",))
-        for name in sorted(pictures.keys() - labels.keys()):
-            count = len(pictures.keys() - labels.keys())
+        for name in sorted(found.keys() - labels.keys()):
+            count = len(found.keys() - labels.keys())
             raise FileNotFoundError(
-                f"{pictures[name]} has no mask: {masks / name}.png is missing ({count} of {len(pictures)} are)"
+                f"{found[name]} has no mask: {masks / name}.png is missing ({count} of {len(found)} are)"
             )
-        for name in sorted(labels.keys() - pictures.keys()):
-            raise FileNotFoundError(f"{labels[name]} has no picture: {images / name}.* is missing")
-        if not pictures:
-            raise ValueError(f"{images} has no pictures ({', '.join(IMG_EXTENSIONS)}): at least 1 is needed")
-        self.pictures = np.array([str(path) for path in pictures.values()])
-        self.masks = np.array([str(labels[name]) for name in pictures])
+        for name in sorted(labels.keys() - found.keys()):
+            raise FileNotFoundError(f"{labels[name]} has no image: {images / name}.* is missing")
+        if not found:
+            raise ValueError(f"{images} has no images ({', '.join(IMG_EXTENSIONS)}): at least 1 is needed")
+        self.images = np.array([str(path) for path in found.values()])
+        self.masks = np.array([str(labels[name]) for name in found])
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
-        picture = _open(self.pictures[index])
+        image = _open(self.images[index])
         try:
-            return picture, _open(self.masks[index])
-        except Exception as error:  # of any decoder; the warning names the picture
+            return image, _open(self.masks[index])
+        except Exception as error:  # of any decoder; the warning names the image
             raise OSError(f"its mask {self.masks[index]} cannot be read: {error}") from error
 
     def name(self, index: int) -> str:
-        return str(self.pictures[index])
+        return str(self.images[index])
 
     def mask_name(self, index: int) -> str:
         return str(self.masks[index])
@@ -153,12 +153,12 @@ def _by_stem(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
 
 
 class SceneDataset(ImageDataset):
-    """Transformed pictures and masks; item i is (uint8 `[3, H, W]`, uint8 `[H, W]`), None where one cannot be read.
+    """Transformed images and masks; item i is (uint8 `[3, H, W]`, uint8 `[H, W]`), None where one cannot be read.
 
     Args:
         scenes: what is read.
         code: what the numbers in a mask mean.
-        transform: takes the two as `tv_tensors` and the picture's name, and returns the two.
+        transform: takes the two as `tv_tensors` and the image's name, and returns the two.
         is_random, multiple_of: see :class:`~datamodules.shared.images.ImageDataset`.
     """
 
@@ -167,13 +167,13 @@ class SceneDataset(ImageDataset):
         self.code = code
 
     def read(self, index: int) -> Any:
-        picture, mask = self.images.read(index)
-        return in_mode(picture, self.mode), mask
+        image, mask = self.images.read(index)
+        return in_mode(image, self.mode), mask
 
     def finish(self, found: Any, index: int) -> tuple[Tensor, Tensor]:
-        picture, mask = found
-        classes = self.code.decode(mask, picture.size, self.images.mask_name(index))
-        image, labels = tv_tensors.Image(pil_to_tensor(picture)), tv_tensors.Mask(torch.from_numpy(classes))
+        image, mask = found
+        classes = self.code.decode(mask, image.size, self.images.mask_name(index))
+        image, labels = tv_tensors.Image(pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(classes))
         image, labels = self.transform(image, labels, self.images.name(index))
         return image.as_subclass(Tensor), labels.as_subclass(Tensor)
 
@@ -184,14 +184,14 @@ def unchanged(image: Tensor, mask: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def collate_scenes(items: Sequence[tuple[Tensor, Tensor] | None], *, size: int) -> tuple[Tensor, Tensor]:
-    """Pictures `[B, 3, H, W]`, float32 in [0, 1], and masks `[B, H, W]`, int64; items that are None are left out.
+    """Images `[B, 3, H, W]`, float32 in [0, 1], and masks `[B, H, W]`, int64; items that are None are left out.
 
     Args:
         items: of one size.
         size: H = W of a batch of none.
 
     Raises:
-        ValueError: the pictures have different sizes.
+        ValueError: the images have different sizes.
     """
     read = [item for item in items if item is not None]
     if not read:
@@ -200,7 +200,7 @@ def collate_scenes(items: Sequence[tuple[Tensor, Tensor] | None], *, size: int) 
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
         raise ValueError(
-            f"a batch has pictures of the sizes {', '.join(f'{h} x {w}' for h, w in sorted(sizes))}: "
+            f"a batch has images of the sizes {', '.join(f'{h} x {w}' for h, w in sorted(sizes))}: "
             "give eval_batch_size=1"
         )
     return torch.stack(images).float().div_(255), torch.stack(masks).long()

@@ -1,4 +1,4 @@
-"""What an analysis shows a model: sequences of a text that do not overlap, or pictures; and how they are named."""
+"""What an analysis shows a model: sequences of a text that do not overlap, or images; and how they are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_tasks.analyses.subjects import Subject, shortened, token_embeddin
 from lightning_tasks.errors import UsageError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
-PICTURES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
+IMAGES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
 _MOST_UNKNOWN = 0.5  # share of unknown words up to which a tokenizer fits a text
 EMBEDDED = ("digits",)
 OWN_TOKENIZERS = {"bpe": "BPE trained on it", "word": "its words"}
@@ -29,7 +29,7 @@ class Inputs:
     """What a model is shown.
 
     Args:
-        values: token ids ``[count, length]``, or pictures ``[count, C, H, W]`` in [0, 1].
+        values: token ids ``[count, length]``, or images ``[count, C, H, W]`` in [0, 1].
         kind: "text" or "pictures".
         described: what they are, in words.
     """
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
     parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of names (default: all)")
-    parser.add_argument("--data", required=True, choices=(*TEXTS, *PICTURES), help="text; pictures for a vision model")
+    parser.add_argument("--data", required=True, choices=(*TEXTS, *IMAGES), help="text; images for a vision model")
     parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
     parser.add_argument(
         "--tokenizer",
@@ -61,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inputs:
-    """What :func:`add_arguments` names: ``count`` sequences of ``length`` tokens, or pictures.
+    """What :func:`add_arguments` names: ``count`` sequences of ``length`` tokens, or images.
 
     Raises:
         UsageError: if the data is not of the kind that the model takes, or the model has too few positions.
-        ValueError: as :func:`token_stream`, :func:`apart` and :func:`pictures`.
+        ValueError: as :func:`token_stream`, :func:`apart` and :func:`first_images`.
         FileNotFoundError: missing data.
     """
-    wanted = TEXTS if subject.img_size is None else PICTURES
+    wanted = TEXTS if subject.img_size is None else IMAGES
     kind = "text" if subject.img_size is None else "pictures"
     if options.data not in wanted:
         name = type(subject.model).__name__
@@ -76,8 +76,8 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
     if options.data in EMBEDDED and options.root is not None:
         raise UsageError(f"--root {options.root}: {options.data} is in an installed package; leave it out")
     if subject.img_size is not None:
-        shown = pictures(options.data, count, subject.img_size, subject.in_chans, options.root)
-        return Inputs(shown, kind, f"the first {count} test pictures, at {subject.img_size} pixels")
+        shown = first_images(options.data, count, subject.img_size, subject.in_chans, options.root)
+        return Inputs(shown, kind, f"the first {count} test images, at {subject.img_size} pixels")
     if subject.num_positions is not None and length > subject.num_positions:
         raise UsageError(
             f"{length} tokens are asked for, and {options.model} has {subject.num_positions} positions: give fewer"
@@ -168,17 +168,17 @@ def apart(stream: Tensor, count: int, length: int, data: str) -> Tensor:
     return torch.stack([stream[start * stride : start * stride + length] for start in range(count)])
 
 
-def pictures(data: str, count: int, img_size: int, in_chans: int, root: str | None = None) -> Tensor:
-    """The first test pictures of ``data``, ``[count, in_chans, H, W]`` in [0, 1].
+def first_images(data: str, count: int, img_size: int, in_chans: int, root: str | None = None) -> Tensor:
+    """The first test images of ``data``, ``[count, in_chans, H, W]`` in [0, 1].
 
     Raises:
         ValueError: if there are fewer, or ``in_chans`` is neither 1 nor 3.
         FileNotFoundError: if the data is missing.
     """
     where = {} if root is None else {"root": root}
-    module = PICTURES[data](batch_size=count, num_workers=0, img_size=img_size, in_chans=in_chans, **where)
+    module = IMAGES[data](batch_size=count, num_workers=0, img_size=img_size, in_chans=in_chans, **where)
     module.setup("test")
     images = next(iter(module.test_dataloader()))[0]
     if len(images) < count:
-        raise ValueError(f"{data} has {len(images)} test pictures that can be read, {count} were asked for")
+        raise ValueError(f"{data} has {len(images)} test images that can be read, {count} were asked for")
     return images

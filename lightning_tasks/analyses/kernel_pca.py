@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--samples", type=int, default=10, help="sequences or pictures (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=10, help="sequences or images (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="of a sequence of text (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
     return parser
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _write(rows: Sequence[Row], head: str, folder: Path) -> None:
-    """Table, picture and summary."""
+    """Table, figure and summary."""
     write_rows(folder / TABLE, [field.name for field in fields(Row)], map(asdict, rows))
     kinds = [kind for kind in (OWN, NOISE, LINEAR) if any(row.values == kind for row in rows)]
     defined = any(kind != OWN for kind in kinds)
@@ -305,11 +305,11 @@ def _layer_means(rows: Sequence[Row], kind: str, name: str) -> list[float]:
     return [_mean(group, name) if group else math.nan for group in groups]
 
 
-def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], published: Mapping[str, float]) -> None:
-    """Write the picture.
+def draw(path: Path, means: Mapping[str, Mapping[str, Sequence[float]]], published: Mapping[str, float]) -> None:
+    """Write the figure.
 
     Args:
-        picture: the file.
+        path: the file.
         means: by kind of values, then by measure: one mean a layer.
         published: by measure, the largest that was published.
     """
@@ -329,4 +329,4 @@ def draw(picture: Path, means: Mapping[str, Mapping[str, Sequence[float]]], publ
         axes.set_title(measure.replace("_", " "), loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(fontsize="small", frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
-    figure.savefig(picture, dpi=110)
+    figure.savefig(path, dpi=110)

@@ -1,7 +1,7 @@
 """How smooth attention is (Castin, Ablin and Peyré, ICML 2024, arXiv 2312.14820): Lipschitz constants over lengths.
 
 At every length, each layer's Jacobian is taken at what it is given in the model's forward pass on sequences of text
-that do not overlap (or, of pictures, at the first tokens of that), and its largest singular value is found. A layer is
+that do not overlap (or, of images, at the first tokens of that), and its largest singular value is found. A layer is
 the module that calls itself attention: with the output projection in GPT-2 and timm, without it in BERT. Rows that
 are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
 or settings are never used. What cannot be measured is left out, named at the end, and tried again by the same command.
@@ -59,7 +59,7 @@ class Settings:
     max_iter: int
 
     def shown(self, length: int) -> Tensor:
-        """What the model is given at a length: that much text, or whole pictures."""
+        """What the model is given at a length: that much text, or whole images."""
         values = self.inputs.values
         return values[:, :length] if self.inputs.kind == "text" else values
 
@@ -126,7 +126,7 @@ def _measure(
         sequences = len(settings.inputs.values)
         windows, rest = divmod(len(call.x), sequences)
         if rest:
-            shown = "sequences" if settings.inputs.kind == "text" else settings.inputs.kind
+            shown = "sequences" if settings.inputs.kind == "text" else "images"
             raise ValueError(
                 f"its input has {len(call.x)} samples for {sequences} {shown}, so that they cannot be told apart"
             )

@@ -1,4 +1,4 @@
-"""The rows of local Lipschitz constants, and what is written of them: a table, a picture, and a summary in Markdown."""
+"""The rows of local Lipschitz constants, and what is written of them: a table, a figure, and a summary in Markdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
         input: "text", "pictures" or "adversarial".
         length: n, tokens.
         sequence: its number; a shorter sequence is the beginning of the longer one of this number, and all windows of
-            a picture have the picture's.
+            an image have the image's.
         value: the largest singular value, from below.
         residual: relative to the value.
         converged: whether the residual is within the tolerance.
@@ -115,7 +115,7 @@ def _means(rows: Sequence[Row]) -> str:
 
 
 def write_report(rows: Sequence[Row], head: str, output: Path) -> str:
-    """Write table, picture and summary of what is measured so far; the text of the summary."""
+    """Write table, figure and summary of what is measured so far; the text of the summary."""
     write_table(rows, output / TABLE)
     panels: dict[str, dict[str, tuple[Points, Fit]]] = {
         layer: {
@@ -192,11 +192,11 @@ def _least_squares(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slope, (y - slope * x) / count
 
 
-def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> None:
-    """Write the picture.
+def draw(path: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> None:
+    """Write the figure.
 
     Args:
-        picture: the file.
+        path: the file.
         panels: by layer, then by kind of input: (lengths, values) of every sequence, and their fit.
     """
     from matplotlib.figure import Figure
@@ -220,7 +220,7 @@ def draw(picture: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) 
         axes.legend(fontsize="x-small", frameon=False, loc="upper left")
     figure.supxlabel("tokens n")
     figure.supylabel("local Lipschitz constant")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _log_scales(axes: Any) -> None:

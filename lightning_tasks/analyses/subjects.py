@@ -27,10 +27,10 @@ class Subject:
 
     Args:
         model: the model.
-        run: the forward pass, of token ids ``[B, n]`` or of pictures ``[B, in_chans, H, W]`` in [0, 1].
-        img_size: H = W of its pictures; None for a model of text.
+        run: the forward pass, of token ids ``[B, n]`` or of images ``[B, in_chans, H, W]`` in [0, 1].
+        img_size: H = W of its images; None for a model of text.
         num_positions: the longest input in tokens, where the model bounds it.
-        in_chans: channels of its pictures.
+        in_chans: channels of its images.
     """
 
     model: nn.Module
@@ -73,13 +73,13 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     :func:`~lightning_tasks.load_swapped`.
 
     Raises:
-        ValueError: if it cannot be loaded, or takes neither text nor pictures.
+        ValueError: if it cannot be loaded, or takes neither text nor images.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
-    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises pictures itself
+    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises images itself
         return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))
@@ -87,7 +87,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     if getattr(model, "main_input_name", None) == "pixel_values":
         return Subject(model, lambda x: model((x - 0.5) / 0.5), int(model.config.image_size), None)
     if token_embedding(model) is None:
-        raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor pictures, as far as can be told")
+        raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor images, as far as can be told")
     return Subject(model, model, None, position_limit(model if task is None else task))
 
 

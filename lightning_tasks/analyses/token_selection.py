@@ -92,7 +92,7 @@ def measure(problem: TokenProblem, path: Path, target: Target) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one problem gave: rows of the summary and of NAME.csv, and what the picture shows of it, if anything."""
+    """What one problem gave: rows of the summary and of NAME.csv, and what the figure shows of it, if anything."""
 
     lines: list[str]
     rows: list[dict[str, Any]]
@@ -245,7 +245,7 @@ def plane(paths: Mapping[str, Tensor], direction: Tensor) -> dict[str, tuple[Ten
 
 
 def draw(
-    picture: File,
+    file: File,
     paths: Mapping[str, Path],
     measures: Mapping[str, Mapping[str, Tensor]],
     p: Tensor,
@@ -273,7 +273,7 @@ def draw(
             axes.set_title(titles.get(panel, f"cosine of {panel[-1]} to max-margin"), loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(fontsize="small", frameon=False)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(file, dpi=110)
 
 
 def _draw_plane(axes: Any, paths: Mapping[str, Tensor], direction: Tensor, regularized: str) -> None:

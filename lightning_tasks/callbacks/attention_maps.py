@@ -1,4 +1,4 @@
-"""Pictures of attention maps at validations."""
+"""Figures of attention maps at validations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_tasks.callbacks.monitoring.names import layer_label
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
-from lightning_tasks.runs.files import save_picture
+from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_integer
 
@@ -47,7 +47,7 @@ class AttentionMapLogger(MechanismObserver):
     ``rollout`` the whole maps ``[num_samples, H, N, N]`` of a layer, and those of all layers without H, are held.
 
     Args:
-        every_n_epochs: epochs from one picture to the next.
+        every_n_epochs: epochs from one figure to the next.
         num_samples: how many samples.
         heads: which, each by itself; their mean where None.
         queries: places of the tokens whose rows are drawn (negative from the end); where None, for images the mean of
@@ -143,9 +143,9 @@ class AttentionMapLogger(MechanismObserver):
                 names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
                 title = f"{layer.name}: softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
                 figure = self._figure(self._maps[index], self._places[index], names, title)
-                save_picture(trainer, figure, f"attention_maps/{layer_label(layer)}")
+                save_figure(trainer, figure, f"attention_maps/{layer_label(layer)}")
         if rolled is not None:
-            save_picture(trainer, self._figure(*rolled, ["rollout"], "rollout"), "attention_maps/rollout")
+            save_figure(trainer, self._figure(*rolled, ["rollout"], "rollout"), "attention_maps/rollout")
 
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
         self._close_unread()
@@ -218,7 +218,7 @@ class AttentionMapLogger(MechanismObserver):
         return (rolled[:, rows] if rows else rolled.mean(1, keepdim=True)).unsqueeze(1), rows
 
     def _figure(self, maps: Tensor, places: list[int], columns: list[str], title: str) -> Any:
-        """The picture of maps ``[S, heads, rows, keys]``."""
+        """The figure of maps ``[S, heads, rows, keys]``."""
         grid = None if self._images is None else patch_grid(maps.shape[-1], *self._images.shape[-2:])
         if self._images is None or grid is None:
             return draw_token_maps(maps[..., : self.max_tokens], places or [0], columns, title)

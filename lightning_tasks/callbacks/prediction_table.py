@@ -1,4 +1,4 @@
-"""What `attnswap predict` leaves: a table with a row a sample, and a picture of each predicted mask."""
+"""What `attnswap predict` leaves: a table with a row a sample, and an image of each predicted mask."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class PredictionTable(BasePredictionWriter):
 
 
 def _save_mask(table: Path, mask: Tensor, row: dict[str, Any]) -> str:
-    """Write the picture of a mask; its path relative to the table's folder."""
+    """Write the image of a mask; its path relative to the table's folder."""
     stem = re.sub(r"[^\w.-]+", "_", Path(row.get("sample", "")).stem)
     path = table.with_suffix("") / ("_".join(filter(None, (f"{row['index']:06d}", stem))) + ".png")
     path.parent.mkdir(exist_ok=True)

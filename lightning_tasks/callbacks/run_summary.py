@@ -1,4 +1,4 @@
-"""What a run did, said at its end: the metric before and after, the swapped layers, the files, a picture."""
+"""What a run did, said at its end: the metric before and after, the swapped layers, the files, a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.panels import run_panels
 
-PICTURE = "run.png"
+FIGURE = "run.png"
 
 
 class RunSummary(Callback):
@@ -63,12 +63,12 @@ class RunSummary(Callback):
         ]
         if folder is None:
             return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
-        picture = draw_run(run_panels(read_curves(folder / "metrics.csv")), folder / PICTURE)
+        figure = draw_run(run_panels(read_curves(folder / "metrics.csv")), folder / FIGURE)
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         # W&B keeps dozens of files of its own there.
         files = sorted({"wandb/" if path.parts[0] == "wandb" else path.as_posix() for path in paths})
         lines += [f"files in {folder}: {', '.join(files)}"]
-        return "\n".join([*lines, f"picture: {picture}" if picture else "picture: none (nothing of it was logged)"])
+        return "\n".join([*lines, f"figure: {figure}" if figure else "figure: none (nothing of it was logged)"])
 
 
 def swapped_layers(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures of predicted masks beside the true ones."""
+"""Figures of predicted masks beside the true ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.figures.masks import draw_masks
-from lightning_tasks.runs.files import save_picture
+from lightning_tasks.runs.files import save_figure
 
 
 class SegmentationOverlay(Callback):
@@ -22,7 +22,7 @@ class SegmentationOverlay(Callback):
     predicted, are drawn without truth.
 
     Args:
-        every_n_epochs: epochs from one picture to the next.
+        every_n_epochs: epochs from one figure to the next.
         num_images: how many images.
 
     Raises:
@@ -84,4 +84,4 @@ class SegmentationOverlay(Callback):
     def _draw(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
         seen, self._seen = self._seen, []
         if seen and not trainer.sanity_checking:
-            save_picture(trainer, draw_masks(seen, pl_module.class_names), name)
+            save_figure(trainer, draw_masks(seen, pl_module.class_names), name)

@@ -17,13 +17,13 @@ from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, log_now, warn_of_caveats
 from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS, CollapseWarnings
 from lightning_tasks.figures.spectrum import draw_spectra
-from lightning_tasks.runs.files import save_picture
+from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step, keeps_history, log_histogram
 from lightning_tasks.runs.metric_names import MetricName, head_part
 from lightning_tasks.training.limits import check_choice, check_integer
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
-MOST_SPECTRA = 64  # kept for the picture
+MOST_SPECTRA = 64  # kept for the figure
 
 
 class SpectrumMonitor(Callback):
@@ -42,7 +42,7 @@ class SpectrumMonitor(Callback):
     common is sqrt(scale / head_dim), with a layer's ``scale`` as it is logged. Above 50 (entropy collapse in sight) and
     below 0.001 (all rows attend alike) it is warned of in words, each once; not of layers whose logits are no such
     products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing. Weights that
-    are NaN or infinite are warned of, too, and their heads' eigenvalues left out of histograms and the picture.
+    are NaN or infinite are warned of, too, and their heads' eigenvalues left out of histograms and the figure.
 
     The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
@@ -113,7 +113,7 @@ class SpectrumMonitor(Callback):
             return
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         figure = draw_spectra(list(self._spectra), list(self._spectra.values()), [layer.name for layer in layers])
-        save_picture(trainer, figure, "qk_spectrum/eigenvalues")
+        save_figure(trainer, figure, "qk_spectrum/eigenvalues")
         self._spectra = {}
 
     def _warn(self, pl_module: pl.LightningModule, logged: dict[str, float], step: int) -> None:
@@ -128,7 +128,7 @@ class SpectrumMonitor(Callback):
         self._warnings.look(seen, f"training step {step}")
 
     def _keep(self, trainer: pl.Trainer, step: int, spectra: dict[str, np.ndarray]) -> None:
-        """Log histograms where that is possible, else keep the spectra for the picture."""
+        """Log histograms where that is possible, else keep the spectra for the figure."""
         if keeps_history(trainer):
             for label, values in spectra.items():
                 log_histogram(trainer, _logged_name("eigenvalues", label), values, step)

@@ -118,7 +118,7 @@ def data_in_file(name: str, place: str) -> Any:
             content = file.read(_MAX_FILE + 1)
     except (OSError, ValueError):  # a name that no file can have
         return None
-    if b"\0" in content[:4096]:  # which YAML never has, and files of weights and pictures have
+    if b"\0" in content[:4096]:  # which YAML never has, and files of weights and images have
         return None
     large = len(content) > _MAX_FILE
     inner = "" if large else data_in(content.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""`attnswap show-batch`: a picture of the first batch of a data module, as the model will get it."""
+"""`attnswap show-batch`: a figure of the first batch of a data module, as the model will get it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap show-batch` with these arguments.
 
     Raises:
-        UsageError: no data module was given, or one whose batches are no pictures.
+        UsageError: no data module was given, or one whose batches are no images.
         SystemExit: arguments that the parser refuses.
     """
     build_typed_classes_only()
     parser = LightningArgumentParser(
-        prog="attnswap show-batch", description="Draw the first pictures of a data module, as the model will get them."
+        prog="attnswap show-batch", description="Draw the first images of a data module, as the model will get them."
     )
     parser.add_argument("--config", type=str | None, default=None, help="A recipe, by name or path; its data is taken.")
     parser.add_argument("--output", type=str, default="batch.png", help="The PNG file to write.")
     parser.add_argument("--split", type=str, default="train", help="train, validation or test.")
-    parser.add_argument("--num_images", type=int, default=16, help="How many pictures.")
+    parser.add_argument("--num_images", type=int, default=16, help="How many images.")
     parser.add_argument("--seed", type=int | None, default=None, help="Seed of order and augmentation.")
     parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
     given, seed = list(arguments), None
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str]) -> None:
     if options.data is None:
         raise UsageError("show-batch needs --config RECIPE or --data CLASS")
     if not hasattr(import_object(options.data.class_path), "show_batch"):
-        raise UsageError(f"{options.data.class_path} has no show_batch: its batches are no pictures")
+        raise UsageError(f"{options.data.class_path} has no show_batch: its batches are no images")
     seed_everything(next((value for value in (options.seed, seed) if value is not None), 0), verbose=False)
     datamodule: Any = parser.instantiate_classes(options).data
     datamodule.prepare_data()
     datamodule.setup({"train": "fit", "validation": "validate"}.get(options.split, options.split))
-    print(f"picture: {datamodule.show_batch(options.output, options.split, options.num_images)}")
+    print(f"figure: {datamodule.show_batch(options.output, options.split, options.num_images)}")
 
 
 def _value(arguments: Sequence[str], option: str) -> str | None:

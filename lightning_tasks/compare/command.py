@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, or go on with, the comparison that `arguments` describe; then write its tables and its picture.
+    """Run, or go on with, the comparison that `arguments` describe; then write its tables and its figure.
 
     Raises:
         UsageError: arguments that make no sense.

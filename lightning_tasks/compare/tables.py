@@ -1,4 +1,4 @@
-"""The tables and the picture of a comparison, written of the cells that are finished."""
+"""The tables and the figure of a comparison, written of the cells that are finished."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def is_cut_short(*cells: Cell) -> bool:
     return any(cell.result().get("stopped") for cell in cells)
 
 
-def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], picture: Path) -> None:
+def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], file: Path) -> None:
     """Draw the metrics over the steps into a PNG file, where any of them was logged."""
     figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
     if figure is not None:
-        with written_whole(picture) as path:
+        with written_whole(file) as path:
             figure.savefig(path, dpi=110, format="png")
 
 

@@ -1,4 +1,4 @@
-"""How a classifier did class by class: a table, and the confusion matrix as a picture."""
+"""How a classifier did class by class: a table, and the confusion matrix as a figure."""
 
 from __future__ import annotations
 

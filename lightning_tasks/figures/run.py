@@ -1,4 +1,4 @@
-"""The picture of a run: loss, accuracy, attention and the QK spectrum over the steps, from the CSV log."""
+"""The figure of a run: loss, accuracy, attention and the QK spectrum over the steps, from the CSV log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 Curve = tuple[list[int], list[float]]
 
 
-def draw_run(panels: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path) -> Path | None:
+def draw_run(panels: Sequence[tuple[str, Mapping[str, Curve]]], path: Path) -> Path | None:
     """Draw panels, each with a title and curves by name; return the file written, None where there are none."""
     if not panels:
         return None
@@ -22,5 +22,5 @@ def draw_run(panels: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path) -
         axes.set_title(title, loc="left")
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=150)
-    return picture
+    figure.savefig(path, dpi=150)
+    return path

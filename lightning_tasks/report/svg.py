@@ -1,4 +1,4 @@
-"""Pictures of a report as SVG text that takes the page's colours: curves and heat maps of layers over steps."""
+"""Figures of a report as SVG text that takes the page's colours: curves and heat maps of layers over steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_tasks.figures.curves import draw_curve, looks
 from lightning_tasks.runs.metric_names import MetricName
 
-_INK = "#010203"  # no picture has this colour: it stands for that of the page's text
+_INK = "#010203"  # no figure has this colour: it stands for that of the page's text
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
@@ -81,7 +81,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _svg(figure: Any, salt: str) -> str:
-    """The SVG element alone; ids hold `salt`, so that those of several pictures on one page differ."""
+    """The SVG element alone; ids hold `salt`, so that those of several figures on one page differ."""
     from matplotlib import rc_context
     from matplotlib.text import Text
 

@@ -88,9 +88,9 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
     from timm.data import create_transform
 
     from datamodules.shared.images import FileImages, ImageDataset
-    from datamodules.shared.paths import class_pictures
+    from datamodules.shared.paths import class_images
 
-    files = FileImages(*class_pictures(Path(root), class_names(root), f"{Path(root).name}: files"))
+    files = FileImages(*class_images(Path(root), class_names(root), f"{Path(root).name}: files"))
     images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)
     if all(images[index] is None for index in range(len(images))):  # found now, not after hours of other rows
         images.warn_of_skipped()

@@ -88,9 +88,9 @@ class Subject:
         outputs, labels = [], [torch.zeros(0, dtype=torch.int64)]
         with held_still(self.model, gradients=False):
             for batch in loader:
-                pictures, marks = batch if collate else (batch, labels[0])
-                if len(pictures):
-                    outputs.append(logits_of(self.model, pictures.to(self.device)).float().cpu())
+                inputs, marks = batch if collate else (batch, labels[0])
+                if len(inputs):
+                    outputs.append(logits_of(self.model, inputs.to(self.device)).float().cpu())
                     labels.append(marks)
                 if advance is not None:
                     advance(1 / len(loader))

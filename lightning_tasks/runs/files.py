@@ -1,4 +1,4 @@
-"""Pictures and tables of a run: files in its folder, and in W&B (pictures also in TensorBoard) where these log."""
+"""Figures and tables of a run: files in its folder, and in W&B (figures also in TensorBoard) where these log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_tasks.runs.safe_files import write_rows
 def run_folder(trainer: Any) -> Path | None:
     """The folder of the run; None where nothing is logged, the trainer only tries the code, and beyond rank zero.
 
-    That of the first logger, found without asking the other processes: pictures are rank zero's alone. Loggers that
+    That of the first logger, found without asking the other processes: figures are rank zero's alone. Loggers that
     have no folder a run, as W&B's, share ``save_dir``: there it is ``save_dir/name/version``, where the trainer puts
     their checkpoints (below ``default_root_dir`` where they have no ``save_dir`` either).
     """
@@ -31,7 +31,7 @@ def run_folder(trainer: Any) -> Path | None:
     return folder
 
 
-def save_picture(trainer: Any, figure: Any, name: str) -> Path | None:
+def save_figure(trainer: Any, figure: Any, name: str) -> Path | None:
     """Write a Matplotlib figure to ``NAME.png`` in the run's folder and to the loggers that take images.
 
     Call it on rank zero.
@@ -45,7 +45,7 @@ def save_picture(trainer: Any, figure: Any, name: str) -> Path | None:
         logger.log_image(key=name, images=[str(path)], step=current_step(trainer))
     for logger in loggers_named(trainer, "TensorBoardLogger"):
         logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
-    rank_zero_info(f"picture: {path}")
+    rank_zero_info(f"figure: {path}")
     return path
 
 

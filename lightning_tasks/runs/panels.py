@@ -1,4 +1,4 @@
-"""The panels of a run's picture: which of its curves each shows."""
+"""The panels of a run's figure: which of its curves each shows."""
 
 from __future__ import annotations
 

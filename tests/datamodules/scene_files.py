@@ -1,15 +1,15 @@
-"""Tiny pictures with masks in the layouts of CamVid and ADE20K, for tests."""
+"""Tiny images with masks in the layouts of CamVid and ADE20K, for tests."""
 
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from tests.datamodules.pictures import random_pixels
+from tests.datamodules.image_files import random_pixels
 
 
 def write_pair(image: Path, mask: Path, labels: np.ndarray, seed: int = 0) -> None:
-    """A picture of random pixels, of the size of its labels `[H, W]`, and the labels."""
+    """An image of random pixels, of the size of its labels `[H, W]`, and the labels."""
     for path in (image, mask):
         path.parent.mkdir(parents=True, exist_ok=True)
     height, width = labels.shape

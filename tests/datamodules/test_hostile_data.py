@@ -19,7 +19,7 @@ from datamodules.shared.hub import read_column
 from datamodules.shared.images import ParquetImages
 from datamodules.shared.scenes import FileScenes
 from datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
-from tests.datamodules.pictures import encoded, random_pixels
+from tests.datamodules.image_files import encoded, random_pixels
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -83,7 +83,7 @@ def test_a_pipe_in_an_unpacked_archive_is_not_waited_for(tmp_path):
         read_archive(tmp_path / "cifar-10-batches-bin", "test")
 
 
-def test_a_picture_is_given_to_no_other_program(tmp_path):
+def test_an_image_is_given_to_no_other_program(tmp_path):
     """Pillow hands EPS to Ghostscript, whatever the file's name is."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
     (tmp_path / "a.eps").rename(tmp_path / "a.png")
@@ -91,7 +91,7 @@ def test_a_picture_is_given_to_no_other_program(tmp_path):
         open_image(str(tmp_path / "a.png"))
 
 
-def test_a_pipe_among_pictures_and_masks_is_not_waited_for(tmp_path):
+def test_a_pipe_among_images_and_masks_is_not_waited_for(tmp_path):
     for folder in ("images", "masks"):
         (tmp_path / folder).mkdir()
         os.mkfifo(tmp_path / folder / "a.png")
@@ -100,7 +100,7 @@ def test_a_pipe_among_pictures_and_masks_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("cells", [["a"], [1]])
-def test_a_column_of_cifar10_without_pictures_is_named(tmp_path, cells):
+def test_a_column_of_cifar10_without_images_is_named(tmp_path, cells):
     folder = tmp_path / "cifar10/plain_text"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"img": cells, "label": [0]}), folder / "train-00000-of-00001.parquet")
@@ -108,7 +108,7 @@ def test_a_column_of_cifar10_without_pictures_is_named(tmp_path, cells):
         CIFAR10DataModule(root=tmp_path).load("train")
 
 
-def test_a_picture_of_another_size_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+def test_an_image_of_another_size_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
     folder = tmp_path / "cifar10/plain_text"
     folder.mkdir(parents=True)
     cells = pa.array([{"bytes": encoded(random_pixels(1, 64)[0]), "path": "large.png"}], CELL)
@@ -121,12 +121,12 @@ def test_a_picture_of_another_size_is_refused_before_it_is_decoded(tmp_path, mon
 @pytest.mark.parametrize(
     ("column", "features"), [(pa.array([1]), None), (pa.array([None], CELL), "{"), (pa.array([None], CELL), "type")]
 )
-def test_parquet_without_pictures_is_named(tmp_path, column, features):
+def test_parquet_without_images_is_named(tmp_path, column, features):
     unknown = {"info": {"features": {"image": {"_type": "os.system"}, "label": {"dtype": "int64", "_type": "Value"}}}}
     metadata = {None: None, "{": {"huggingface": "{"}, "type": {"huggingface": json.dumps(unknown)}}[features]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": column, "label": [0]}).replace_schema_metadata(metadata), path)
-    with pytest.raises(ValueError, match=f"{path} cannot be read as pictures: "):
+    with pytest.raises(ValueError, match=f"{path} cannot be read as images: "):
         ParquetImages([path], "image", "label", tmp_path / "cache")
 
 

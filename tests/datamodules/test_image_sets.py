@@ -15,7 +15,7 @@ from datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
 from datamodules.cifar10 import parse_python
 from datamodules.imagenet import check_wnids
 from datamodules.shared.images import ArrayImages
-from tests.datamodules.pictures import random_pixels, write_class_folders, write_parquet
+from tests.datamodules.image_files import random_pixels, write_class_folders, write_parquet
 
 PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}
 
@@ -122,12 +122,12 @@ def test_a_damaged_archive_is_named(tmp_path):
         CIFAR10DataModule(root=tmp_path).setup()
 
 
-def test_a_damaged_picture_of_the_hubs_files_is_left_out(tmp_path):
+def test_a_damaged_image_of_the_hubs_files_is_left_out(tmp_path):
     folder = tmp_path / "cifar10" / "plain_text"
     write_parquet(folder, "train", 50, image="img", content={7: b"\x89PNG broken"})
     write_parquet(folder, "test", 10, image="img")
     data = CIFAR10DataModule(root=tmp_path, val_fraction=0)
-    with pytest.warns(UserWarning, match=r"1 of 50 pictures cannot be read and are left out: .*7\.png"):
+    with pytest.warns(UserWarning, match=r"1 of 50 images cannot be read and are left out: .*7\.png"):
         data.setup()
     assert len(data.images("train")) == 49
 
@@ -159,18 +159,18 @@ def test_a_label_of_the_archive_that_is_no_class(tmp_path, kind, name):
         content = bytearray(path.read_bytes())
         content[4 * 3073] = 10
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{kind}: {name} is no whole file .*picture 4 has label 10: .* 0 to 9"):
+    with pytest.raises(ValueError, match=rf"{kind}: {name} is no whole file .*image 4 has label 10: .* 0 to 9"):
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        (0.5, r"picture 4 has label 0\.5, which is no whole number \(1 of 10 labels are none\)"),
-        (float("nan"), "picture 4 has label nan, which is no whole number"),
-        (float("inf"), "picture 4 has label inf, which is no whole number"),
-        (-1.0, "picture 4 has label -1: .* 0 to 9"),
-        ("4", "labels are <U21 of shape .*10.*: give one integer a picture"),
+        (0.5, r"image 4 has label 0\.5, which is no whole number \(1 of 10 labels are none\)"),
+        (float("nan"), "image 4 has label nan, which is no whole number"),
+        (float("inf"), "image 4 has label inf, which is no whole number"),
+        (-1.0, "image 4 has label -1: .* 0 to 9"),
+        ("4", "labels are <U21 of shape .*10.*: give one integer for each image"),
         (None, "labels are object of shape"),
     ],
 )
@@ -198,13 +198,13 @@ def test_a_label_of_the_hubs_files_that_is_no_whole_number(tmp_path, kind, label
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
-def test_pictures_in_memory_take_whole_labels_only():
+def test_images_in_memory_take_whole_labels_only():
     pixels = random_pixels(2, 8)
     assert ArrayImages(pixels, np.array([1.0, 2.0])).labels.tolist() == [1, 2]
     assert ArrayImages(pixels, np.array([1, 2], np.uint8)).labels.dtype == np.int64
     assert len(ArrayImages(pixels[:0], [])) == 0
     for labels in ([0.5, 1.0], [float("nan"), 1.0], [[0, 1]], [True, False]):
-        with pytest.raises(ValueError, match=r"whole number|one integer a picture"):
+        with pytest.raises(ValueError, match=r"whole number|one integer for each image"):
             ArrayImages(pixels, labels)
 
 
@@ -267,11 +267,11 @@ def test_class_folders_that_do_not_match(folders):
 def test_an_empty_class_folder(folders):
     for path in (folders / "imagenet" / "train" / "n00000002").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match=r"n00000002 has no picture"):
+    with pytest.raises(ValueError, match=r"n00000002 has no image"):
         imagenet(folders)
 
 
-def test_pictures_in_sub_folders_of_a_class_count_and_what_is_dropped_is_said(folders):
+def test_images_in_sub_folders_of_a_class_count_and_what_is_dropped_is_said(folders):
     place = folders / "imagenet" / "train"
     write_class_folders(place / "n00000002", {"more": 2, ".hidden": 1})
     (place / "n00000002" / "boxes.txt").write_text("1 2 3 4")
@@ -348,7 +348,7 @@ def test_the_hubs_files(tmp_path, place):
         write_parquet(tmp_path / "imagenet" / place, split, 6, classes=3, names=["cat", "dog", "eel"], content={4: b""})
     data = imagenet(tmp_path)
     assert list(data.class_names) == ["cat", "dog", "eel"]
-    with pytest.warns(UserWarning, match=r"1 of 6 pictures cannot be read and are left out: 4\.png"):
+    with pytest.warns(UserWarning, match=r"1 of 6 images cannot be read and are left out: 4\.png"):
         images, labels = pixels_of(data.train_dataloader())
     assert (len(images), sorted(labels.tolist())) == (5, [0, 0, 1, 2, 2])
 

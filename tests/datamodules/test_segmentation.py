@@ -1,4 +1,4 @@
-"""Pictures with masks: pairs, labels, transforms that move both alike, the three data sets, and what is refused."""
+"""Images with masks: pairs, labels, transforms that move both alike, the three data sets, and what is refused."""
 
 import colorsys
 import shutil
@@ -12,9 +12,9 @@ from torchvision import tv_tensors
 
 from datamodules import ADE20KDataModule, CamVidDataModule, DigitScenesDataModule
 from datamodules.digits import DigitsDataModule
-from datamodules.shared.picture import class_colors, paint
 from datamodules.shared.scene_transform import LimitedCrop, RandomScale, TrainTransform
 from datamodules.shared.scenes import IGNORED, LabelCode
+from datamodules.shared.show_batch import class_colors, paint
 from tests.datamodules.scene_files import write_ade20k, write_camvid
 
 
@@ -33,13 +33,13 @@ def camvid(root, **options):
 
 
 def pair(mask):
-    """A picture whose red channel is its mask."""
+    """An image whose red channel is its mask."""
     mask = torch.as_tensor(mask, dtype=torch.uint8)
     return tv_tensors.Image(torch.stack([mask, mask // 2, mask * 0])), tv_tensors.Mask(mask)
 
 
 def agrees(image, mask):
-    """Whether a picture made by `pair` still lies on its mask, where the picture is one label around."""
+    """Whether an image made by `pair` still lies on its mask, where the image is one label around."""
     red = image[0].float()
     flat = (
         torch.nn.functional.max_pool2d(red[None], 3, 1, 1)[0] == -torch.nn.functional.max_pool2d(-red[None], 3, 1, 1)[0]
@@ -56,7 +56,7 @@ def blocks(size=64, side=16):
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.7, 1.0, 1.37, 2.0])
-def test_scaling_moves_picture_and_mask_alike_and_keeps_labels(factor):
+def test_scaling_moves_image_and_mask_alike_and_keeps_labels(factor):
     torch.manual_seed(0)
     image, mask = RandomScale(factor, factor, None)(*pair(blocks()))
     assert image.shape[1:] == mask.shape == (round(64 * factor),) * 2
@@ -173,7 +173,7 @@ def test_what_the_transform_leaves_out_is_the_data_set_s_own(tmp_path):
             assert any(np.array_equal(image, scene) for scene in raw)
     write_ade20k(tmp_path)
     ade = ADE20KDataModule(root=tmp_path, crop_size=300, num_workers=0, train_transform={"flip": 0.0})
-    ade.setup()  # would be larger than pictures of 40 to 52 pixels, but for their shorter side of 512
+    ade.setup()  # would be larger than images of 40 to 52 pixels, but for their shorter side of 512
 
 
 def test_scenes_hold_digits_of_their_split_where_the_mask_says():
@@ -195,8 +195,8 @@ def test_camvid_reads_pairs_and_void_does_not_count(tmp_path):
     data = camvid(tmp_path)
     images, masks = next(iter(data.val_dataloader()))
     assert (images.shape, masks.shape, data.num_classes) == ((2, 3, 36, 48), (2, 36, 48), 11)
-    picture = np.asarray(Image.open(folder / "val" / "val_0.jpg"))
-    assert torch.equal(images[0], torch.from_numpy(picture.copy()).permute(2, 0, 1) / 255)
+    image = np.asarray(Image.open(folder / "val" / "val_0.jpg"))
+    assert torch.equal(images[0], torch.from_numpy(image.copy()).permute(2, 0, 1) / 255)
     raw = torch.from_numpy(np.asarray(Image.open(folder / "valannot" / "val_0.png")).astype(np.int64))
     assert torch.equal(masks[0], raw.where(raw != 11, IGNORED))
     assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 24, 24)
@@ -222,15 +222,15 @@ def test_ade20k_counts_from_one_and_keeps_sizes(tmp_path):
         list(ADE20KDataModule(**options, eval_batch_size=2).val_dataloader())
 
 
-def test_a_truncated_picture_is_left_out(tmp_path):
+def test_a_truncated_image_is_left_out(tmp_path):
     broken = write_camvid(tmp_path) / "train" / "train_1.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
     data = camvid(tmp_path, batch_size=3)
-    with pytest.warns(UserWarning, match=r"1 of 3 pictures cannot be read and are left out: .*train_1\.jpg"):
+    with pytest.warns(UserWarning, match=r"1 of 3 images cannot be read and are left out: .*train_1\.jpg"):
         assert [len(masks) for _, masks in data.train_dataloader()] == [2]
 
 
-def test_a_damaged_mask_is_named_beside_its_picture(tmp_path):
+def test_a_damaged_mask_is_named_beside_its_image(tmp_path):
     mask = write_camvid(tmp_path) / "trainannot" / "train_1.png"
     mask.write_bytes(mask.read_bytes()[:60])
     data = camvid(tmp_path)
@@ -240,7 +240,7 @@ def test_a_damaged_mask_is_named_beside_its_picture(tmp_path):
         list(data.train_dataloader())
 
 
-def test_show_batch_draws_masks_over_pictures(tmp_path):
+def test_show_batch_draws_masks_over_images(tmp_path):
     path = digits().show_batch(tmp_path / "batch.png", num_images=3)
     assert path.stat().st_size > 2000
 
@@ -266,14 +266,14 @@ def test_real_camvid(data_folder):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_two_pictures_of_one_name(tmp_path):
+def test_two_images_of_one_name(tmp_path):
     folder = write_camvid(tmp_path)
     shutil.copy(folder / "train" / "train_1.jpg", folder / "train" / "train_1.JPEG")
     with pytest.raises(ValueError, match=r"train_1\.JPEG and train_1\.jpg have one name: which of them is meant"):
         camvid(tmp_path)
 
 
-def test_a_mask_without_a_picture_and_a_picture_without_a_mask(tmp_path):
+def test_a_mask_without_an_image_and_an_image_without_a_mask(tmp_path):
     folder = write_camvid(tmp_path)
     (folder / "valannot" / "val_1.png").unlink()
     with pytest.raises(
@@ -282,14 +282,14 @@ def test_a_mask_without_a_picture_and_a_picture_without_a_mask(tmp_path):
         camvid(tmp_path)
     (folder / "val" / "val_1.jpg").unlink()
     (folder / "test" / "test_2.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match=r"test_2\.png has no picture"):
+    with pytest.raises(FileNotFoundError, match=r"test_2\.png has no image"):
         camvid(tmp_path)
 
 
 def test_an_empty_split_is_named(tmp_path):
     for name in ("train", "trainannot"):
         (tmp_path / "camvid" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"camvid/train has no pictures \(\.jpg, .*\): at least 1 is needed"):
+    with pytest.raises(ValueError, match=r"camvid/train has no images \(\.jpg, .*\): at least 1 is needed"):
         camvid(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_nothing_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda folder: wrong_mask(folder, np.zeros((36, 47))), r"val_0\.png has 47 x 36 pixels, its picture 48 x 36"),
+        (lambda folder: wrong_mask(folder, np.zeros((36, 47))), r"val_0\.png has 47 x 36 pixels, its image 48 x 36"),
         (
             lambda folder: wrong_mask(folder, np.full((36, 48), 12)),
             r"val_0\.png has the label 12: the 11 classes are",
@@ -324,7 +324,7 @@ def wrong_mask(folder, labels):
     Image.fromarray(labels.astype(np.uint8)).save(folder / "valannot" / "val_0.png")
 
 
-def test_a_crop_that_no_scale_can_fill_names_the_picture(tmp_path):
+def test_a_crop_that_no_scale_can_fill_names_the_image(tmp_path):
     write_camvid(tmp_path)
     with pytest.raises(ValueError, match=r"crop_size=80 is larger than .*train_0\.jpg, which has 36 x 48 .*72 x 96"):
         camvid(tmp_path, crop_size=80)

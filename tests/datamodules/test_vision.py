@@ -1,4 +1,4 @@
-"""What the image data modules share: batches, order, resuming, damaged pictures, errors, a picture of a batch."""
+"""What the image data modules share: batches, order, resuming, damaged images, errors, a figure of a batch."""
 
 import warnings
 
@@ -11,11 +11,11 @@ from PIL import Image
 from datamodules import DigitsDataModule, ImageNetDataModule
 from datamodules.shared.images import ArrayImages, FileImages, ImageDataset
 from datamodules.vision import VisionDataModule
-from tests.datamodules.pictures import random_pixels, write_class_folders
+from tests.datamodules.image_files import random_pixels, write_class_folders
 
 
 class Noise(VisionDataModule):
-    """Random pictures of two classes, with timm's augmentation; those whose index is in `broken` cannot be read."""
+    """Random images of two classes, with timm's augmentation; those whose index is in `broken` cannot be read."""
 
     class_names = ("a", "b")
 
@@ -140,12 +140,12 @@ def test_a_loader_goes_on_where_the_other_was_without_loading_what_was_given(wor
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_damaged_pictures_are_left_out_counted_and_named(workers):
+def test_damaged_images_are_left_out_counted_and_named(workers):
     data = ready(broken={3, 11}, num_workers=workers, batch_size=20)
     loader = data.train_dataloader()
     with pytest.warns(
         UserWarning,
-        match=r"2 of 20 pictures cannot be read and are left out: picture 3, picture 11 \(the first: OSError",
+        match=r"2 of 20 images cannot be read and are left out: picture 3, picture 11 \(the first: OSError",
     ):
         ((images, labels),) = batches(loader)
     assert (len(images), len(labels), data.skipped) == (18, 18, {"train": 2})
@@ -154,16 +154,16 @@ def test_damaged_pictures_are_left_out_counted_and_named(workers):
         assert len(batches(loader)[0][1]) == 18  # said once
 
 
-def test_a_batch_with_damaged_pictures_alone_is_empty():
+def test_a_batch_with_damaged_images_alone_is_empty():
     with pytest.warns(UserWarning, match="4 of 20"):
         sizes = [images.shape for images, _ in ready(broken={0, 1, 2, 3}).val_dataloader()]
     assert sizes == [(0, 3, 16, 16)] + [(4, 3, 16, 16)] * 4
 
 
-def test_a_data_set_of_damaged_pictures_alone_is_an_error():
+def test_a_data_set_of_damaged_images_alone_is_an_error():
     with (
-        pytest.warns(UserWarning, match="pictures cannot be read"),
-        pytest.raises(ValueError, match=r"none of the 20 pictures can be read, e\.g\. picture 0"),
+        pytest.warns(UserWarning, match="images cannot be read"),
+        pytest.raises(ValueError, match=r"none of the 20 images can be read, e\.g\. picture 0"),
     ):
         batches(ready(broken=range(20)).val_dataloader())
 
@@ -176,7 +176,7 @@ def test_a_truncated_jpeg_is_skipped(tmp_path):
     (tmp_path / "imagenet" / "train" / "a" / "a_0.JPEG").write_bytes(b"")
     data = ImageNetDataModule(root=tmp_path, num_workers=0, batch_size=4, img_size=16)
     data.setup()
-    with pytest.warns(UserWarning, match=r"2 of 6 pictures cannot be read and are left out: .*a_0\.JPEG, .*b_1\.JPEG"):
+    with pytest.warns(UserWarning, match=r"2 of 6 images cannot be read and are left out: .*a_0\.JPEG, .*b_1\.JPEG"):
         assert sum(len(labels) for _, labels in data.train_dataloader()) == 4
 
 
@@ -185,7 +185,7 @@ def ramp(bits):
 
 
 @pytest.mark.parametrize(("kind", "in_chans"), [("png", 3), ("png", 1), ("tiff", 3), ("pgm", 3)])
-def test_pictures_of_16_bits_are_scaled_to_8(tmp_path, kind, in_chans):
+def test_images_of_16_bits_are_scaled_to_8(tmp_path, kind, in_chans):
     Image.fromarray(ramp(16)).save(tmp_path / f"deep.{kind}")
     images = ImageDataset(
         FileImages([str(tmp_path / f"deep.{kind}")], [0]), lambda image: np.asarray(image), in_chans, False
@@ -195,7 +195,7 @@ def test_pictures_of_16_bits_are_scaled_to_8(tmp_path, kind, in_chans):
     assert (np.abs(pixels.astype(int) - ramp(8)[..., None]) <= 1).all()  # Pillow alone gives 255 but for the first
 
 
-def test_pictures_of_numbers_without_a_range_are_left_out(tmp_path):
+def test_images_of_numbers_without_a_range_are_left_out(tmp_path):
     Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "a.tiff")
     Image.fromarray(np.full((8, 8), 70_000, np.int32)).save(tmp_path / "b.tiff")
     Image.fromarray(ramp(8)).save(tmp_path / "c.tiff")
@@ -203,7 +203,7 @@ def test_pictures_of_numbers_without_a_range_are_left_out(tmp_path):
     images = ImageDataset(FileImages(paths, [0, 0, 0]), lambda image: np.asarray(image), 3, False)
     assert [images[index] is None for index in range(3)] == [True, True, False]
     with pytest.warns(
-        UserWarning, match=r"2 of 3 pictures.*a\.tiff.*ValueError: values of mode F from 0\.0 to 1\.0: give"
+        UserWarning, match=r"2 of 3 images.*a\.tiff.*ValueError: values of mode F from 0\.0 to 1\.0: give"
     ):
         images.warn_of_skipped()
 
@@ -215,7 +215,7 @@ def test_filling_up_for_several_processes_repeats_nothing():
 
 
 @pytest.mark.parametrize(("mode", "in_chans"), [("L", 3), ("RGBA", 3), ("RGB", 1), ("P", 3)])
-def test_pictures_of_any_mode_get_the_channels_that_were_asked_for(mode, in_chans):
+def test_images_of_any_mode_get_the_channels_that_were_asked_for(mode, in_chans):
     images = ArrayImages(random_pixels(2, 16), [0, 1])
     images.read = lambda index: Image.new(mode, (16, 16))
     data = ready(in_chans=in_chans)

@@ -126,7 +126,7 @@ class Sampler(pl.Callback):
 
 
 class Maps(AttentionMapLogger):
-    """Counts its pictures, each of which replaces the last."""
+    """Counts its figures, each of which replaces the last."""
 
     drawn = 0
 

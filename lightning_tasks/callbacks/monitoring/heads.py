@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tasks.figures.heads import draw_heads
-from lightning_tasks.runs.files import run_folder, save_picture
+from lightning_tasks.runs.files import run_folder, save_figure
 from lightning_tasks.runs.heads import TABLE, History, read_heads, write_heads
 
 MOST_PENDING = 512  # records on the device, where no validation has them written
@@ -70,4 +70,4 @@ class HeadRecord:
         self._is_drawn = True
         for name, (steps, layers, values) in read_heads(folder / TABLE).items():
             if name in self._started:
-                save_picture(trainer, draw_heads(steps, layers, values, f"{name} {unit}"), f"{name}_heads")
+                save_figure(trainer, draw_heads(steps, layers, values, f"{name} {unit}"), f"{name}_heads")

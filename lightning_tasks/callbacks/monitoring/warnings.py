@@ -84,7 +84,7 @@ SPECTRUM_SIGNS = (
         0.0,
         False,
         "weights are not finite: W_q or W_k hold NaN or infinite numbers, so that the statistics of their heads are "
-        "NaN, and histograms and pictures leave their eigenvalues out; a learning rate too high is the usual cause",
+        "NaN, and histograms and figures leave their eigenvalues out; a learning rate too high is the usual cause",
     ),
 )
 

@@ -237,7 +237,7 @@ def swin(monkeypatch):
     monkeypatch.setattr(lipschitz, "load_subject", lambda *_: Subject(model, model, 32, None))
 
 
-def test_windows_have_the_number_of_their_picture(texts, tmp_path, monkeypatch):
+def test_windows_have_the_number_of_their_image(texts, tmp_path, monkeypatch):
     swin(monkeypatch)
     few = ["--model", "swin", "--random", "--data", "cifar10", "--root", texts, "--sequences", 2]
     rows = analyze(tmp_path, *few, "--lengths", "16")

@@ -52,7 +52,7 @@ def test_plane_keeps_lengths_of_paths_that_lie_in_one():
     assert cosine_similarity(path[:, 1], along, dim=0) == pytest.approx(1)
 
 
-def test_command_writes_tables_and_pictures(tmp_path, capsys):
+def test_command_writes_tables_and_figures(tmp_path, capsys):
     main(["analyze", "token-selection", "--seeds", "1", "--steps", "5", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "summary.md").read_text()

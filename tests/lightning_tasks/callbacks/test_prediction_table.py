@@ -12,7 +12,7 @@ from datamodules import DigitsDataModule, ImageNetDataModule
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import PredictionTable
-from tests.datamodules.pictures import write_class_folders
+from tests.datamodules.image_files import write_class_folders
 from tests.lightning_tasks.demo import DemoModule
 from tests.lightning_tasks.language_data import SMALL, RandomText, trainer, windows
 
@@ -60,12 +60,12 @@ def test_the_command_writes_them_without_a_logger_too(tmp_path, monkeypatch, cap
         assert len(read(tmp_path / name)) == 360
 
 
-def test_pictures_that_cannot_be_read_keep_the_others_in_place(tmp_path):
+def test_images_that_cannot_be_read_keep_the_others_in_place(tmp_path):
     for split in ("train", "val"):
-        write_class_folders(tmp_path / "pictures" / split, {"cat": 2, "dog": 3})
-    broken = tmp_path / "pictures" / "val" / "dog" / "dog_0.JPEG"
+        write_class_folders(tmp_path / "images" / split, {"cat": 2, "dog": 3})
+    broken = tmp_path / "images" / "val" / "dog" / "dog_0.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])
-    data = ImageNetDataModule(root=str(tmp_path), folder="pictures", batch_size=2, img_size=8, num_workers=0)
+    data = ImageNetDataModule(root=str(tmp_path), folder="images", batch_size=2, img_size=8, num_workers=0)
     module = task(num_classes=None, model_options={**TINY, "in_chans": 3})
     run = trainer(tmp_path, callbacks=[PredictionTable()])
     with pytest.warns(UserWarning, match="cannot be read"):

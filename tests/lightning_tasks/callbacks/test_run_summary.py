@@ -1,4 +1,4 @@
-"""The end of a run: the summary's numbers are those of the log, and the picture shows what was logged."""
+"""The end of a run: the summary's numbers are those of the log, and the figure shows what was logged."""
 
 import csv
 import math
@@ -54,7 +54,7 @@ def test_a_panel_shows_its_group_and_one_layer_without_the_mean(log):
     assert list(select(two_layers, ("a",))) == list(two_layers)
 
 
-def test_the_picture_grows_with_what_was_logged(log, tmp_path):
+def test_the_figure_grows_with_what_was_logged(log, tmp_path):
     import matplotlib.image
 
     three = matplotlib.image.imread(draw_run(run_panels(read_curves(log)), tmp_path / "three.png"))
@@ -64,7 +64,7 @@ def test_the_picture_grows_with_what_was_logged(log, tmp_path):
     assert three.std() > 0
 
 
-def test_nothing_logged_means_no_picture(tmp_path):
+def test_nothing_logged_means_no_figure(tmp_path):
     write_log(tmp_path / "metrics.csv", [{"step": 0, "other": 1.0}])
     assert draw_run(run_panels(read_curves(tmp_path / "metrics.csv")), tmp_path / "none.png") is None
     assert draw_run(run_panels(read_curves(tmp_path / "absent.csv")), tmp_path / "none.png") is None
@@ -103,7 +103,7 @@ def test_the_summary_says_before_and_after(tmp_path, monkeypatch, capsys):
     assert "swapped layers: none" in printed
     assert f"files in {folder}: " in printed
     assert "metrics.csv" in printed
-    assert f"picture: {folder / 'run.png'}" in printed
+    assert f"figure: {folder / 'run.png'}" in printed
 
 
 def test_the_files_that_wandb_keeps_for_itself_are_not_listed(log):

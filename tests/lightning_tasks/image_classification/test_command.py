@@ -35,7 +35,7 @@ def test_the_command_averages_weights_of_a_swapped_model_and_monitors_it(tmp_pat
         (["--config", "quickstart/clasification"], "quickstart/classification"),
     ],
 )
-def test_show_batch_without_pictures(arguments, text, capsys):
+def test_show_batch_without_images(arguments, text, capsys):
     from lightning_tasks.__main__ import main
 
     with pytest.raises(SystemExit) as stop:

@@ -32,7 +32,7 @@ def naive(images, size, stride):
     return total / count
 
 
-def pictures(height, width, count=2):
+def random_images(height, width, count=2):
     return torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
@@ -42,13 +42,13 @@ def pictures(height, width, count=2):
     [(8, 8, 8, 8), (17, 23, 8, 3), (16, 24, 8, 8), (21, 8, 8, 5), (9, 30, 8, 1), (23, 19, 8, 4), (40, 16, 16, 6)],
 )
 def test_overlapping_windows_are_averaged_exactly(height, width, size, stride, at_once):
-    images = pictures(height, width)
+    images = random_images(height, width)
     found = sliding_logits(network, images, Windows(size, stride, at_once))
     torch.testing.assert_close(found, naive(images, size, stride))
 
 
 def test_bands_are_the_image_from_top_to_bottom():
-    images = pictures(30, 20)
+    images = random_images(30, 20)
     windows = Windows(8, 3)
     bands = list(logit_bands(network, images, windows))
     assert [band.shape[-2] for band in bands] == [3] * 7 + [1, 8]
@@ -57,7 +57,7 @@ def test_bands_are_the_image_from_top_to_bottom():
 
 def test_long_bands_are_cut(monkeypatch):
     monkeypatch.setattr(sliding_window, "_BAND", 3)
-    images = pictures(30, 20)
+    images = random_images(30, 20)
     bands = list(logit_bands(network, images, Windows(8, 5)))
     assert max(band.shape[-2] for band in bands) == 3
     torch.testing.assert_close(torch.cat(bands, -2), naive(images, 8, 5))
@@ -67,21 +67,21 @@ def test_windows_are_summed_in_32_bits():
     def half(images):
         return network(images).bfloat16()
 
-    images = pictures(12, 12)
+    images = random_images(12, 12)
     found = sliding_logits(half, images, Windows(8, 2))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, naive(images, 8, 2), rtol=0.004, atol=0.001)
 
 
 def test_scales_in_half_precision():
-    images = pictures(16, 12)
+    images = random_images(16, 12)
     found = multi_scale_probabilities(network, images.bfloat16(), Windows(8, 4), [0.5, 1.0, 1.5], flip=True)
     expected = multi_scale_probabilities(network, images, Windows(8, 4), [0.5, 1.0, 1.5], flip=True)
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.01)
 
 
 def test_gradients_go_through_windows():
-    one, other = (pictures(19, 14).requires_grad_() for _ in range(2))
+    one, other = (random_images(19, 14).requires_grad_() for _ in range(2))
     weight = torch.rand(2, 2, 19, 14)
     (sliding_logits(network, one, Windows(8, 3)) * weight).sum().backward()
     (naive(other, 8, 3) * weight).sum().backward()
@@ -90,7 +90,7 @@ def test_gradients_go_through_windows():
 
 @pytest.mark.parametrize(("height", "width"), [(5, 20), (20, 5), (3, 4)])
 def test_small_images_are_filled_up_and_cut_again(height, width):
-    images = pictures(height, width)
+    images = random_images(height, width)
     found = sliding_logits(network, images, Windows(8, 8))
     assert found.shape == (2, 2, height, width)
     filled = images.mean((-2, -1), keepdim=True).repeat(1, 1, max(8, height), max(8, width))
@@ -99,7 +99,7 @@ def test_small_images_are_filled_up_and_cut_again(height, width):
 
 
 def test_scales_and_mirror_images_are_averaged_as_probabilities():
-    images, windows = pictures(16, 12), Windows(8, 4)
+    images, windows = random_images(16, 12), Windows(8, 4)
     found = multi_scale_probabilities(network, images, windows, [1.0, 1.5], flip=True)
     larger = functional.interpolate(images, size=(24, 18), mode="bilinear", antialias=True)
     expected = torch.zeros(2, 2, 16, 12)
@@ -130,9 +130,9 @@ def test_bad_windows(arguments, text):
 
 def test_bad_scales_and_images():
     with pytest.raises(ValueError, match="scales are"):
-        multi_scale_probabilities(network, pictures(8, 8), Windows(8, 8), [0.0])
+        multi_scale_probabilities(network, random_images(8, 8), Windows(8, 8), [0.0])
     with pytest.raises(ValueError, match=r"\[B, 3, H, W\], got \[3, 8, 8\]"):
-        list(logit_bands(network, pictures(8, 8)[0], Windows(8, 8)))
+        list(logit_bands(network, random_images(8, 8)[0], Windows(8, 8)))
 
 
 MEMORY = """

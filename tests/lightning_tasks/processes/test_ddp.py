@@ -52,7 +52,7 @@ def test_each_sample_is_evaluated_once(runs):
         assert runs["two"]["tested"][name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_each_picture_is_scored_once(runs):
+def test_each_image_is_scored_once(runs):
     """Seven scenes on two processes; scores are of one confusion matrix, summed over both."""
     one, two = (runs[name]["masks_tested"] for name in ("one", "two"))
     assert set(one) == {f"test/{name}" for name in ("loss", "miou", "mean_accuracy", "overall_accuracy")}
@@ -91,11 +91,11 @@ def test_data_is_prepared_once_and_logged_once(runs):
 
 
 def test_monitors_write_once_what_all_processes_saw(runs):
-    """Pictures are the first process's alone: asking the others for anything meanwhile would stall the run."""
+    """Figures are the first process's alone: asking the others for anything meanwhile would stall the run."""
     (folder,) = (runs["folder"] / "logs").glob("version_*")
-    pictures = {path.name for path in folder.glob("*.png")}
+    figures = {path.name for path in folder.glob("*.png")}
     heads = {f"{stage}attention_entropy_heads.png" for stage in ("", "val_")}
-    assert pictures == {"attention_maps_layer_00.png", "qk_spectrum_eigenvalues.png"} | heads
+    assert figures == {"attention_maps_layer_00.png", "qk_spectrum_eigenvalues.png"} | heads
     steps, _, values = read_heads(folder / "attention_heads.csv")["val/attention/entropy"]
     with (folder / "metrics.csv").open() as file:
         rows = {int(row["step"]): row["val/attention/entropy/layer_00"] for row in csv.DictReader(file)}

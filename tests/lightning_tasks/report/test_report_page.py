@@ -49,10 +49,10 @@ def browse(address, profile, *options):
 def test_the_page_is_drawn_and_logs_no_error(page, tmp_path):
     from matplotlib.image import imread
 
-    picture = tmp_path / "page.png"
-    _, said = browse(page, tmp_path / "profile", "--window-size=1000,1400", f"--screenshot={picture}")
+    screenshot = tmp_path / "page.png"
+    _, said = browse(page, tmp_path / "profile", "--window-size=1000,1400", f"--screenshot={screenshot}")
     assert said == []
-    pixels = imread(picture)[..., :3]
+    pixels = imread(screenshot)[..., :3]
     assert pixels.shape[:2] == (1400, 1000)
     dark = pixels.max(-1) < 0.5
     assert 0.005 < dark.mean() < 0.5  # text

@@ -29,7 +29,7 @@ class TinyClassifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def pictures(count, size, seed):
+def random_images(count, size, seed):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES
     noise = torch.rand(count, 3, size, size, generator=generator)
@@ -42,7 +42,7 @@ class TinyImages(pl.LightningDataModule):
         self.size, self.count, self.batch_size, self.seed = size, count, batch_size, seed
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(*pictures(self.count, self.size, 0)), batch_size=self.batch_size)
+        return DataLoader(TensorDataset(*random_images(self.count, self.size, 0)), batch_size=self.batch_size)
 
     def test_dataloader(self):
-        return DataLoader(TensorDataset(*pictures(self.count, self.size, self.seed)), batch_size=self.batch_size)
+        return DataLoader(TensorDataset(*random_images(self.count, self.size, self.seed)), batch_size=self.batch_size)

@@ -1,4 +1,4 @@
-"""What W&B gets of a tested classifier, read from the files of an offline run: two tables and a picture."""
+"""What W&B gets of a tested classifier, read from the files of an offline run: two tables and a figure."""
 
 import csv
 import json
@@ -57,8 +57,8 @@ def test_classes(tested):
 
 def test_confusion(tested):
     folder, files = tested
-    (picture,) = files.glob("media/images/test/confusion_*.png")
-    assert picture.read_bytes() == (folder / "test_confusion.png").read_bytes()
+    (figure,) = files.glob("media/images/test/confusion_*.png")
+    assert figure.read_bytes() == (folder / "test_confusion.png").read_bytes()
 
 
 def test_robustness(tested):

@@ -1,4 +1,4 @@
-"""Pictures of attention: what is in them, where they go, and that the run is as without them."""
+"""Figures of attention: what is in them, where they go, and that the run is as without them."""
 
 from functools import partial
 
@@ -64,8 +64,8 @@ def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     fit(TinyLM(lr=0.0), [callback], batches(2), batches(2), logger=logger, max_epochs=3)
     assert logger.images == ["attention_maps/layer_00", "attention_maps/layer_01", "attention_maps/rollout"]
     for name in ("layer_00", "layer_01", "rollout"):
-        with Image.open(f"{logger.log_dir}/attention_maps_{name}.png") as picture:
-            assert min(picture.size) > 50
+        with Image.open(f"{logger.log_dir}/attention_maps_{name}.png") as figure:
+            assert min(figure.size) > 50
     tokens = next(iter(batches(2)))[0]
     maps, rows, columns, title = drawn[0]
     torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])

@@ -1,4 +1,4 @@
-"""What the monitors leave in files: W&B's charts, TensorBoard's pictures, the table of heads; all in one fit."""
+"""What the monitors leave in files: W&B's charts, TensorBoard's figures, the table of heads; all in one fit."""
 
 import csv
 import io
@@ -78,7 +78,7 @@ def test_heads_in_the_table(run):
     np.testing.assert_allclose(values[:, 1].mean(1), logged, rtol=1e-4)  # heads see equally many rows
 
 
-def test_pictures_in_tensorboard_open_and_are_not_empty(run):
+def test_figures_in_tensorboard_open_and_are_not_empty(run):
     events = tensorboard_events(run / "board/version_0")
     steps = {name: [one.step for one in events.Images(name)] for name in events.Tags()["images"]}
     assert sorted(steps) == sorted(MAPS + HEAD_MAPS)
@@ -91,10 +91,10 @@ def test_pictures_in_tensorboard_open_and_are_not_empty(run):
     assert len(events.Histograms("qk_spectrum/eigenvalues/layer_00")) == 3
 
 
-def test_pictures_as_files(run):
+def test_figures_as_files(run):
     for name in (*MAPS, *HEAD_MAPS):
-        with Image.open(run / "csv/version_0" / f"{name.replace('/', '_')}.png") as picture:
-            assert min(picture.size) > 50
+        with Image.open(run / "csv/version_0" / f"{name.replace('/', '_')}.png") as figure:
+            assert min(figure.size) > 50
     assert not (run / "csv/version_0/qk_spectrum_eigenvalues.png").exists()
 
 

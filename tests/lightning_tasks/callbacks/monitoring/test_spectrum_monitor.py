@@ -101,7 +101,7 @@ def test_histograms_in_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "most", "kept"), [(5, 64, [0, 1, 2, 3, 4]), (5, 2, [0, 4])])
-def test_a_picture_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps, most, kept):
+def test_a_figure_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps, most, kept):
     import lightning_tasks.callbacks.spectrum_monitor as target
 
     drawn = []
@@ -119,8 +119,8 @@ def test_a_picture_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps
     assert names == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
     monkeypatch.setattr(torch.linalg, "eigvals", eigvals)
     assert sorted(spectra[0][1]) == pytest.approx(spectrum_of(TinyLM(), 1), rel=1e-6)
-    with Image.open(f"{logger.log_dir}/qk_spectrum_eigenvalues.png") as picture:
-        assert min(picture.size) > 100
+    with Image.open(f"{logger.log_dir}/qk_spectrum_eigenvalues.png") as figure:
+        assert min(figure.size) > 100
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_histograms_leave_out_what_is_not_finite():
     assert logged == [("some", [1.0, 2.0], 3)]
 
 
-def test_the_picture_of_spectra_has_one_scale_that_is_written():
+def test_the_figure_of_spectra_has_one_scale_that_is_written():
     spread, narrow, bad = np.linspace(-1, 1, 64), np.full(64, 0.5), np.full(64, np.nan)
     figure = draw_spectra([0, 5], [[spread, bad], [narrow, bad]], ["first", "second"])
     first, second, bar = figure.axes

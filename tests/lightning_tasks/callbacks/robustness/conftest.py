@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from lightning_tasks.robustness.attacks.table import ATTACKS
-from tests.lightning_tasks.robustness.modules import TinyClassifier, pictures
+from tests.lightning_tasks.robustness.modules import TinyClassifier, random_images
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def state():
     torch.manual_seed(0)
     module = TinyClassifier()
     optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
-    images, labels = pictures(100, 12, seed=0)
+    images, labels = random_images(100, 12, seed=0)
     for _ in range(60):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(module(images), labels).backward()

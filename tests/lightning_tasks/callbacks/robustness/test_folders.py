@@ -39,18 +39,18 @@ def test_a_folder_that_fits_no_class_is_an_error(folders, tmp_path, module):
         RobustnessEvaluation(ood={"O": str(tmp_path / "nowhere")})
 
 
-def test_pictures_of_a_folder_that_cannot_be_read_are_left_out_and_counted(folders, tmp_path, module):
+def test_images_of_a_folder_that_cannot_be_read_are_left_out_and_counted(folders, tmp_path, module):
     whole = (folders / "shifted" / "n01" / "1.png").read_bytes()
     (folders / "shifted" / "n01" / "1.png").write_bytes(whole[: len(whole) // 2])
     (folders / "outside" / "y" / "0.png").write_bytes(b"")
     options = {"shifts": {"A": str(folders / "shifted")}, "ood": {"far": str(folders / "outside")}, "batch_size": 1}
     with (
         pytest.warns(
-            UserWarning, match=r"1 of 6 pictures cannot be read.*n01/1\.png \(the first: OSError: image file is"
+            UserWarning, match=r"1 of 6 images cannot be read.*n01/1\.png \(the first: OSError: image file is"
         ),
         pytest.warns(
             UserWarning,
-            match=r"1 of 6 pictures cannot be read.*y/0\.png \(the first: UnidentifiedImageError: cannot .* file '/",
+            match=r"1 of 6 images cannot be read.*y/0\.png \(the first: UnidentifiedImageError: cannot .* file '/",
         ),
     ):
         rows = evaluate(tmp_path, module, attacks=[], wnids=str(folders / "wnids.txt"), **options)
@@ -62,7 +62,7 @@ def test_pictures_of_a_folder_that_cannot_be_read_are_left_out_and_counted(folde
     pixels = torch.cat([pixels, *(transforms_of(path)[None] for path in sorted((folders / "shifted/n04").iterdir()))])
     chosen = module.eval()(pixels)[:, [1, 4]].argmax(1)
     right = (chosen == torch.tensor([0, 0, 1, 1, 1])).double().mean().item()
-    assert next(row.value for row in rows if row.name == "A") == right  # labels stayed beside their pictures
+    assert next(row.value for row in rows if row.name == "A") == right  # labels stayed beside their images
 
 
 def transforms_of(path):
@@ -70,11 +70,11 @@ def transforms_of(path):
     return transform(Image.open(path).convert("RGB")).float() / 255
 
 
-def test_a_folder_of_unreadable_pictures_is_an_error_before_anything_is_measured(folders, tmp_path, module, counted):
+def test_a_folder_of_unreadable_images_is_an_error_before_anything_is_measured(folders, tmp_path, module, counted):
     calls, _ = counted
     for path in (folders / "outside").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"none of the 6 pictures can be read, e\.g\. .*outside/x/0\.png"):
+    with pytest.raises(ValueError, match=r"none of the 6 images can be read, e\.g\. .*outside/x/0\.png"):
         evaluate(tmp_path, module, ood={"far": str(folders / "outside")})
     assert calls == []
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tasks.callbacks import RobustnessEvaluation
 from lightning_tasks.robustness.attacks.table import AttackSetting, read_eps
 from tests.lightning_tasks.callbacks.robustness.evaluations import evaluate, trainer
-from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages, pictures
+from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages, random_images
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_batches_of_another_kind_are_named(tmp_path):
 
     class Normalised(TinyImages):
         def test_dataloader(self):
-            images, labels = pictures(4, 12, 0)
+            images, labels = random_images(4, 12, 0)
             return DataLoader(TensorDataset(images * 4 - 2, labels))
 
     with pytest.raises(ValueError, match=r"needs batches \(images, labels\).* is given dict"):

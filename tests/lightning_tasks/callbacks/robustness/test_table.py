@@ -18,7 +18,7 @@ from lightning_tasks.robustness.text import Text, clean_text_measurement, perple
 from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
 from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
-from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, pictures
+from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, random_images
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
@@ -28,7 +28,7 @@ def test_the_table_is_what_the_attacks_give_by_hand(tmp_path, module, inference_
     )
     runner = trainer(tmp_path, callback, inference_mode=inference_mode)
     runner.test(module, TinyImages(), verbose=False)
-    images, labels = pictures(24, 12, seed=1)
+    images, labels = random_images(24, 12, seed=1)
     found = values(callback.table)
 
     def right(attacked):
@@ -97,7 +97,7 @@ def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
 
 def test_the_first_images_alone(tmp_path, module):
     rows = evaluate(tmp_path, module, num_images=13, attacks=[])
-    images, labels = pictures(24, 12, seed=1)
+    images, labels = random_images(24, 12, seed=1)
     assert rows[0].samples == 13
     assert rows[0].value == (module.eval()(images[:13]).argmax(1) == labels[:13]).double().mean().item()
 
@@ -182,7 +182,7 @@ def test_tables_are_read_as_they_were_written(tmp_path, module):
 def test_classes_that_come_one_after_another_are_warned_of(tmp_path):
     class Sorted(TinyImages):
         def test_dataloader(self):
-            images, labels = pictures(24, 12, seed=1)
+            images, labels = random_images(24, 12, seed=1)
             return DataLoader(TensorDataset(images, labels * 0), batch_size=10)
 
     with pytest.warns(UserWarning, match=f"of 1 of {CLASSES} classes only"):
@@ -198,7 +198,7 @@ def test_transfer_from_the_checkpoint_of_a_twin(tmp_path, module, swapped):
     fit.save_checkpoint(tmp_path / "twin.ckpt")
     transferred = {"name": "transfer", "source": str(tmp_path / "twin.ckpt"), "steps": 2}
     rows = evaluate(tmp_path, module, attacks=[transferred], eps=[0.1])
-    images, labels = pictures(24, 12, seed=1)
+    images, labels = random_images(24, 12, seed=1)
     attacked = pgd(twin, images, labels, eps=0.1, steps=2)
     assert rows[1].value == (module.eval()(attacked).argmax(1) == labels).double().mean().item()
     assert (rows[1].name, rows[1].gradient_l2 > 0) == ("transfer of pgd", False)

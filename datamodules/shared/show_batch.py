@@ -1,4 +1,4 @@
-"""A picture of a batch."""
+"""A figure of a batch."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     from matplotlib.figure import Figure
 
     if not images:
-        raise ValueError("there is no picture to draw: the batch is empty")
+        raise ValueError("there is no image to draw: the batch is empty")
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained")
@@ -43,7 +43,7 @@ def class_colors(num_classes: int) -> Tensor:
 
 
 def paint(image: Tensor, mask: Tensor, num_classes: int, opacity: float = 0.6) -> Tensor:
-    """A picture `[3, H, W]` in [0, 1] under the colours of its mask `[H, W]`, where the mask has a class."""
+    """An image `[3, H, W]` in [0, 1] under the colours of its mask `[H, W]`, where the mask has a class."""
     counts = (mask >= 0) & (mask < num_classes)
     colors = class_colors(num_classes)[mask.where(counts, 0)].permute(2, 0, 1)
     return torch.where(counts, (1 - opacity) * image + opacity * colors, image)

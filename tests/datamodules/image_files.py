@@ -1,4 +1,4 @@
-"""Random pictures in the layouts of the real data sets, for tests."""
+"""Random images in the layouts of the real data sets, for tests."""
 
 from io import BytesIO
 from pathlib import Path
