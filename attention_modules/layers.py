@@ -24,8 +24,8 @@ class SelfAttention(nn.Module):
         mechanism: short name, class, or callable from :class:`AttentionSpec` to a mechanism.
         mechanism_options: options of a name or class.
         qkv_bias: whether the input projection has a bias.
-        qk_norm: whether queries and keys are normalised by ``norm_layer(head_dim)``.
-        scale_norm: whether the output is normalised by ``norm_layer(H * head_dim)`` before ``proj``.
+        qk_norm: whether queries and keys are normalized by ``norm_layer(head_dim)``.
+        scale_norm: whether the output is normalized by ``norm_layer(H * head_dim)`` before ``proj``.
         proj_bias: whether the output projection has a bias.
         gated: whether a sigmoid gate of the input multiplies the output before ``proj``.
         attn_drop: attention dropout in training.

@@ -1,4 +1,4 @@
-"""Attention of one learnt prompt: f(X) = ⟨X v, softmax(X W p)⟩, the model of max-margin token selection."""
+"""Attention of one learned prompt: f(X) = ⟨X v, softmax(X W p)⟩, the model of max-margin token selection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the callbacks cost: `python -m benchmarks.callbacks` writes `callbacks` and `attention_monitor` under results.
 
-One thread, process CPU time. A regulariser or monitor of weights is timed inside the training steps that pay for it:
+One thread, process CPU time. A regularizer or monitor of weights is timed inside the training steps that pay for it:
 its hooks' time over the rest of the step, medians. Statistics of attention are timed alternately with the attention
 pass that they are compared with.
 """

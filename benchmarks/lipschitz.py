@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"--tol {options.tol:g} --max_iter {options.max_iter}"
     )
     notes = (
-        "Ratio of medians of process CPU time, calls alternating; random weights, normalised random tokens, float32."
+        "Ratio of medians of process CPU time, calls alternating; random weights, normalized random tokens, float32."
     )
     print(write_results("lipschitz", "Local Lipschitz constants", command, rows, notes).read_text())
 

@@ -157,7 +157,7 @@ class Images:
         )
 
     def timm(self, batch: Batch) -> Peer:
-        """timm's model in a bare loop: its mixup, its loss, its groups of parameters; images come normalised."""
+        """timm's model in a bare loop: its mixup, its loss, its groups of parameters; images come normalized."""
         import timm
         from timm.data.mixup import Mixup
         from timm.loss import SoftTargetCrossEntropy
@@ -325,7 +325,7 @@ def _parameters(model: nn.Module) -> int:
 NOTES = f"""\
 Medians of wall-clock time of a training step (forward, loss, backward, update), ours and the peer's in turn in one
 process, on the same batch in float32, without gradient clipping; "theirs / ours" is the median of the ratios of
-neighbouring steps (above 1: ours is faster), beside their quartiles, and "of CPU time" the median ratio of the
+neighboring steps (above 1: ours is faster), beside their quartiles, and "of CPU time" the median ratio of the
 process' CPU time. The first round does not count. Load: the machine's mean load of the last minute at the
 end of a row.
 

@@ -53,7 +53,7 @@ class CIFAR10DataModule(VisionDataModule):
         batch_size: images per batch and process.
         num_workers: loader processes.
         img_size: images are scaled to this where it is not 32.
-        in_chans: 3, or 1 for grey.
+        in_chans: 3, or 1 for grayscale.
         val_fraction: share of each class of the train images that is held out for validation; 0 trains on all, and
             validates on the test images.
         split_seed: draws what is held out; not the seed of the run, so that runs have the same splits.

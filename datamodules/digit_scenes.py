@@ -64,7 +64,7 @@ def cut_out(digit: bytes, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Where a digit's stroke is drawn, and the paper that it is cut out on: booleans `[side, side]`.
 
     Args:
-        digit: its 8 x 8 grey values, row by row.
+        digit: its 8 x 8 gray values, row by row.
         side: pixels.
     """
     margin = max(1, side // 10)

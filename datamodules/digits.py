@@ -11,7 +11,7 @@ _TEST, _VALIDATION = 0.2, 0.125  # of all; of the rest
 
 
 class DigitsDataModule(VisionDataModule):
-    """The 1,797 digits of the UCI test set in scikit-learn, 8 x 8 pixels, ten classes, grey.
+    """The 1,797 digits of the UCI test set in scikit-learn, 8 x 8 pixels, ten classes, grayscale.
 
     Of each class a fifth is for test and an eighth of the rest for validation: 1,257 / 180 / 360 images. Values 0 to
     16 become 0 to 1 (in steps of 1/255).

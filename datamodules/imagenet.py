@@ -37,7 +37,7 @@ class ImageNetDataModule(VisionDataModule):
         batch_size: images per batch and process.
         num_workers: loader processes.
         img_size: H = W in pixels.
-        in_chans: 3, or 1 for grey.
+        in_chans: 3, or 1 for grayscale.
         train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; timm's by default.
         cache_dir: folder for the memory map of the second layout; None for `$ATTNSWAP_CACHE`, else the user's cache.
 

@@ -1,4 +1,4 @@
-"""Language modelling on the source files of Python's own standard library: text that is on every machine."""
+"""Language modeling on the source files of Python's own standard library: text that is on every machine."""
 
 import hashlib
 import os

@@ -36,7 +36,7 @@ class SegmentationDataModule(ImageDataModule):
 
     Raises:
         ValueError: a number is out of its limits; on setup and when an image is read, if its mask has another size, is
-            coded in colours or has a label that is no class, or the crop is larger; the text names the file.
+            coded in colors or has a label that is no class, or the crop is larger; the text names the file.
     """
 
     class_names: Sequence[str]

@@ -1,4 +1,4 @@
-"""What text data modules share: a vocabulary, cached ids, and loaders of windows for language modelling."""
+"""What text data modules share: a vocabulary, cached ids, and loaders of windows for language modeling."""
 
 import os
 from abc import abstractmethod

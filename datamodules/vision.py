@@ -19,7 +19,7 @@ from datamodules.shared.show_batch import draw_batch
 class VisionDataModule(ImageDataModule):
     """Images with labels: batches are (images `[B, C, H, W]`, float32 in [0, 1], labels `[B]`, int64).
 
-    Images are not normalised: the task does that. Training images come in a new order each epoch, those of the
+    Images are not normalized: the task does that. Training images come in a new order each epoch, those of the
     other splits in theirs. One that cannot be read is left out of its batch, and counted in a warning at the end of
     the pass. See `docs/data.md`.
 
@@ -27,7 +27,7 @@ class VisionDataModule(ImageDataModule):
         batch_size: images per batch and process.
         num_workers: loader processes.
         img_size: H = W in pixels.
-        in_chans: C: 3, or 1 for grey.
+        in_chans: C: 3, or 1 for grayscale.
         train_transform: arguments of `timm.data.create_transform` for training, e.g. `{"auto_augment": "rand-m9"}`;
             normalization, mixup and random erasing are the task's.
         eval_transform: the same for the other splits, e.g. `{"crop_pct": 0.9}`.
@@ -51,7 +51,7 @@ class VisionDataModule(ImageDataModule):
         super().__init__(batch_size, num_workers)
         self.img_size = check_at_least("img_size", img_size, 1)
         if in_chans not in MODES:
-            raise ValueError(f"in_chans is {in_chans!r}: give 1 (grey) or 3 (RGB)")
+            raise ValueError(f"in_chans is {in_chans!r}: give 1 (grayscale) or 3 (RGB)")
         self.in_chans = in_chans
         self._transforms = {
             "train": self._transform("train_transform", train_transform, is_training=True),
@@ -88,7 +88,7 @@ class VisionDataModule(ImageDataModule):
         for name in ("input_size", "is_training", "normalize", "mean", "std", "re_prob", "use_prefetcher", "separate"):
             if name in given:
                 raise ValueError(
-                    f"{argument} has {name!r}: the size is img_size=..., and normalisation and random erasing belong "
+                    f"{argument} has {name!r}: the size is img_size=..., and normalization and random erasing belong "
                     "to the task"
                 )
         if self.in_chans == 1:

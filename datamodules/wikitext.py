@@ -1,4 +1,4 @@
-"""WikiText-2 and WikiText-103 (Merity et al. 2016), tokenised by their authors or raw."""
+"""WikiText-2 and WikiText-103 (Merity et al. 2016), tokenized by their authors or raw."""
 
 import os
 import re

@@ -37,7 +37,7 @@ TOP_K = 5
 
 
 class ImageClassificationTask(VisionTask):
-    """Classification of images in [0, 1] with a timm model; it normalises them itself.
+    """Classification of images in [0, 1] with a timm model; it normalizes them itself.
 
     Batches are ``(images [B, C, H, W]`` float in [0, 1]``, labels [B]`` int64``)``, of any B, also none. Logs
     ``train/loss`` (of the mixed targets) and ``train/top1`` (against the class with the largest share); over the whole
@@ -59,7 +59,7 @@ class ImageClassificationTask(VisionTask):
         mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing, random_erasing: see
             :class:`~lightning_tasks.training.mixup.Mixing`.
         layer_decay: factor on the learning rate from one layer to the one below, or None for one rate.
-        mean, std: a channel, for the normalisation; where None, those of the timm model.
+        mean, std: a channel, for the normalization; where None, those of the timm model.
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and position embeddings have no weight
             decay; ``[]`` for one group.
@@ -133,7 +133,7 @@ class ImageClassificationTask(VisionTask):
         self._soft_loss = SoftTargetCrossEntropy()
 
     def build_model(self) -> nn.Module:
-        """The timm model with its attention swapped, the normalisation and the metrics.
+        """The timm model with its attention swapped, the normalization and the metrics.
 
         Raises:
             ValueError: if the number of classes is unknown, or the data has more, or other images.

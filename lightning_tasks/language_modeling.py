@@ -1,4 +1,4 @@
-"""Causal language modelling: next-token loss in chunks, and perplexity over whole splits."""
+"""Causal language modeling: next-token loss in chunks, and perplexity over whole splits."""
 
 from __future__ import annotations
 

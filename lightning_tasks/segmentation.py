@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class SegmentationTask(VisionTask):
-    """A class for each pixel of images in [0, 1]; the network normalises them itself.
+    """A class for each pixel of images in [0, 1]; the network normalizes them itself.
 
     Batches are ``(images [B, 3, H, W]`` float in [0, 1]``, masks [B, H, W]`` int64``)``; in training H = W is the
     network's size, else whole images of any size come, which are predicted by windows. Logs ``train/loss``; over the

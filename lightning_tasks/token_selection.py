@@ -69,13 +69,13 @@ def unit(gradient: Tensor) -> Tensor:
 class TokenSelectionTask(BaseTask):
     """Gradient descent on f(X) = ⟨X v, softmax(X W p)⟩ (Tarzanagh et al., NeurIPS 2023), in float64, from zero.
 
-    Batches are ``(x [n, T, d], labels [n])``. W, and v unless it is learnt, are those of the data module. Logs
+    Batches are ``(x [n, T, d], labels [n])``. W, and v unless it is learned, are those of the data module. Logs
     ``train/loss``; ``{val,test}/loss``, and ``{val,test}/probability``, the mean probability of the most attended
     token.
 
     Args:
         dim: width of the tokens; where None, that of the data module, kept in the hyper-parameters.
-        learn: Parameters that learn: of "p", "v", "w"; p and a learnt v start at zero.
+        learn: Parameters that learn: of "p", "v", "w"; p and a learned v start at zero.
         loss: of y f: "logistic", "exponential" or "linear" (-y f).
         form: "difference" or "plain", see :func:`~attention_modules.prompt.prompt_attention`.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see

@@ -88,7 +88,7 @@ class KernelPCA:
     """Kernel PCA of the keys of each head.
 
     Args:
-        eigenvalues: of the centred K_φ, largest first, ``[B, H, components]``.
+        eigenvalues: of the centered K_φ, largest first, ``[B, H, components]``.
         vectors: A, its eigenvectors, of unit norm, the largest entry positive, ``[B, H, N, components]``.
         values: V̂ = G A - G 1_N A, ``[B, H, N, components]``.
     """
@@ -101,8 +101,8 @@ class KernelPCA:
 def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None = None) -> KernelPCA:
     """The values that the reading predicts from the keys alone, V̂ = G A - G 1_N A.
 
-    K = exp(scale · k kᵀ), g = K 1, K_φ = K/(g gᵀ), centred; A: its leading eigenvectors, of unit norm (our reading of
-    the normalisation, and that of the study's code); G = diag(1/g), 1_N = ones/N. Every key counts in every row's sum:
+    K = exp(scale · k kᵀ), g = K 1, K_φ = K/(g gᵀ), centered; A: its leading eigenvectors, of unit norm (our reading of
+    the normalization, and that of the study's code); G = diag(1/g), 1_N = ones/N. Every key counts in every row's sum:
     there is no causal or masked form.
 
     Args:
@@ -111,7 +111,7 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
         scale: as for :func:`projection_loss`.
 
     Raises:
-        ValueError: if a centred kernel of N tokens has fewer components that are not zero: N - 1; if a head's keys are
+        ValueError: if a centered kernel of N tokens has fewer components that are not zero: N - 1; if a head's keys are
             all alike; if one is so long that 1/g is 0 in float64.
     """
     _check(k=k)
@@ -139,7 +139,7 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 
     ``direct_cosine``: mean over tokens of the cosine of their rows. ``signed_cosine`` (ours): the same with those signs
     of the predicted columns that make it largest. ``matched_cosine``: that of the one-to-one matching of tokens that
-    makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centred kernel alignment over tokens; the
+    makes it largest (Hungarian method). ``linear_cka``, ``rbf_cka``: centered kernel alignment over tokens; the
     Gaussian's σ² is the median of the squared distances that are not 0. ``relative_error``: ‖v - predicted‖_F /
     ‖v‖_F. A predicted column has no sign of its own, on which the direct and the matched cosine and the error depend,
     as in the study; alignment does not.
@@ -172,7 +172,7 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 
 
 def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict[str, Tensor]:
-    """Whether the coefficients that the values stand for, Â = centred(G⁻¹ v), are eigenvectors of the centred K_φ.
+    """Whether the coefficients that the values stand for, Â = centered(G⁻¹ v), are eigenvectors of the centered K_φ.
 
     If they are, γ_i = (K_φ Â)_i / (N Â_i) is one number for all tokens i. ``gamma_absolute``: mean |γ_i - γ_j|, the
     measure that was offered for the reading: small for any Â, as γ itself is (compare random values).

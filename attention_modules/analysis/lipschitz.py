@@ -52,8 +52,8 @@ def local_lipschitz(
 ) -> LipschitzEstimate:
     """The spectral norm ‖D_x fn‖₂ of the Jacobian at each sample, all samples of the batch at once.
 
-    ``fn`` is called once and its linearisation kept: products with J and Jᵀ repeat neither the function nor its
-    first derivative. ``"golub-kahan"`` bidiagonalises J with full reorthogonalisation of the right vectors, of which
+    ``fn`` is called once and its linearization kept: products with J and Jᵀ repeat neither the function nor its
+    first derivative. ``"golub-kahan"`` bidiagonalizes J with full reorthogonalization of the right vectors, of which
     it holds max_iter + 1 of the batch's size; ``"power"`` is the power method on JᵀJ of Castin, Ablin and Peyré (ICML
     2024), here with the same stopping rule (ours). Attention runs in PyTorch's MATH form, outside autocast.
 
@@ -152,7 +152,7 @@ class Jacobian:
         w = self.transposed_times(u)
         if bool((w[1::2] != 0).any()):
             raise ValueError(
-                "fn mixes the samples of a batch, which must be independent (batch normalisation in training, say): "
+                "fn mixes the samples of a batch, which must be independent (batch normalization in training, say): "
                 "put it in eval mode, or give one sample at a time"
             )
         u, w, v, out = (each[::2].cpu().double() for each in (u, w, v, out))  # not every device has float64
@@ -165,7 +165,7 @@ class Jacobian:
 def _golub_kahan(jacobian: Jacobian, v: Tensor, first: Tensor, tol: float, max_iter: int) -> LipschitzEstimate:
     """J V = U B, Jᵀ U = V Bᵀ + β v eᵀ, with B upper bidiagonal; its largest singular value is the estimate.
 
-    Only V is kept and orthogonalised again, which keeps U orthogonal as well (Simon and Zha, 2000).
+    Only V is kept and orthogonalized again, which keeps U orthogonal as well (Simon and Zha, 2000).
     """
     batch, size = v.shape
     right = v.new_empty(batch, max_iter + 1, size)
@@ -256,7 +256,7 @@ _NO_DEPENDENCE = (
     "or under torch.no_grad()?"
 )
 _NOT_TWICE = (
-    "fn cannot be differentiated twice, as the linearisation needs: leave out torch.compile, and use operations with "
+    "fn cannot be differentiated twice, as the linearization needs: leave out torch.compile, and use operations with "
     "a second derivative (attention through scaled_dot_product_attention has one here)."
 )
 

@@ -145,7 +145,7 @@ def _not_covered(layer: AttentionLayer) -> str | None:
     if module.gate is not None:
         return "it has a gate"
     if not isinstance(module.norm, nn.Identity):
-        return "it normalises the output of its heads"
+        return "it normalizes the output of its heads"
     return None
 
 

@@ -291,7 +291,7 @@ def token_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
     """Mean cosine of the angles between different tokens of a sequence, in fp32: 1 where all point one way.
 
     What grows to 1 in rank collapse (Dong et al., Attention is Not All You Need, ICML 2021) and oversmoothing. It is
-    (‖Σ_i x̂_i‖² - n) / (n (n - 1)) for the n normalised tokens x̂_i, in O(n C).
+    (‖Σ_i x̂_i‖² - n) / (n (n - 1)) for the n normalized tokens x̂_i, in O(n C).
 
     Args:
         x: tokens ``[B, N, C]``.

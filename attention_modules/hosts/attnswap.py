@@ -65,7 +65,7 @@ class SelfAttentionHost(Host):
             return None
         if not isinstance(layer.q_norm, nn.Identity):
             return (
-                "it normalises queries (q_norm), whose weights would train nothing without a query; "
+                "it normalizes queries (q_norm), whose weights would train nothing without a query; "
                 "use a mechanism with a query, or build the layer with qk_norm=False"
             )
         return plain_linear_refusal(layer, {"qkv": nn.Linear})

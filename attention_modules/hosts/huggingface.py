@@ -80,7 +80,7 @@ def mechanism_attention_forward(
     mechanism = module.mechanism
     unseen = [name for name in _UNSEEN if kwargs.get(name) is not None]
     if unseen:
-        raise NotImplementedError(f"{type(mechanism).__name__} cannot honour {', '.join(unseen)}: restore this layer")
+        raise NotImplementedError(f"{type(mechanism).__name__} cannot honor {', '.join(unseen)}: restore this layer")
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         raise NotImplementedError(
             f"a swapped layer takes masks [B, H, N, M], got {tuple(attention_mask.shape)} "
@@ -250,7 +250,7 @@ class HuggingFaceHost(Host):
     def query_refusal(self, layer: Any) -> str | None:
         norm = self._query_norm(layer)
         if norm is not None:
-            return f"it normalises queries ({norm}), whose weights would train nothing; use a mechanism with a query"
+            return f"it normalizes queries ({norm}), whose weights would train nothing; use a mechanism with a query"
         owners: dict[str, type[nn.Module]] = (
             {"c_attn": Conv1D} if self._fused(layer) else {self._names(layer)[0]: nn.Linear}
         )

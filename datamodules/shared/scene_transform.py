@@ -13,7 +13,7 @@ from datamodules.shared.base import check_at_least
 from datamodules.shared.scenes import IGNORED
 
 _TRIES = 10
-_FILL = (124, 116, 104)  # the mean of ImageNet, which normalises to about 0
+_FILL = (124, 116, 104)  # the mean of ImageNet, which normalizes to about 0
 # SSD's distortion, as mmsegmentation has it: 32 / 255 in brightness, 18 / 360 in hue.
 _PHOTOMETRIC = ({"brightness": 32 / 255}, {"contrast": 0.5}, {"saturation": 0.5}, {"hue": 0.05})
 
@@ -54,7 +54,7 @@ class LimitedCrop(v2.Transform):
     """A random square in which no class has more than a share of the pixels, as far as ten tries find one.
 
     Where a side of the image is shorter than the square, it is filled up at the right and below: the image with
-    grey, the mask with 255. As mmsegmentation's `RandomCrop(cat_max_ratio=...)`.
+    gray, the mask with 255. As mmsegmentation's `RandomCrop(cat_max_ratio=...)`.
 
     Args:
         size: pixels a side.

@@ -64,11 +64,11 @@ class LabelCode:
             name: of the file, for errors.
 
         Raises:
-            ValueError: the mask is coded in colours, has another size than the image, or a label that is no class.
+            ValueError: the mask is coded in colors, has another size than the image, or a label that is no class.
         """
         if mask.mode not in _MASK_MODES:
             raise ValueError(
-                f"{name} has mode {mask.mode}{' (colours)' if mask.mode.startswith('RGB') else ''}: a mask has one "
+                f"{name} has mode {mask.mode}{' (colors)' if mask.mode.startswith('RGB') else ''}: a mask has one "
                 "number a pixel, its class (mode L or P); save it so"
             )
         if mask.size != size:

@@ -35,7 +35,7 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
 
 
 def class_colors(num_classes: int) -> Tensor:
-    """A colour for each class, `[num_classes, 3]` in [0, 1]; the same for the same number of classes."""
+    """A color for each class, `[num_classes, 3]` in [0, 1]; the same for the same number of classes."""
     from matplotlib import colormaps
 
     palette = colormaps["tab20" if num_classes <= 20 else "gist_ncar"].resampled(max(num_classes, 2))
@@ -43,7 +43,7 @@ def class_colors(num_classes: int) -> Tensor:
 
 
 def paint(image: Tensor, mask: Tensor, num_classes: int, opacity: float = 0.6) -> Tensor:
-    """An image `[3, H, W]` in [0, 1] under the colours of its mask `[H, W]`, where the mask has a class."""
+    """An image `[3, H, W]` in [0, 1] under the colors of its mask `[H, W]`, where the mask has a class."""
     counts = (mask >= 0) & (mask < num_classes)
     colors = class_colors(num_classes)[mask.where(counts, 0)].permute(2, 0, 1)
     return torch.where(counts, (1 - opacity) * image + opacity * colors, image)

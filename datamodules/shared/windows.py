@@ -97,7 +97,7 @@ def _refuse_cut(ids: Any) -> None:
 class EpochShuffle(RandomSampler):
     """A new order every epoch that depends on the seed of `seed_everything` and the epoch alone.
 
-    Nothing drawn elsewhere moves it, so models that initialise differently see the same order, and a resumed run the
+    Nothing drawn elsewhere moves it, so models that initialize differently see the same order, and a resumed run the
     order of its epoch. It is the order of `torch.utils.data.DistributedSampler`, which Lightning puts in its place
     of a `RandomSampler` for several processes: together these see the same windows in each step.
 

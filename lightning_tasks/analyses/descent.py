@@ -15,7 +15,7 @@ from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, u
 
 @dataclass(frozen=True)
 class Path:
-    """Where p and v have been, ``[steps + 1, d]`` each; a v that is not learnt stays."""
+    """Where p and v have been, ``[steps + 1, d]`` each; a v that is not learned stays."""
 
     p: Tensor
     v: Tensor

@@ -175,7 +175,7 @@ def measure(name: str, seen: Seen) -> list[Row]:
 
 
 def _controls(seen: Seen) -> dict[str, Tensor]:
-    """Values that were not learnt, of the norm of the layer's own in each head and sample."""
+    """Values that were not learned, of the norm of the layer's own in each head and sample."""
     generator = torch.Generator().manual_seed(0)
     found = {NOISE: torch.randn(seen.v.shape, generator=generator)}
     if seen.x is not None:

@@ -68,7 +68,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     """A model by name or path.
 
     A checkpoint (``.ckpt``) of one of our tasks, a timm model by name, or a Hugging Face model by name or folder;
-    where ``random``, initialised with ``seed``, and then a Hugging Face model type ("bert", "gpt2") with its default
+    where ``random``, initialized with ``seed``, and then a Hugging Face model type ("bert", "gpt2") with its default
     sizes is a name too. The global random state is not touched. What a checkpoint may name is said at
     :func:`~lightning_tasks.load_swapped`.
 
@@ -79,7 +79,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
         torch.manual_seed(seed)
         model: Any = _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
-    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalises images itself
+    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
         return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))

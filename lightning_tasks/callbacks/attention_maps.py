@@ -34,7 +34,7 @@ class AttentionMapLogger(MechanismObserver):
     self-attention layers of the model, whichever are chosen. The maps are softmax(q kᵀ) of the q and k that the
     mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass, and for one that
     asks no map (``uniform``), one that does not take place; the title names the mechanism. Images whose tokens are no
-    grid of square patches, as in windowed models, are drawn token by token, like text. The colours of each map go from
+    grid of square patches, as in windowed models, are drawn token by token, like text. The colors of each map go from
     0 to its largest value; the smallest and the largest are written over it.
 
     The sanity check of a fit tries the same and draws nothing, so that queries that a layer does not have end the fit

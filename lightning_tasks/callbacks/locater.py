@@ -22,7 +22,7 @@ _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 class LocAteR(Callback):
     """Adds weight · Σ over layers and heads of ‖W‖_F² + gamma (tr W - mean_target)², W = W_qᵀ W_k, to the loss.
 
-    The method is LocAteR (Bao, Hataya and Karakida, ICML 2024), which minimises the scale of the QK eigenspectrum
+    The method is LocAteR (Bao, Hataya and Karakida, ICML 2024), which minimizes the scale of the QK eigenspectrum
     while it maintains its mean; the exact form of the penalty is our reading. The gradient is added to ``.grad`` just
     before each optimizer step, computed in at least fp32. That equals adding the penalty to the loss of every batch:
     Lightning clips afterwards, and a short last accumulation window gets its share. The module needs no change, and

@@ -84,7 +84,7 @@ def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], t
 
 
 def _name(axes: Any, name: str, values: Tensor) -> None:
-    """A title that says what the colours, from 0 to a map's own largest value, stand for."""
+    """A title that says what the colors, from 0 to a map's own largest value, stand for."""
     low, high = values.aminmax()
     axes.set_title(f"{name}\n{low:.3g} to {high:.3g}", fontsize=7)
 

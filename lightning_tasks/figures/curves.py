@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-Look = tuple[str, tuple[float, ...]]  # a colour, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
+Look = tuple[str, tuple[float, ...]]  # a color, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
 _LARGEST = 1e100  # that an axis takes: differences and squares are finite too
 
 
 def looks(count: int) -> list[Look]:
-    """A look of lines for each of `count` configurations, no two alike: ten colours, then the same ten in dashes.
+    """A look of lines for each of `count` configurations, no two alike: ten colors, then the same ten in dashes.
 
     Beyond twenty a dot is added to the dash for every ten.
     """
@@ -32,11 +32,11 @@ def draw_curve(axes: Any, rows: Sequence[dict[str, Any]], metric: str, config: s
     """Draw the means of a configuration over the steps, and their standard deviations over seeds as a band."""
     steps, means, spreads = curve(rows, metric, config)
     if len(steps):
-        colour, dashes = look
+        color, dashes = look
         marker = "o" if len(steps) < 30 else None
         style = (0, dashes) if dashes else "-"
-        axes.plot(steps, means, label=config, color=colour, linestyle=style, linewidth=1.4, marker=marker, markersize=3)
-        axes.fill_between(steps, means - spreads, means + spreads, color=colour, alpha=0.15)
+        axes.plot(steps, means, label=config, color=color, linestyle=style, linewidth=1.4, marker=marker, markersize=3)
+        axes.fill_between(steps, means - spreads, means + spreads, color=color, alpha=0.15)
 
 
 def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, 
         steps: when it was observed.
         layers: their numbers.
         values: ``[steps, layers, heads]``; nan stays white.
-        label: what the colours, of one scale in all panels, mean.
+        label: what the colors, of one scale in all panels, mean.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

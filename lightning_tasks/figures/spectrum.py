@@ -28,7 +28,7 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
     for axes in panels.flat[len(names) :]:
         axes.set_visible(False)
     histograms = [_histograms([spectrum[index] for spectrum in spectra]) for index in range(len(names))]
-    # Single eigenvalues far out should be seen on the white: the colour is the square root of their share.
+    # Single eigenvalues far out should be seen on the white: the color is the square root of their share.
     norm = PowerNorm(0.5, vmin=0.0, vmax=max(float(shares.max()) for shares, _ in histograms) or 1.0)
     for index, (name, (shares, edges)) in enumerate(zip(names, histograms, strict=True)):
         axes = panels.flat[index]
@@ -48,7 +48,7 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
     panels[0, 0].set_ylabel("eigenvalue (real part)", fontsize=8)
     panels[-1, 0].set_xlabel("step", fontsize=8)
     bar = figure.colorbar(image, ax=panels, fraction=0.15 / columns, pad=0.01)
-    bar.set_label("share of a layer's eigenvalues in a bin\n(colour: its square root)", fontsize=8)
+    bar.set_label("share of a layer's eigenvalues in a bin\n(color: its square root)", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure
 

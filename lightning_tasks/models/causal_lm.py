@@ -95,7 +95,7 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
     if known < vocab_size:
         raise ValueError(
             f"{spec} knows {known} token ids and the data has {vocab_size}; "
-            "tokenise the data with the model's own tokenizer"
+            "tokenize the data with the model's own tokenizer"
         )
     return model
 

@@ -75,7 +75,7 @@ class MMSegBuilder(SegmentationBuilder):
         self.crop_size = size if size is not None else _square(self.config)
 
     def build(self, num_classes: int) -> nn.Module:
-        """The network, its weights initialised, its softmax attention as ours, which makes no maps.
+        """The network, its weights initialized, its softmax attention as ours, which makes no maps.
 
         Raises:
             ValueError: if mmsegmentation cannot build it, its weights cannot be had, its head has one channel for two
@@ -221,7 +221,7 @@ def _square(config: Any) -> int | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the paragraph that mmengine logs for each parameter that it initialises."""
+    """Without the paragraph that mmengine logs for each parameter that it initializes."""
     from mmengine.logging import MMLogger
 
     logger = MMLogger.get_current_instance()

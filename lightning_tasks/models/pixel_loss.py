@@ -23,7 +23,7 @@ class _BandedCrossEntropy(torch.autograd.Function):
         grad = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
         total = rows.new_zeros(())
         with torch.autocast(rows.device.type, enabled=False):
-            for below in range(height + 1):  # pixels between the centres of the rows `below - 1` and `below`
+            for below in range(height + 1):  # pixels between the centers of the rows `below - 1` and `below`
                 first = below * factor - (factor + 1) // 2
                 end = min(first + factor, masks.shape[1])
                 upper, lower = max(below - 1, 0), min(below, height - 1)

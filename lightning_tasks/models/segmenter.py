@@ -38,7 +38,7 @@ class Segmenter(nn.Module):
         decoder_dim: width of the mask transformer; the backbone's where None.
         decoder_heads: its heads; where None, one for each 64 of its width.
         decoder_drop_path: drop-path rate of its layers.
-        mean, std: a channel, for the normalisation; where None, those of the backbone.
+        mean, std: a channel, for the normalization; where None, those of the backbone.
 
     Raises:
         ValueError: for an unknown backbone (the nearest names are given) or decoder, a backbone without tokens, or
@@ -94,7 +94,7 @@ class Segmenter(nn.Module):
         return {f"backbone.{name}" for name in names()} | {"decoder.class_tokens"}
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The backbone's features on the grid of its patches, ``[B, h, w, C]``, of normalised images.
+        """The backbone's features on the grid of its patches, ``[B, h, w, C]``, of normalized images.
 
         Raises:
             ValueError: if the image is not made up of whole patches, or has another size than the backbone takes.
@@ -117,7 +117,7 @@ class Segmenter(nn.Module):
         return found.unflatten(1, (height // patch, width // patch))
 
     def patch_logits(self, images: Tensor) -> Tensor:
-        """Logits of the patches, ``[B, h, w, K]``, of images ``[B, 3, H, W]`` in [0, 1]; normalised inside.
+        """Logits of the patches, ``[B, h, w, K]``, of images ``[B, 3, H, W]`` in [0, 1]; normalized inside.
 
         Raises:
             ValueError: for images of another shape or size than the backbone takes.

@@ -69,7 +69,7 @@ def logit_bands(network: Network, images: Tensor, windows: Windows) -> Iterator[
     """Logits ``[B, K, rows, W]`` of bands of an image, from the top to the bottom.
 
     Every pixel's logits are the mean over the windows that hold it. Images smaller than a window are filled up with
-    the mean colour at the right and below. The logits of no more rows than a window's are held at once, and of one
+    the mean color at the right and below. The logits of no more rows than a window's are held at once, and of one
     band: ``B K size W`` floats and a part, whatever the height.
 
     Args:

@@ -1,4 +1,4 @@
-"""Figures of a report as SVG text that takes the page's colours: curves and heat maps of layers over steps."""
+"""Figures of a report as SVG text that takes the page's colors: curves and heat maps of layers over steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_tasks.figures.curves import draw_curve, looks
 from lightning_tasks.runs.metric_names import MetricName
 
-_INK = "#010203"  # no figure has this colour: it stands for that of the page's text
+_INK = "#010203"  # no figure has this color: it stands for that of the page's text
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
@@ -52,7 +52,7 @@ def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[li
 def heat_svg(
     steps: Sequence[int], values: np.ndarray, metrics: Sequence[str], limits: tuple[float, float], label: str
 ) -> str:
-    """A row a layer, a column a step that was logged, in the colours from `limits[0]` to `limits[1]`."""
+    """A row a layer, a column a step that was logged, in the colors from `limits[0]` to `limits[1]`."""
     figure, axes = _figure(4.6, 1.1 + 0.2 * min(len(metrics), 24))
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 5)).round().astype(int))

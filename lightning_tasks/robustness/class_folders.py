@@ -73,7 +73,7 @@ def read_wnids(path: str | Path) -> list[str]:
 
 
 def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) -> ImageDataset:
-    """The images of a folder, uint8 ``[C, H, W]``, and their labels: timm's evaluation transform, not normalised.
+    """The images of a folder, uint8 ``[C, H, W]``, and their labels: timm's evaluation transform, not normalized.
 
     An image that cannot be read is None, and counted. Sub-folders of a class count too.
 

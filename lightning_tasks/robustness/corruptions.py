@@ -69,7 +69,7 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first_in
 
     Values are rounded to 256 levels first, as in an image file. What is drawn depends on the seed, the corruption, the
     severity and the index of the image alone, not on its batch. The strengths are those made for 224 x 224 pixels;
-    CIFAR-10-C has weaker ones of its own. An image of one channel is corrupted in colour and made grey again.
+    CIFAR-10-C has weaker ones of its own. An image of one channel is corrupted in color and made grayscale again.
 
     Args:
         images: ``[B, 3 or 1, H, W]`` in [0, 1], at least 32 x 32.

@@ -72,7 +72,7 @@ class Subject:
         """Logits ``[M, classes]`` of a tensor or a data set of images, on the CPU."""
         return self._outputs(images, None, advance)[0]
 
-    def labelled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
+    def labeled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
         """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
         _, channels, height, width = self.images.shape
         from datamodules.shared.images import collate_images
@@ -190,7 +190,7 @@ def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[st
     images, files = _folder(subject, root)
 
     def measure(advance: Advance) -> list[Row]:
-        logits, labels = subject.labelled_logits(images, advance)
+        logits, labels = subject.labeled_logits(images, advance)
         note = f"among {len(classes)} classes{_left_out(images)}"
         return [Row("shift", name, "", "accuracy", accuracy(logits[:, classes], labels), len(labels), note=note)]
 
@@ -219,7 +219,7 @@ def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]
         )
 
     def measure(advance: Advance) -> list[Row]:
-        inside, (outside, _) = subject.logits(subject.images[chosen]), subject.labelled_logits(images, advance)
+        inside, (outside, _) = subject.logits(subject.images[chosen]), subject.labeled_logits(images, advance)
         if classes is not None:
             inside, outside = inside[:, classes], outside[:, classes]
         found = detection_metrics(anomaly_scores(inside), anomaly_scores(outside))

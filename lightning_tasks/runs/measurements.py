@@ -117,7 +117,7 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     for text in (type(module).__qualname__, repr(module), repr(settings)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tensors |= dict(module.named_buffers())  # those that no checkpoint holds, such as a normalisation, count too
+    tensors |= dict(module.named_buffers())  # those that no checkpoint holds, such as a normalization, count too
     for name, tensor in [*tensors.items(), *((str(place), tensor) for place, tensor in enumerate(data))]:
         content = tensor.detach().cpu().contiguous()
         digest.update(f"{name}\0{tuple(content.shape)}\0{content.dtype}\0".encode())

@@ -53,7 +53,7 @@ class Mixing:
         """Changed images ``[B, C, H, W]`` (in place) and targets ``[B, classes]`` that add up to one.
 
         Args:
-            images: normalised.
+            images: normalized.
             labels: ``[B]`` int64.
             seed: what is drawn follows from it, and the global random states stay as they are (on a GPU the erased
                 pixels' noise is drawn from its own state, which checkpoints keep).

@@ -81,7 +81,7 @@ class ReadsBooleansAsHidden(Broken):
         return {**kwargs, "attn_mask": ~mask if mask is not None and mask.dtype == torch.bool else mask}
 
 
-class NormalisesOverPadding(Broken):
+class NormalizesOverPadding(Broken):
     def before(self, q, k, v):
         return q, k / k.abs().mean((-2, -1), keepdim=True), v
 
@@ -185,7 +185,7 @@ FAULTS = {
     "samples": [MixesSamples],
     "causality": [SeesTheFuture, ForgetsIsCausal, ForgetsMasks],
     "masks": [ForgetsMasks, CutsMasks, ReadsBooleansAsHidden],
-    "padding": [NormalisesOverPadding, SeesTheFuture],
+    "padding": [NormalizesOverPadding, SeesTheFuture],
     "hidden rows": [PlainSoftmax],
     "zero keys": [DividesByNorm],
     "gradients": [DetachesValues],
@@ -218,8 +218,8 @@ def test_without_a_fault_the_broken_base_passes():
 
 
 def test_an_unknown_check_is_an_error():
-    with pytest.raises(ValueError, match=r"\['colour'\]; known: output"):
-        check_mechanism("softmax", only=["colour"])
+    with pytest.raises(ValueError, match=r"\['color'\]; known: output"):
+        check_mechanism("softmax", only=["color"])
 
 
 def test_options_that_do_not_fit_are_errors_of_the_options():

@@ -137,7 +137,7 @@ def test_a_mirror_image_has_its_mirrored_mask():
 
 
 def test_photometric_distortion_turns_the_hue_by_a_twentieth_at_most():
-    """Brightness, contrast and saturation leave the hue of a colour alone."""
+    """Brightness, contrast and saturation leave the hue of a color alone."""
     transform = TrainTransform(4, scale=(1, 1), flip=0.0, max_class_share=1.0, photometric=1.0)
     image = tv_tensors.Image(torch.tensor([150, 100, 50], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 4))
     mask = tv_tensors.Mask(torch.arange(16).view(4, 4).to(torch.uint8))
@@ -310,7 +310,7 @@ def test_nothing_there(tmp_path):
         ),
         (
             lambda folder: wrong_mask(folder, np.zeros((36, 48, 3))),
-            r"val_0\.png has mode RGB \(colours\): .* one number",
+            r"val_0\.png has mode RGB \(colors\): .* one number",
         ),
     ],
 )

@@ -229,7 +229,7 @@ def test_images_of_any_mode_get_the_channels_that_were_asked_for(mode, in_chans)
         ({"batch_size": 0}, "batch_size is 0"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"img_size": 0}, "img_size is 0"),
-        ({"in_chans": 2}, r"in_chans is 2: give 1 \(grey\) or 3"),
+        ({"in_chans": 2}, r"in_chans is 2: give 1 \(grayscale\) or 3"),
         ({"train_transform": {"re_prob": 0.25}}, "train_transform has 're_prob'.*belong to the task"),
         ({"eval_transform": {"crop": 1}}, "eval_transform is {'crop': 1}: timm.*crop"),
     ],

@@ -1,4 +1,4 @@
-"""Random text in fixed order, with a padded last window, for tests of the language-modelling task."""
+"""Random text in fixed order, with a padded last window, for tests of the language-modeling task."""
 
 import lightning.pytorch as pl
 import torch

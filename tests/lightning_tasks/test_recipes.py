@@ -132,7 +132,7 @@ def test_readme_lists_every_recipe():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_guarded_and_summarised(recipe):
+def test_every_recipe_is_guarded_and_summarized(recipe):
     settings = read_settings(find_file(recipe)[0])
     callbacks = settings["trainer"]["callbacks"]
     if changed := [text for text in find_variant(recipe).overrides if text.startswith("--trainer.callbacks")]:

@@ -271,14 +271,14 @@ def test_truth_and_prediction_are_painted_in_their_own_panels():
     assert [(title, len(drawn)) for title, drawn in panels.items()] == [("image", 1), ("truth", 2), ("prediction", 2)]
     for drawn in panels.values():
         torch.testing.assert_close(torch.tensor(drawn[0].get_array()).permute(2, 0, 1).float(), image)
-    colours = {name: panels[name][1].to_rgba(panels[name][1].get_array()) for name in ("truth", "prediction")}
-    assert colours["truth"][0, 0, 3] == 0  # no class, no paint
-    assert (colours["truth"][0, 1] == colours["truth"][3, 3]).all()
-    assert [panels[name][1].get_alpha() for name in colours] == [0.6, 0.6]
+    colors = {name: panels[name][1].to_rgba(panels[name][1].get_array()) for name in ("truth", "prediction")}
+    assert colors["truth"][0, 0, 3] == 0  # no class, no paint
+    assert (colors["truth"][0, 1] == colors["truth"][3, 3]).all()
+    assert [panels[name][1].get_alpha() for name in colors] == [0.6, 0.6]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["sky", "road"]
-    for patch, name in zip(legend.get_patches(), colours, strict=True):
-        assert patch.get_facecolor()[:3] == pytest.approx(tuple(colours[name][3, 3, :3]))
+    for patch, name in zip(legend.get_patches(), colors, strict=True):
+        assert patch.get_facecolor()[:3] == pytest.approx(tuple(colors[name][3, 3, :3]))
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------------

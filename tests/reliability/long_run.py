@@ -138,10 +138,10 @@ class Maps(AttentionMapLogger):
 def slope(seconds: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
     """The line of least squares: its rise an hour, and the standard error of that (of independent residuals)."""
     hours, y = np.asarray(seconds) / 3600, np.asarray(values)
-    centred = hours - hours.mean()
-    rise = float(centred @ y / (centred @ centred))
-    residuals = y - y.mean() - rise * centred
-    return rise, float(np.sqrt(residuals @ residuals / max(len(y) - 2, 1) / (centred @ centred)))
+    centered = hours - hours.mean()
+    rise = float(centered @ y / (centered @ centered))
+    residuals = y - y.mean() - rise * centered
+    return rise, float(np.sqrt(residuals @ residuals / max(len(y) - 2, 1) / (centered @ centered)))
 
 
 def growing(samples: Sequence[Sample]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""What timm's attention layers have in common: how they are recognised, read and run."""
+"""What timm's attention layers have in common: how they are recognized, read and run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SwappedTimm(Swapped):
 class TimmHost(Host):
     """One attention class of timm's, and subclasses of it that change nothing in the forward.
 
-    Recognised by the names of module and class, so that no file of timm's is imported for it.
+    Recognized by the names of module and class, so that no file of timm's is imported for it.
     """
 
     library: ClassVar[str]
@@ -148,7 +148,7 @@ class TimmHost(Host):
     def query_refusal(self, layer: Any) -> str | None:
         if _query_norm(layer):
             return (
-                "it normalises queries (q_norm), whose weights would train nothing without a query; "
+                "it normalizes queries (q_norm), whose weights would train nothing without a query; "
                 "use a mechanism with a query, or build the model with qk_norm=False"
             )
         return super().query_refusal(layer) or self.projections(layer).query_refusal(layer)

@@ -189,7 +189,7 @@ class LevitHost(_CachedBiasHost):
 
 
 class SwappedTiny(SwappedTimm):
-    """TinyViT's ``[B, N, C]``, which it normalises first."""
+    """TinyViT's ``[B, N, C]``, which it normalizes first."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self._leave(self._mix(*self._split(self.norm(x)), self.get_attention_biases(x.device)))

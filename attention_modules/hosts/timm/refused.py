@@ -23,7 +23,7 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "LayerScaleBlockClassAttn": _CLASS_TOKEN,
         "TalkingHeadAttn": _HEADS_MIXED,
     },
-    "timm.models.coat": {"FactorAttnConvRelPosEnc": f"factorised attention, {_LINEAR}"},
+    "timm.models.coat": {"FactorAttnConvRelPosEnc": f"factorized attention, {_LINEAR}"},
     "timm.models.convit": {"GPSA": "gated: it mixes the softmax map with one of positions"},
     "timm.models.cpubone": {"ConvAttention": _CONVOLVED},
     "timm.models.crossvit": {"CrossAttentionBlock": _CLASS_TOKEN, "CrossAttention": _CLASS_TOKEN},

@@ -1,7 +1,7 @@
 """Attention inside windows that the block around it makes: Swin and its kin.
 
 Each window is a sequence of its own, ``[B * windows, N, C]``. Where the windows are shifted, a mask of the block hides
-the tokens that are no neighbours; timm writes it as -100, and a mechanism is given -inf, which hides them truly.
+the tokens that are no neighbors; timm writes it as -100, and a mechanism is given -inf, which hides them truly.
 """
 
 from __future__ import annotations

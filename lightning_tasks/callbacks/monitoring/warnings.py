@@ -47,7 +47,7 @@ SIGNS = (
         0.98,
         False,
         "rank collapse: the tokens that enter the layer point almost the same way, so that attention cannot tell them "
-        "apart; look at residual connections, initialisation and depth",
+        "apart; look at residual connections, initialization and depth",
         # Tokens of a fresh model are often alike (its position embeddings are small), and part in a few steps.
         untrained=False,
     ),
@@ -63,13 +63,13 @@ SIGNS = (
 FEWEST_KEYS = 16  # a key among fewer may well take 0.3
 
 # Of the spectrum, in words of attention, for tokens that enter with mean 0 and variance 1 and have nothing in common.
-# Where logits have a standard deviation of 50, normalised entropy is about 0.02, from 64 to 1,024 keys.
+# Where logits have a standard deviation of 50, normalized entropy is about 0.02, from 64 to 1,024 keys.
 SPECTRUM_SIGNS = (
     Sign(
         "logit_deviation",
         50.0,
         False,
-        "entropy collapse in sight: with weights of this scale rows attend to one key only, unless normalisation makes "
+        "entropy collapse in sight: with weights of this scale rows attend to one key only, unless normalization makes "
         "the tokens small; a lower learning rate, weight decay on W_q and W_k or LocAteR keep the scale down",
     ),
     Sign(
@@ -77,7 +77,7 @@ SPECTRUM_SIGNS = (
         1e-3,
         True,
         "all rows attend alike, whatever their tokens: W_qᵀ W_k is next to nothing, and attention only averages, which "
-        "drives tokens to rank collapse; look at weight decay or penalties on W_q and W_k, and at initialisation",
+        "drives tokens to rank collapse; look at weight decay or penalties on W_q and W_k, and at initialization",
     ),
     Sign(
         "non_finite",

@@ -84,7 +84,7 @@ def check_batch(images: Tensor, labels: Tensor) -> None:
         )
     low, high = (images.amin().item(), images.amax().item()) if images.numel() else (0.0, 0.0)
     if not (low >= 0 and high <= 1):
-        raise ValueError(f"images are in [{low:g}, {high:g}]: give them in [0, 1], and let the model normalise them")
+        raise ValueError(f"images are in [{low:g}, {high:g}]: give them in [0, 1], and let the model normalize them")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The attacks in the convention of the code that was released with RPC-Attention, under their own names.
 
-There, eps is in units of the normalised image, nothing is clipped, and the attack moves away from the model's own
+There, eps is in units of the normalized image, nothing is clipped, and the attack moves away from the model's own
 prediction (Teo and Nguyen, NeurIPS 2024, released code). Figures are not comparable with those of the other attacks: in
 pixels, eps is multiplied by the standard deviation that the model divides by, about 1/4.
 """
@@ -38,7 +38,7 @@ def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, s
     Args:
         model, images: see :func:`~lightning_tasks.robustness.fgsm`.
         labels: not used but for their number: the model's prediction stands for them.
-        eps: the largest change of a value of the normalised image, in [0, 1].
+        eps: the largest change of a value of the normalized image, in [0, 1].
         std: what the model divides each channel by, ``[C]``.
 
     Returns:

@@ -16,7 +16,7 @@ def draw(*shape, scale=1.0):
 
 
 def naive_kernel(k):
-    """K_φ, centred, and g, as the equations stand, of one head ``[N, d]``."""
+    """K_φ, centered, and g, as the equations stand, of one head ``[N, d]``."""
     tokens = len(k)
     kernel = torch.exp(k @ k.T / math.sqrt(k.shape[1]))
     g = kernel @ torch.ones(tokens, dtype=k.dtype)
@@ -62,8 +62,8 @@ def test_predicted_values_as_the_equations_stand():
     found = kernel_pca(k)
     assert found.values.shape == (2, 2, 9, 4)
     for b, head in np.ndindex(2, 2):
-        centred, g = naive_kernel(k[b, head])
-        eigenvalues, vectors = np.linalg.eigh(centred.numpy())
+        centered, g = naive_kernel(k[b, head])
+        eigenvalues, vectors = np.linalg.eigh(centered.numpy())
         order = np.argsort(-eigenvalues)[:4]
         np.testing.assert_allclose(found.eigenvalues[b, head], eigenvalues[order], atol=1e-12)
         a = torch.from_numpy(vectors[:, order].copy())
@@ -84,8 +84,8 @@ def test_long_keys_do_not_overflow():
 
 def naive_cka(one, other, kernel):
     grams = [one.new_tensor([[kernel(a, b, each) for b in each] for a in each]) for each in (one, other)]
-    centre = torch.eye(len(one), dtype=torch.float64) - 1 / len(one)
-    one, other = (centre @ gram @ centre for gram in grams)
+    center = torch.eye(len(one), dtype=torch.float64) - 1 / len(one)
+    one, other = (center @ gram @ center for gram in grams)
     return (one * other).sum() / (one.norm() * other.norm())
 
 
@@ -129,12 +129,12 @@ def test_values_that_are_those_predicted_are_found_alike_in_every_measure():
 
 def test_gamma_pair_by_pair_and_what_its_absolute_form_cannot_tell():
     k, v = draw(1, 1, 7, 3), draw(1, 1, 7, 3)
-    centred, g = naive_kernel(k[0, 0])
+    centered, g = naive_kernel(k[0, 0])
     a = torch.diag(g) @ v[0, 0]
     a = a - a.mean(0)
-    gamma = centred @ a / (7 * a)
+    gamma = centered @ a / (7 * a)
     absolute, relative, residuals = [], [], []
-    for column, image in zip(a.T, (centred @ a).T, strict=True):
+    for column, image in zip(a.T, (centered @ a).T, strict=True):
         rho = column @ image / (column @ column)
         residuals.append((image - rho * column).norm() / image.norm())
     for d in range(3):

@@ -160,7 +160,7 @@ REFUSED = {
     "symmetric": (lambda: SelfAttention(8, 2, "symmetric"), "SymmetricAttention"),
     "q/k norm": (lambda: SelfAttention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm), "q/k norm"),
     "gate": (lambda: SelfAttention(8, 2, gated=True), "a gate"),
-    "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalises the output"),
+    "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalizes the output"),
     "rope": (Rope, "rope"),
     "rope of Hugging Face": (lambda: hugging_face("llama").module, "rope"),
     "zero key": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "a key of its own"),

@@ -290,6 +290,6 @@ def built(host: str, seed: int = 0) -> nn.Module:
             module.dropout = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-    for parameter in model.parameters():  # biases and zero-initialised tensors must count too
+    for parameter in model.parameters():  # biases and zero-initialized tensors must count too
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()

@@ -53,7 +53,7 @@ What else to know:
   SAM's bias is a product with the query, and is refused without one. Tokens that a shifted window hides are hidden.
 - Cosine attention (Swin v2): queries and keys of length one, each times the root of the learned scale. Without a query
   the logits are the scale times the cosine of two keys, and RPC's keys are those of length root of the scale.
-- q/k norm: a mechanism with a query sees what is normalised; without one it is refused, since the query's norm would
+- q/k norm: a mechanism with a query sees what is normalized; without one it is refused, since the query's norm would
   train nothing.
 - LeViT has a batch norm behind its joint projection: no query can be split from it, and no W_q and W_k be given. Its
   values, and EfficientFormer's, are wider than its keys, which RPC refuses.

@@ -73,7 +73,7 @@ def test_a_layer_built_without_a_query_cannot_get_one() -> None:
     assert layer.qkv.weight is weight
 
 
-def test_normalised_queries_cannot_be_dropped() -> None:
+def test_normalized_queries_cannot_be_dropped() -> None:
     layer = SelfAttention(DIM, HEADS, qk_norm=True, norm_layer=torch.nn.LayerNorm)
     with pytest.raises(AttentionSwapError, match="q_norm"):
         swap_attention(layer, "symmetric")

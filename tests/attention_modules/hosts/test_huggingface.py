@@ -97,7 +97,7 @@ def test_a_layer_builds_its_masks_under_our_name(padded: bool) -> None:
         assert mask.dtype == torch.bool
         assert not mask[0, 0].triu(1).any()
     else:
-        assert mask is None  # and the layer's own is_causal is honoured
+        assert mask is None  # and the layer's own is_causal is honored
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -332,7 +332,7 @@ def test_subclasses_with_their_own_forward_are_refused() -> None:
     ("given", "text"),
     [
         ({"attention_mask": torch.ones(2, TOKENS, dtype=torch.bool)}, r"takes masks \[B, H, N, M\], got \(2, 6\)"),
-        ({"attention_mask": None, "softcap": 30.0}, "cannot honour softcap"),
+        ({"attention_mask": None, "softcap": 30.0}, "cannot honor softcap"),
     ],
     ids=["mask", "softcap"],
 )

@@ -106,7 +106,7 @@ def test_keys_that_no_mechanism_sees_are_refused(option: str) -> None:
         swap_attention(layer(**{option: True}), "softmax")
 
 
-def test_parametrised_projection_is_refused_where_it_would_be_split() -> None:
+def test_parametrized_projection_is_refused_where_it_would_be_split() -> None:
     module = layer(batch_first=True)
     nn.utils.parametrizations.spectral_norm(module, "in_proj_weight")
     with pytest.raises(AttentionSwapError, match="no plain Parameter"):

@@ -19,7 +19,7 @@ from lightning_tasks.analyses.token_selection import EXPERIMENTS, find_target, m
 
 
 @pytest.mark.parametrize("name", ["single", "multi", "joint"])
-def test_descent_and_regularisation_path_reach_the_max_margin_direction(name):
+def test_descent_and_regularization_path_reach_the_max_margin_direction(name):
     problem, joint = TokenSelectionDataModule(name).problem, name == "joint"
     path = gradient_path(problem, joint=joint, steps=200)
     target = find_target(problem, path, joint)

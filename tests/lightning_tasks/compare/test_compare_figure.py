@@ -53,7 +53,7 @@ def test_no_two_configurations_look_alike(count):
     assert len(set(looks(count))) == len(looks(count)) == count
 
 
-def test_dashes_are_drawn_where_colours_come_again():
+def test_dashes_are_drawn_where_colors_come_again():
     axes = Figure().subplots()
     for config, look in zip(("a", "b"), (looks(11)[0], looks(11)[10]), strict=True):
         draw_curve(axes, ROWS, "val/loss", config, look)

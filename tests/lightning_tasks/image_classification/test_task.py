@@ -73,7 +73,7 @@ def test_each_layer_is_swapped_once():
         ({"model": "deit_tiny_patch16_224"}, [0.449], [0.226]),
     ],
 )
-def test_images_are_normalised_inside(options, mean, std):
+def test_images_are_normalized_inside(options, mean, std):
     module = built(**options)
     given = images(chans=module.in_chans)
     mean, std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
@@ -140,7 +140,7 @@ def test_mixing_is_timms_and_follows_from_its_seed():
     assert torch.equal(one[1], reference[1])
 
 
-def test_random_erasing_comes_after_the_normalisation():
+def test_random_erasing_comes_after_the_normalization():
     module = built(random_erasing=1.0, mean=[100.0], std=[1.0])
     seen = []
     module.model.register_forward_pre_hook(lambda model, args: seen.append(args[0].clone()))

@@ -63,7 +63,7 @@ def test_logits_lie_where_their_patch_is():
 
 
 def test_the_mask_transformer_is_the_paper_s():
-    """Cosines of projected patch and class tokens, normalised over the classes."""
+    """Cosines of projected patch and class tokens, normalized over the classes."""
     torch.manual_seed(0)
     decoder = MaskTransformer(6, 3, 8, 2, 2).eval()
     tokens = torch.randn(2, 4, 5, 6)
@@ -76,7 +76,7 @@ def test_the_mask_transformer_is_the_paper_s():
     torch.testing.assert_close(decoder(tokens), decoder.mask_norm(cosine).view(2, 4, 5, 3))
 
 
-def test_images_are_normalised_inside():
+def test_images_are_normalized_inside():
     one, other = segmenter(), segmenter(mean=[0.0] * 3, std=[1.0] * 3)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
     torch.testing.assert_close(one(images()), other((images() - mean) / std))

@@ -56,8 +56,8 @@ def test_the_page_is_drawn_and_logs_no_error(page, tmp_path):
     assert pixels.shape[:2] == (1400, 1000)
     dark = pixels.max(-1) < 0.5
     assert 0.005 < dark.mean() < 0.5  # text
-    for colour in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # the lines of two configurations
-        assert (np.abs(pixels - np.array(colour) / 255).max(-1) < 0.02).sum() > 100
+    for color in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # the lines of two configurations
+        assert (np.abs(pixels - np.array(color) / 255).max(-1) < 0.02).sum() > 100
 
 
 def test_the_page_fits_a_telephone(page, tmp_path):

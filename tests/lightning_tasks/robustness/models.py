@@ -10,8 +10,8 @@ CLASSES = 5
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-class Normalised(nn.Module):
-    """A network behind the normalisation of its input."""
+class Normalized(nn.Module):
+    """A network behind the normalization of its input."""
 
     def __init__(self, network):
         super().__init__()
@@ -36,7 +36,7 @@ def convolutional(seed=0, scale=3.0):
     )
     network.eval()(torch.zeros(1, 3, 12, 12))
     network[-1].weight.data.mul_(scale)
-    return Normalised(network)
+    return Normalized(network)
 
 
 def vit(attention=None, seed=0, **options):
@@ -55,7 +55,7 @@ def vit(attention=None, seed=0, **options):
     network.head.weight.data.normal_(std=1.0)
     if attention:
         swap_attention(network, attention, **options)
-    return Normalised(network)
+    return Normalized(network)
 
 
 def batch(count=8, size=12, dtype=torch.float32):

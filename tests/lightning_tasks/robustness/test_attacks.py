@@ -20,7 +20,7 @@ from lightning_tasks.robustness import (
     transfer,
 )
 from lightning_tasks.robustness.attacks.square import square_share
-from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, Normalised, batch, convolutional, vit
+from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, Normalized, batch, convolutional, vit
 
 EPS = 4 / 255
 TWIN = convolutional(seed=9)
@@ -198,22 +198,22 @@ def test_no_model_is_shown_anything_outside_of_0_to_1(attack):
 def test_the_released_convention(attack):
     model, (images, labels) = convolutional().eval(), batch()
     attacked = attack(model, images, labels, eps=6 / 255)
-    normalised = (attacked - images) / torch.tensor(STD).view(3, 1, 1)
-    assert normalised.abs().max() <= 6 / 255 + 1e-5  # eps is in normalised units
-    assert (normalised.abs().amax((0, 2, 3)) > 5 / 255).all()  # in every channel
+    normalized = (attacked - images) / torch.tensor(STD).view(3, 1, 1)
+    assert normalized.abs().max() <= 6 / 255 + 1e-5  # eps is in normalized units
+    assert (normalized.abs().amax((0, 2, 3)) > 5 / 255).all()  # in every channel
     assert attacked.max() > 1  # nothing is clipped
     assert torch.equal(attacked, attack(model, images, (labels + 1) % CLASSES, eps=6 / 255))  # labels play no part
     own = model(images).argmax(1)
     assert loss(model, attacked, own).mean() > loss(model, images, own).mean()
 
 
-def test_the_released_step_is_fgsm_of_the_normalised_network():
+def test_the_released_step_is_fgsm_of_the_normalized_network():
     model, (images, labels) = convolutional().eval(), batch()
-    normalised = ((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)).requires_grad_()
-    own = model.network(normalised).argmax(1)
-    functional.cross_entropy(model.network(normalised), own).backward()
+    normalized = ((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)).requires_grad_()
+    own = model.network(normalized).argmax(1)
+    functional.cross_entropy(model.network(normalized), own).backward()
     step = (released_fgsm(model, images, labels, eps=0.02, std=STD) - images) / torch.tensor(STD).view(3, 1, 1)
-    assert torch.allclose(step, 0.02 * normalised.grad.sign(), atol=1e-6)
+    assert torch.allclose(step, 0.02 * normalized.grad.sign(), atol=1e-6)
 
 
 def test_the_released_pgd_takes_20_steps_of_15_hundredths():
@@ -401,7 +401,7 @@ def test_bad_batches_are_named(attack, change, error, says):
         (released_fgsm, {"std": [0.2]}, "give 3 positive numbers"),
         (
             transfer,
-            {"source": Normalised(nn.Sequential(nn.Flatten(), nn.Linear(432, 3)))},
+            {"source": Normalized(nn.Sequential(nn.Flatten(), nn.Linear(432, 3)))},
             "5 classes and the source 3",
         ),
     ],

@@ -83,7 +83,7 @@ def test_the_global_random_states_stay_as_they_were(library):
 
 
 @pytest.mark.parametrize("name", ["brightness", "frost", "gaussian_noise"])
-def test_grey_images_stay_grey(library, name):
+def test_grayscale_images_stay_grayscale(library, name):
     corrupted = corrupt(images(channels=1), name, 3)
     assert corrupted.shape == (3, 1, 32, 32)
     assert 0 <= corrupted.min() <= corrupted.max() <= 1

@@ -83,7 +83,7 @@ def test_images_of_a_folder(folder):
     Image.new("RGB", (9, 9)).save(folder / "n01498041" / "more" / "0.png")
     images = folder_images(folder, (16, 16))
     assert [images[index][1] for index in range(len(images))] == [0, 0, 1, 1]
-    assert torch.equal(images[2][0], torch.tensor([255, 0, 0]).view(3, 1, 1).expand(3, 16, 16))  # not normalised
+    assert torch.equal(images[2][0], torch.tensor([255, 0, 0]).view(3, 1, 1).expand(3, 16, 16))  # not normalized
     assert folder_images(folder, (16, 12), channels=1)[0][0].shape == (1, 16, 12)
 
 

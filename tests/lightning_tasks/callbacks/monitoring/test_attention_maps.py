@@ -187,7 +187,7 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     assert not trained
 
 
-def test_panels_say_what_their_colours_stand_for():
+def test_panels_say_what_their_colors_stand_for():
     maps = torch.tensor([[0.1, 0.9], [0.5, 0.5]]).expand(2, 3, 2, 2)
     figure = draw_token_maps(maps, [0, 1], ["head 0", "head 1", "head 2"], "layer")
     panels = [axes for axes in figure.axes if axes.images]

@@ -227,7 +227,7 @@ def test_nothing_matched_is_an_error():
 
 
 def test_batches_without_a_row_to_average_do_not_count():
-    # Rows of the only token see one key, so normalised entropy is not defined in the second batch.
+    # Rows of the only token see one key, so normalized entropy is not defined in the second batch.
     tokens = next(iter(batches()))
     validated = [tokens, [part[:, :1] for part in tokens]]
     both, first = (

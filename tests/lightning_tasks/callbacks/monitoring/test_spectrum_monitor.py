@@ -176,7 +176,7 @@ def test_the_figure_of_spectra_has_one_scale_that_is_written():
     figure = draw_spectra([0, 5], [[spread, bad], [narrow, bad]], ["first", "second"])
     first, second, bar = figure.axes
     assert [axes.get_title() for axes in (first, second)] == ["first", "second"]
-    assert "colour: its square root" in bar.get_ylabel()
+    assert "color: its square root" in bar.get_ylabel()
     shown = first.images[0].get_array()
     assert shown[:, 0].max() == pytest.approx(1 / 64)
     assert shown[:, 1].max() == 1.0
@@ -186,7 +186,7 @@ def test_the_figure_of_spectra_has_one_scale_that_is_written():
 
 
 def test_the_threshold_of_the_scale_is_that_of_collapsed_entropy():
-    """Logits of the documented deviation have a normalised entropy of about AttentionMonitor's 0.02."""
+    """Logits of the documented deviation have a normalized entropy of about AttentionMonitor's 0.02."""
     (sign,) = (sign for sign in SPECTRUM_SIGNS if sign.statistic == "logit_deviation" and not sign.below)
     generator = torch.Generator().manual_seed(0)
     for keys in (64, 1024):

@@ -62,15 +62,15 @@ def test_batches_of_another_kind_are_named(tmp_path):
         def test_dataloader(self):
             return DataLoader([{"image": torch.rand(3, 12, 12)}])
 
-    class Normalised(TinyImages):
+    class Normalized(TinyImages):
         def test_dataloader(self):
             images, labels = random_images(4, 12, 0)
             return DataLoader(TensorDataset(images * 4 - 2, labels))
 
     with pytest.raises(ValueError, match=r"needs batches \(images, labels\).* is given dict"):
         evaluate(tmp_path, TinyClassifier(), Dicts())
-    with pytest.raises(ValueError, match=r"give them in \[0, 1\], and let the model normalise"):
-        evaluate(tmp_path, TinyClassifier(), Normalised())
+    with pytest.raises(ValueError, match=r"give them in \[0, 1\], and let the model normalize"):
+        evaluate(tmp_path, TinyClassifier(), Normalized())
 
 
 def test_a_module_without_gradients_is_named(tmp_path):
