@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import write_results
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
+from lightning_tasks.compare.workers import start_context
 
 WARM_UP = 1
 DIM, HEADS, IMAGE_CLASSES, PIXEL_CLASSES = 128, 8, 1000, 150
@@ -228,8 +229,8 @@ def contests() -> dict[str, Contest]:
     found = {}
     for key, shape, rounds, goal in (("small", SMALL, 30, 1.3), ("large", LARGE, 4, 2.0)):
         for peer, task in (
-            ("litgpt", lambda shape=shape: shape.task(positions="sinusoidal")),
-            ("gpt2", lambda shape=shape: shape.task(tied=True)),
+            ("litgpt", partial(shape.task, positions="sinusoidal")),
+            ("gpt2", partial(shape.task, tied=True)),
         ):
             name = f"language model, {shape}; {'litgpt GPT' if peer == 'litgpt' else 'transformers GPT-2'}"
             found[f"{peer}_{key}"] = Contest(name, task, getattr(shape, peer), shape.batch, rounds, goal)
@@ -280,12 +281,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def measure(contest: Contest, rounds: int | None = None) -> dict[str, str]:
+def measure(contest: Contest, threads: int, rounds: int | None = None) -> dict[str, str]:
     """A row of the table.
 
     Raises:
         ModuleNotFoundError: if the peer is not installed.
     """
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     batch = contest.batch()
     with _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -355,21 +357,16 @@ def main(args: list[str] | None = None) -> None:
     command = " ".join(["python -m benchmarks.peers", *(sys.argv[1:] if args is None else args)])
     rows = []
     # A row is measured in a new process: large tensors that an earlier row freed change what malloc does.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(1, mp_context=start_context(), max_tasks_per_child=1) as processes:
         for name in options.only:
             try:
-                rows.append(processes.submit(_measured, name, options.rounds, options.threads).result())
+                rows.append(processes.submit(measure, known[name], options.threads, options.rounds).result())
             except ModuleNotFoundError as error:
                 print(f"{name} is left out: {error}", flush=True)
                 continue
             print(rows[-1], flush=True)
             if not options.print_only:  # after each row, as all take long
                 write_results("peers", "A training step beside its peers", command, rows, NOTES)
-
-
-def _measured(name: str, rounds: int | None, threads: int) -> dict[str, str]:
-    torch.set_num_threads(threads)
-    return measure(contests()[name], rounds)
 
 
 if __name__ == "__main__":

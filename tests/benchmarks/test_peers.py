@@ -1,6 +1,7 @@
 """The benchmark beside peers, at tiny sizes; nothing of time is asserted."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,11 +33,13 @@ def test_a_row_a_peer_with_as_many_parameters(tiny, tmp_path, monkeypatch, capsy
     assert "--rounds 2" in (tmp_path / "peers.md").read_text()
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_said(tiny, monkeypatch, capsys):
-    def missing(shape, batch):
-        raise ModuleNotFoundError("No module named 'litgpt'")
+def missing(batch):
+    raise ModuleNotFoundError("No module named 'litgpt'")
 
-    monkeypatch.setattr(peers.Text, "litgpt", missing)
+
+def test_a_peer_that_is_not_installed_is_left_out_and_said(tiny, monkeypatch, capsys):
+    contest = replace(peers.contests()["litgpt_small"], peer=missing)
+    monkeypatch.setattr(peers, "contests", lambda: {"litgpt_small": contest})
     peers.main(["--threads", "1", "--only", "litgpt_small", "--print_only"])
     assert "litgpt_small is left out: No module named 'litgpt'" in capsys.readouterr().out
 
