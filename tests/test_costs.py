@@ -15,7 +15,7 @@ def defined(path: Path) -> set[str]:
 
 def is_stale(entry: str) -> bool:
     """Whether an entry's file, or the test or fixture in it, is gone; fixtures may come from a conftest.py above."""
-    file, _, name = entry.partition("::")
+    file, *_, name = entry.split("::")  # classes stand between
     path = ROOT / file
     if not path.is_file():
         return True
