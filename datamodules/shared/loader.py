@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import DataLoader
 
@@ -50,10 +51,13 @@ class _Rest:
     """The batches of indices that the loader is not to skip; nothing that it skips is loaded."""
 
     def __init__(self, batches: Any, loader: ResumableLoader) -> None:
-        self.batches, self.loader = batches, loader
+        # Not the loader itself, which holds this one by its iterator: workers of what ends in a garbage collection are
+        # waited for five seconds each, as the collector closes their queues before they are told to end.
+        self.batches, self.loader = batches, ref(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.batches), self.loader._skip, None)
+        loader = self.loader()
+        return islice(iter(self.batches), loader._skip if loader is not None else 0, None)
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -1,6 +1,8 @@
 """What the image data modules share: batches, order, resuming, damaged images, errors, a figure of a batch."""
 
+import gc
 import warnings
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -253,6 +255,19 @@ def test_memory_is_pinned_for_an_accelerator_only():
 def test_workers_persist_where_there_are_any():
     assert ready(num_workers=1).train_dataloader().persistent_workers
     assert not ready().train_dataloader().persistent_workers
+
+
+def test_workers_end_with_their_loader():
+    before = set(active_children())
+    gc.disable()  # in a collection their end would be waited for
+    try:
+        loader = ready(num_workers=1).train_dataloader()
+        batches(loader)
+        assert set(active_children()) - before
+        del loader
+        assert not set(active_children()) - before
+    finally:
+        gc.enable()
 
 
 def test_show_batch_draws_a_png(tmp_path):
