@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,8 @@ import yaml
 from lightning.pytorch.loggers import Logger
 
 from lightning_tasks.__main__ import main
-from tests.lightning_tasks.cli.runs import ROOT, last_run
+from tests.lightning_tasks.cli.runs import last_run
+from tests.lightning_tasks.programs import run_forked
 
 
 def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
@@ -31,12 +29,12 @@ def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
         assert len(list(Path("runs/demo", run_folder, "wandb").glob("offline-run-*"))) == 1
 
 
+@pytest.mark.costly
 def test_one_wandb_run_a_job_under_ddp(demo):
     pytest.importorskip("wandb")
     parts = ["--trainer", "strategy/ddp", "--trainer", "logger/wandb"]
-    command = [sys.executable, "-m", "lightning_tasks", "fit", "--config", demo, *parts]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    done = run_forked("lightning_tasks", "fit", "--config", demo, *parts)  # Lightning starts the second process
+    assert done.returncode == 0, done.stderr
     assert [path.name for path in Path("runs/demo").iterdir()] == ["version_0"]
     assert len(list(Path("runs/demo/version_0/wandb").glob("offline-run-*"))) == 1
     assert (Path("runs/demo/version_0") / "config.yaml").is_file()

@@ -1,15 +1,11 @@
 """`attnswap compare` as a whole: run, resumed, interrupted, with cells that fail or diverge."""
 
-import contextlib
 import csv
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,8 +14,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.recipes import COMPARISON_KEYS
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.lightning_tasks.programs import start_forked
 
 
 def test_help_says_what_a_comparison_file_holds(capsys):
@@ -60,6 +55,7 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends a signal to a group of processes")
 @pytest.mark.parametrize(("jobs", "group"), [(1, True), (2, False)], ids=["group", "parent alone"])
 def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp_path, jobs, group):
@@ -69,29 +65,14 @@ def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp
     variants = {"free": None, "held": {"trainer.callbacks+": hold}}
     path.write_text(yaml.safe_dump({"base": str(demo), "variants": variants}))
     command = ["compare", str(path), "--seeds", "0:2", "--output", str(output), "--jobs", str(jobs)]
-    # A shell's background jobs, as these tests may be one, ignore SIGINT, and so would what they start.
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from lightning_tasks.__main__ import main; main(sys.argv[1:])"
-    )
-    first = subprocess.Popen(
-        [sys.executable, "-c", code, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # not by `cwd`: a configuration is read in its own folder
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with start_forked("lightning_tasks", *command) as first:
         deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline and first.poll() is None:
+        while len(list(tmp_path.glob("held_*"))) < jobs and time.monotonic() < deadline and first.running:
             time.sleep(0.05)
         (os.killpg if group else os.kill)(first.pid, signal.SIGINT)
-        said = first.communicate(timeout=60)[1]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(first.pid, signal.SIGKILL)
-    assert first.returncode == 130, said
+        ended = first.finish(60)
+    said = ended.stderr
+    assert ended.returncode == 130, said
     assert f"interrupted: {jobs} of 4 cells are finished; the same command goes on" in said
     assert "Traceback" not in said
     finished = {path.parent: path.stat().st_mtime_ns for path in (output / "cells").rglob(RESULT)}

@@ -1,42 +1,24 @@
 """Two processes on one CPU against one process at twice the batch."""
 
 import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_tasks.runs.heads import read_heads
 from tests.lightning_tasks.processes.ddp_run import main
+from tests.lightning_tasks.programs import run_ranks
 
 pytestmark = pytest.mark.costly
-
-ROOT = Path(__file__).parents[3]
-
-
-def start(folder, devices, batch_size):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [
-        sys.executable,
-        "-m",
-        "tests.lightning_tasks.processes.ddp_run",
-        str(folder),
-        str(devices),
-        str(batch_size),
-    ]
-    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return {**torch.load(folder / "result.pt", weights_only=True), "output": done.stdout}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    printed = run_ranks("tests.lightning_tasks.processes.ddp_run", str(two), "2", "2")
     main(one, 1, 4)
-    return {"one": torch.load(one / "result.pt", weights_only=True), "two": start(two, 2, 2), "folder": two}
+    found = [torch.load(folder / "result.pt", weights_only=True) for folder in (one, two)]
+    return {"one": found[0], "two": found[1], "printed": printed, "folder": two}
 
 
 def test_weights_are_those_of_one_process_at_twice_the_batch(runs):
@@ -82,7 +64,7 @@ def test_a_resumed_run_draws_in_each_process_what_the_whole_one_did(runs, proces
 
 def test_data_is_prepared_once_and_logged_once(runs):
     # once for each of three fits and a test, by the first process alone
-    assert runs["two"]["output"].count("data prepared") == 4
+    assert [text.count("data prepared") for text in runs["printed"]] == [4, 0]
     logs = list((runs["folder"] / "logs").glob("version_*/metrics.csv"))
     assert len(logs) == 1
     with logs[0].open() as file:

@@ -1,10 +1,7 @@
 """W&B runs of the command and of comparisons, read from their offline files."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +12,7 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
 from lightning_tasks.variants import Variant
+from tests.lightning_tasks.programs import run_forked
 from tests.lightning_tasks.runs.logged_files import final_config, offline_runs, rows_and_updates, run_record
 
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "demo", "tags": ["mine"]}}
@@ -175,29 +173,10 @@ def test_a_run_of_another_entity_is_not_continued():
 
 # -- the key -----------------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import json, os, sys
-from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.wandb_runs import go_offline_without_key
-import wandb
-modes = []
-for case in json.loads(sys.argv[1]):
-    os.environ.pop("WANDB_MODE", None)
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
-        os.environ.pop(name, None)
-    os.environ.update(case)
-    wandb.teardown()
-    try:
-        go_offline_without_key()
-    except UsageError as error:
-        modes.append(str(error))
-        continue
-    modes.append([os.environ.get("WANDB_MODE"), wandb.setup().settings.mode])
-print(json.dumps(modes))
-"""
 KEY = "a" * 40
 
 
+@pytest.mark.costly
 def test_the_key_is_looked_up_as_wandb_does(tmp_path):
     """By its environment variables, its settings file and netrc, for the server that these name; in one process."""
     (tmp_path / "netrc").write_text(f"machine wandb.lab.example login user password {KEY}\n")
@@ -212,23 +191,19 @@ def test_the_key_is_looked_up_as_wandb_does(tmp_path):
         {"WANDB_MODE": "disabled"},
         {"WANDB_API_KEY": "a key!"},
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    environment |= {"WANDB_CONFIG_DIR": str(tmp_path / "config"), "PYTHONPATH": str(Path(__file__).parents[3])}
-
-    def modes(cases):
-        command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+    settings = "[default]\nbase_url = https://wandb.lab.example\n"
+    environment = {"NETRC": str(tmp_path / "netrc"), "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    environment["WANDB_CONFIG_DIR"] = str(tmp_path / "config")
+    module = "tests.lightning_tasks.runs.key_cases"
+    done = run_forked(module, json.dumps([*cases, {"settings": settings}]), cwd=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
 
     offline, online = ["offline", "offline"], [None, "online"]
-    *found, refused = modes(cases)
+    *found, refused, named = json.loads(done.stdout.splitlines()[-1])
     assert found == [offline, online, offline, online, ["online", "online"], ["disabled", "disabled"]]
     assert "WANDB_API_KEY" in refused
     assert KEY not in refused
-    (tmp_path / "config" / "settings").write_text("[default]\nbase_url = https://wandb.lab.example\n")
-    assert modes([{}]) == [online]
+    assert named == online
 
 
 def test_the_first_process_alone_writes_the_run_into_a_checkpoint():
