@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.lightning_tasks.processes.process_cases import KINDS, main, tasks
 from tests.lightning_tasks.programs import run_program, run_ranks
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.costly
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    return {"folder": folder, **main(folder, 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda *_, **__: None)  # half of its time, and nothing is compared with them
+        return {"folder": folder, **main(folder, 1)}
 
 
 @pytest.fixture(scope="module")
