@@ -61,19 +61,23 @@ def test_workers_take_the_devices_in_turn(jobs, count, visible, devices):
     assert worker_devices(jobs, count, visible) == devices
 
 
-def seen_by_a_worker(seconds):
-    time.sleep(seconds)
+def seen_by_a_worker(folder, together):
+    """When so many are at work, each in a process of its own."""
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < together and time.monotonic() < deadline:
+        time.sleep(0.01)
     return os.environ.get(VISIBLE), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_a_worker_sees_its_own_device_alone(monkeypatch):
+def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
     monkeypatch.setenv(VISIBLE, "4,7,9")
     context = start_context()
     devices = context.SimpleQueue()
     for device in worker_devices(2, 3, os.environ[VISIBLE]):
         devices.put(device)
     with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool:
-        assert set(pool.map(seen_by_a_worker, [1.0] * 4)) == {("4", True), ("7", True)}
+        assert set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2)) == {("4", True), ("7", True)}
     assert os.environ[VISIBLE] == "4,7,9"
 
 
