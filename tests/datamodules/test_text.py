@@ -187,4 +187,4 @@ def test_memory_does_not_grow_with_the_text(tmp_path, cache):
         finally:
             tracemalloc.stop()
 
-    assert peak(16_000) < 1.5 * peak(4_000)
+    assert peak(8_000) < 1.25 * peak(2_000)
