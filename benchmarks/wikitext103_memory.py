@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 MEASURE = """
 import json, resource, sys, time
-from datamodules import WikiTextDataModule
+from attnswap.datamodules import WikiTextDataModule
 imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 data = WikiTextDataModule("wikitext-103-v1", root=sys.argv[1], cache_dir=sys.argv[2])

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from datamodules.segmentation import SegmentationDataModule
-from datamodules.shared.paths import data_root
-from datamodules.shared.scenes import FileScenes, LabelCode
+from .segmentation import SegmentationDataModule
+from .shared.paths import data_root
+from .shared.scenes import FileScenes, LabelCode
 
 NUM_CLASSES = 150
 _FOLDERS = {"train": "training", "validation": "validation", "test": "validation"}
@@ -25,12 +25,12 @@ class ADE20KDataModule(SegmentationDataModule):
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
         folder: the name of the set below `root`.
         batch_size, num_workers, crop_size, eval_batch_size: see
-            :class:`~datamodules.segmentation.SegmentationDataModule`.
-        train_transform: further arguments of :class:`~datamodules.shared.scene_transform.TrainTransform`: scale,
+            :class:`.SegmentationDataModule`.
+        train_transform: further arguments of :class:`.TrainTransform`: scale,
             short_side (512 where left out), max_class_share, flip, photometric.
 
     Raises:
-        ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
+        ValueError: as :class:`.SegmentationDataModule`.
         NotADirectoryError: `root` is a file.
         FileNotFoundError: on setup, where a folder, or one of a pair, is missing.
     """

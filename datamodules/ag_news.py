@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datamodules.shared.hub import count_rows, download_parquet, find_shards, read_column
-from datamodules.shared.paths import data_root
-from datamodules.text import TextDataModule
+from .shared.hub import count_rows, download_parquet, find_shards, read_column
+from .shared.paths import data_root
+from .text import TextDataModule
 
 REPOSITORY = "fancyzhx/ag_news"
 _ROWS_A_BATCH = 1024

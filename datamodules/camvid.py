@@ -3,9 +3,9 @@
 import os
 from typing import Any
 
-from datamodules.segmentation import SegmentationDataModule
-from datamodules.shared.paths import data_root
-from datamodules.shared.scenes import FileScenes, LabelCode
+from .segmentation import SegmentationDataModule
+from .shared.paths import data_root
+from .shared.scenes import FileScenes, LabelCode
 
 _FOLDERS = {"train": "train", "validation": "val", "test": "test"}
 
@@ -19,10 +19,10 @@ class CamVidDataModule(SegmentationDataModule):
     Args:
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
         batch_size, num_workers, crop_size, eval_batch_size, train_transform: see
-            :class:`~datamodules.segmentation.SegmentationDataModule`.
+            :class:`.SegmentationDataModule`.
 
     Raises:
-        ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
+        ValueError: as :class:`.SegmentationDataModule`.
         NotADirectoryError: `root` is a file.
         FileNotFoundError: on setup, where a folder, or one of a pair, is missing.
     """

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from datamodules.shared.decoding import open_image
-from datamodules.shared.hub import count_rows, download_parquet, find_shards, read_rows
-from datamodules.shared.images import ArrayImages, in_mode, whole_labels
-from datamodules.shared.paths import data_root
-from datamodules.vision import VisionDataModule, split_indices
+from .shared.decoding import open_image
+from .shared.hub import count_rows, download_parquet, find_shards, read_rows
+from .shared.images import ArrayImages, in_mode, whole_labels
+from .shared.paths import data_root
+from .vision import VisionDataModule, split_indices
 
 REPOSITORY = "uoft-cs/cifar10"
 _ROWS = 1000
@@ -57,12 +57,12 @@ class CIFAR10DataModule(VisionDataModule):
         val_fraction: share of each class of the train images that is held out for validation; 0 trains on all, and
             validates on the test images.
         split_seed: draws what is held out; not the seed of the run, so that runs have the same splits.
-        train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; by default crops of
+        train_transform, eval_transform: see :class:`.VisionDataModule`; by default crops of
             60% to 100% of the image, and mirror images.
         download: fetch missing parquet files from the hub into `root`; otherwise they are an error.
 
     Raises:
-        ValueError: `val_fraction` is not in [0, 1), and as :class:`~datamodules.vision.VisionDataModule`.
+        ValueError: `val_fraction` is not in [0, 1), and as :class:`.VisionDataModule`.
         NotADirectoryError: `root` is a file.
     """
 

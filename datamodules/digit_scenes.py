@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from datamodules.digits import DigitsDataModule
-from datamodules.segmentation import SegmentationDataModule
-from datamodules.shared.base import check_at_least
-from datamodules.shared.scenes import Scenes
+from .digits import DigitsDataModule
+from .segmentation import SegmentationDataModule
+from .shared.base import check_at_least
+from .shared.scenes import Scenes
 
 _SMALLEST = 32
 _KEPT = 32  # pixels a side up to which cut-outs are kept
@@ -94,20 +94,20 @@ class DigitScenesDataModule(SegmentationDataModule):
     """Scenes of up to four of scikit-learn's handwritten digits, in eleven classes: background and the ten digits.
 
     The digits of training, validation and test are other ones, split as by
-    :class:`~datamodules.digits.DigitsDataModule`. A digit is a sticker: its stroke and a margin of paper, whose pixels
+    :class:`.DigitsDataModule`. A digit is a sticker: its stroke and a margin of paper, whose pixels
     are its mask, exactly.
 
     Args:
-        batch_size, num_workers, eval_batch_size: see :class:`~datamodules.segmentation.SegmentationDataModule`.
+        batch_size, num_workers, eval_batch_size: see :class:`.SegmentationDataModule`.
         img_size: H = W of a scene in pixels, at least 32.
         crop_size: H = W of training images; `img_size` where None.
         num_train, num_val, num_test: number of scenes.
         scene_seed: draws the scenes; not the seed of the run, so that runs have the same scenes.
-        train_transform: see :class:`~datamodules.segmentation.SegmentationDataModule`. Where it does not say so there
+        train_transform: see :class:`.SegmentationDataModule`. Where it does not say so there
             is no scaling, no limit of a class's share of a crop, and no mirror image, for a mirrored digit is none.
 
     Raises:
-        ValueError: as :class:`~datamodules.segmentation.SegmentationDataModule`.
+        ValueError: as :class:`.SegmentationDataModule`.
     """
 
     class_names = ("background", *"0123456789")

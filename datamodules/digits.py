@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from datamodules.shared.images import ArrayImages
-from datamodules.vision import VisionDataModule, split_indices
+from .shared.images import ArrayImages
+from .vision import VisionDataModule, split_indices
 
 _TEST, _VALIDATION = 0.2, 0.125  # of all; of the rest
 
@@ -22,10 +22,10 @@ class DigitsDataModule(VisionDataModule):
         img_size: images are scaled to this where it is not 8.
         in_chans: 1, or 3 for three equal channels.
         split_seed: draws the splits; not the seed of the run, so that runs have the same splits.
-        train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; no augmentation by default.
+        train_transform, eval_transform: see :class:`.VisionDataModule`; no augmentation by default.
 
     Raises:
-        ValueError: as :class:`~datamodules.vision.VisionDataModule`.
+        ValueError: as :class:`.VisionDataModule`.
     """
 
     class_names = tuple("0123456789")

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from datamodules.shared.paths import data_root
-from datamodules.text import TextDataModule
+from .shared.paths import data_root
+from .text import TextDataModule
 
 SOURCE = "https://www.nltk.org/nltk_data/ (gutenberg)"
 # Tenths of the lines at which validation and test begin: text follows on within a split, and none is in two.

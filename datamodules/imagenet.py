@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from timm.data import ImageNetInfo
 
-from datamodules.shared.hub import find_shards
-from datamodules.shared.images import FileImages, Images, ParquetImages
-from datamodules.shared.paths import cache_root, class_folders, class_images, data_root
-from datamodules.vision import VisionDataModule
+from .shared.hub import find_shards
+from .shared.images import FileImages, Images, ParquetImages
+from .shared.paths import cache_root, class_folders, class_images, data_root
+from .vision import VisionDataModule
 
 REPOSITORY = "ILSVRC/imagenet-1k"
 _WNID = re.compile(r"n\d{8}")
@@ -38,11 +38,11 @@ class ImageNetDataModule(VisionDataModule):
         num_workers: loader processes.
         img_size: H = W in pixels.
         in_chans: 3, or 1 for grayscale.
-        train_transform, eval_transform: see :class:`~datamodules.vision.VisionDataModule`; timm's by default.
+        train_transform, eval_transform: see :class:`.VisionDataModule`; timm's by default.
         cache_dir: folder for the memory map of the second layout; None for `$ATTNSWAP_CACHE`, else the user's cache.
 
     Raises:
-        ValueError: as :class:`~datamodules.vision.VisionDataModule`; on setup, if the class names of the splits differ,
+        ValueError: as :class:`.VisionDataModule`; on setup, if the class names of the splits differ,
             or 1,000 WordNet ids are not those of ImageNet-1k in its order.
         NotADirectoryError: `root` or `cache_dir` is a file.
         FileNotFoundError: on setup, where no layout is found; the text says what was looked for.

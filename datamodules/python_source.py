@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datamodules.shared.base import check_at_least
-from datamodules.text import TextDataModule
+from .shared.base import check_at_least
+from .text import TextDataModule
 
 _LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 _SPLIT_OF_TENTH = {0: "validation", 5: "test"}

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.shared.base import check_at_least
-from datamodules.shared.image_module import ImageDataModule
-from datamodules.shared.scene_transform import TrainTransform
-from datamodules.shared.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
-from datamodules.shared.show_batch import draw_batch, paint
+from .shared.base import check_at_least
+from .shared.image_module import ImageDataModule
+from .shared.scene_transform import TrainTransform
+from .shared.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
+from .shared.show_batch import draw_batch, paint
 
 _CHECKED = 5
 
@@ -31,7 +31,7 @@ class SegmentationDataModule(ImageDataModule):
         num_workers: loader processes.
         crop_size: H = W of training images, in pixels.
         eval_batch_size: images per batch in the other splits; None for `batch_size`. 1 where they differ in size.
-        train_transform: further arguments of :class:`~datamodules.shared.scene_transform.TrainTransform`: scale,
+        train_transform: further arguments of :class:`.TrainTransform`: scale,
             short_side, max_class_share, flip, photometric.
 
     Raises:

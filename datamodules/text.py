@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 from tqdm import tqdm
 
-from datamodules.shared.base import DataModule, check_at_least
-from datamodules.shared.loader import ResumableLoader
-from datamodules.shared.paths import cache_root
-from datamodules.shared.token_cache import CacheEntry, write_tokens
-from datamodules.shared.tokenizers import (
+from .shared.base import DataModule, check_at_least
+from .shared.loader import ResumableLoader
+from .shared.paths import cache_root
+from .shared.token_cache import CacheEntry, write_tokens
+from .shared.tokenizers import (
     END_OF_LINE_ID,
     MIN_BPE_SIZE,
     MIN_WORD_SIZE,
@@ -24,7 +24,7 @@ from datamodules.shared.tokenizers import (
     Tokenizer,
     WordTokenizer,
 )
-from datamodules.shared.windows import EpochShuffle, TokenWindows
+from .shared.windows import EpochShuffle, TokenWindows
 
 SPLITS = ("train", "validation", "test")
 _TOKENIZERS: dict[str, tuple[type[WordTokenizer] | type[BPETokenizer], int]] = {

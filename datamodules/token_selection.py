@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules.shared.base import DataModule, check_at_least
+from .shared.base import DataModule, check_at_least
 
 # n, T, d of the paper's experiments (Tarzanagh et al., NeurIPS 2023).
 CONSTRUCTIONS = {"single": (1, 3, 3), "multi": (3, 7, 3), "joint": (3, 2, 2)}

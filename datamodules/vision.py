@@ -10,10 +10,10 @@ from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.shared.base import check_at_least
-from datamodules.shared.image_module import ImageDataModule
-from datamodules.shared.images import MODES, ImageDataset, Images, collate_images
-from datamodules.shared.show_batch import draw_batch
+from .shared.base import check_at_least
+from .shared.image_module import ImageDataModule
+from .shared.images import MODES, ImageDataset, Images, collate_images
+from .shared.show_batch import draw_batch
 
 
 class VisionDataModule(ImageDataModule):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datamodules.shared.hub import count_rows, download_parquet, read_column
-from datamodules.shared.paths import data_root
-from datamodules.text import SPLITS, TextDataModule
+from .shared.hub import count_rows, download_parquet, read_column
+from .shared.paths import data_root
+from .text import SPLITS, TextDataModule
 
 REPOSITORY = "Salesforce/wikitext"
 NAMES = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")

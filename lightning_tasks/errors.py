@@ -12,10 +12,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 HINT = "ATTNSWAP_TRACEBACK=1 shows where"
-_OURS = ("attention_modules", "lightning_tasks", "datamodules")
+_OURS = ("attention_modules", "lightning_tasks", "attnswap")
 _TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."
 _ROOT = Path(__file__).resolve().parent.parent
-_LIBRARIES = ("<", sysconfig.get_paths()["stdlib"], *(f"{_ROOT / name}{os.sep}" for name in _OURS))
+_FOLDERS = (*_OURS, "datamodules")  # of a checkout
+_LIBRARIES = ("<", sysconfig.get_paths()["stdlib"], *(f"{_ROOT / name}{os.sep}" for name in _FOLDERS))
 _METRIC = re.compile(r"conditioned on metric .+ which is not available|could not find the monitored key")
 _INSTALLED = {"site-packages", "dist-packages"}
 

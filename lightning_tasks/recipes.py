@@ -1,4 +1,4 @@
-"""Find the shipped recipes, the YAML files of the folder `configs` beside the packages, without importing torch."""
+"""Find the shipped recipes, the YAML files of the folder `configs`, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 
 from lightning_tasks.errors import UsageError
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = next(  # in a checkout the folder is beside the packages
+    path for path in (_ROOT / "attnswap" / "configs", _ROOT / "configs") if path.is_dir()
+)
 PARTS = "parts"  # the folder of files that change a section of any recipe; their names leave it out
 SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),

@@ -72,7 +72,7 @@ def test_a_run_resumes(name, kept):
 
 def test_a_checkpoint_alone_describes_its_model(kept):
     (checkpoint,) = kept.glob("trained/classification/version_0/checkpoints/*.ckpt")
-    data = ["--data", "datamodules.DigitsDataModule", "--data.batch_size", "400"]
+    data = ["--data", "attnswap.datamodules.DigitsDataModule", "--data.batch_size", "400"]
     trainer = ["--trainer.default_root_dir", str(kept / "more"), "--trainer.enable_progress_bar", "false"]
     model = ["--model", "lightning_tasks.ImageClassificationTask"]
     main(["validate", *model, *data, *trainer, "--ckpt_path", str(checkpoint)])

@@ -14,9 +14,41 @@ from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
 
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v, as PyTorch computes it (Vaswani et al., 2017, eq. 1).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only; together with ``attn_mask``, what both let it see.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask is neither boolean nor floating.
+        ValueError: if its shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
+
+
 @register_mechanism("softmax")
 class SoftmaxAttention(AttentionMechanism):
-    """softmax(q kᵀ · scale + mask) v, as PyTorch computes it (Vaswani et al., 2017, eq. 1).
+    """:func:`softmax_attention` as a mechanism.
 
     A row that a boolean mask or -inf hides wholly gives zeros; one hidden by finite numbers averages, as in PyTorch.
     """
@@ -43,9 +75,11 @@ class SoftmaxAttention(AttentionMechanism):
             TypeError: if the mask is neither boolean nor floating.
             ValueError: if its shape does not fit, or ``is_causal`` meets a key-value cache.
         """
-        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
         if weights is None:
-            return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
+            return softmax_attention(
+                q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+            )
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
         if is_causal:
             attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         weights.append(_map(q, k, attn_mask, dropout_p, scale))

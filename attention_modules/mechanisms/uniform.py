@@ -10,13 +10,46 @@ from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
 
-@register_mechanism("uniform")
-class UniformAttention(AttentionMechanism):
+def uniform_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
     """Each row is the mean of the values that it may see, whatever queries and keys say (a control, our own).
 
     Of an additive mask only the hidden entries count, not its finite biases. Queries and keys receive zero
-    gradients, so that no parameter goes unused; rows with nothing visible give zeros.
+    gradients, so that no parameter goes unused.
+
+    Args:
+        q: queries ``[B, H, N, d]``; their number is read alone.
+        k: keys ``[B, H, M, d]``; their number is read alone.
+        v: values ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: as that of other mechanisms; it changes nothing.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError, ValueError: if the mask's dtype or shape does not fit.
     """
+    check_dropout(dropout_p)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    if attn_mask is not None:
+        attn_mask = visible(attn_mask)
+    return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+@register_mechanism("uniform")
+class UniformAttention(AttentionMechanism):
+    """:func:`uniform_attention` as a mechanism."""
 
     def forward(
         self,
@@ -28,8 +61,4 @@ class UniformAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        check_dropout(dropout_p)
-        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
-        if attn_mask is not None:
-            attn_mask = visible(attn_mask)
-        return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)
+        return uniform_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from datamodules.shared.base import DataModule, check_at_least
-from datamodules.shared.images import ImageDataset
-from datamodules.shared.loader import ResumableLoader
-from datamodules.shared.windows import EpochShuffle
+from .base import DataModule, check_at_least
+from .images import ImageDataset
+from .loader import ResumableLoader
+from .windows import EpochShuffle
 
 SPLITS = ("train", "validation", "test")
 _SPLITS_OF_STAGE = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:], "predict": SPLITS[2:]}

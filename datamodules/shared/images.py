@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.shared.decoding import open_image
-from datamodules.shared.hub import count_rows
+from .decoding import open_image
+from .hub import count_rows
 
 MODES = {1: "L", 3: "RGB"}
 _NAMED = 3

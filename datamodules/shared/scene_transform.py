@@ -9,8 +9,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
-from datamodules.shared.base import check_at_least
-from datamodules.shared.scenes import IGNORED
+from .base import check_at_least
+from .scenes import IGNORED
 
 _TRIES = 10
 _FILL = (124, 116, 104)  # the mean of ImageNet, which normalizes to about 0

@@ -14,8 +14,8 @@ from torchvision import tv_tensors
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from datamodules.shared.decoding import open_image
-from datamodules.shared.images import ImageDataset, in_mode
+from .decoding import open_image
+from .images import ImageDataset, in_mode
 
 IGNORED = 255
 """The label of a pixel that does not count."""
@@ -159,7 +159,7 @@ class SceneDataset(ImageDataset):
         scenes: what is read.
         code: what the numbers in a mask mean.
         transform: takes the two as `tv_tensors` and the image's name, and returns the two.
-        is_random, multiple_of: see :class:`~datamodules.shared.images.ImageDataset`.
+        is_random, multiple_of: see :class:`.ImageDataset`.
     """
 
     def __init__(self, scenes: Scenes, code: LabelCode, transform: Any, is_random: bool, multiple_of: int = 1) -> None:

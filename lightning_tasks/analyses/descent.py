@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from attnswap.datamodules.token_selection import TokenProblem
 from torch import Tensor
 
 from attention_modules import prompt_attention
-from datamodules.token_selection import TokenProblem
 from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, unit
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from attnswap.datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
+from attnswap.datamodules.shared.tokenizers import DEFAULT_BPE_SIZE
 from torch import Tensor, nn
 
-from datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
-from datamodules.shared.tokenizers import DEFAULT_BPE_SIZE
 from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
 from lightning_tasks.errors import UsageError
 

@@ -11,13 +11,13 @@ from pathlib import Path as File
 from typing import Any
 
 import torch
+from attnswap.datamodules import TokenSelectionDataModule
+from attnswap.datamodules.token_selection import TokenProblem
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
 from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
-from datamodules import TokenSelectionDataModule
-from datamodules.token_selection import TokenProblem
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder

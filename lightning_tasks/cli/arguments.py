@@ -36,7 +36,7 @@ _NOISE = re.compile(
     r"Does not validate against any|Subtypes: |Errors:|- Expected a <class 'NoneType'>|- Expected a path but"
     r"|Given value|$"
 )
-_PACKAGES = {"data": "datamodules", "model": "lightning_tasks"}
+_PACKAGES = {"data": "attnswap.datamodules", "model": "lightning_tasks"}
 
 
 def expand_recipe_names(arguments: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ def _text(error: OSError | RuntimeError) -> str | None:
     """What the machine refused, None for errors of another kind."""
     if isinstance(error, UnwrittenCheckpoint):
         return str(error)
-    from datamodules.shared.windows import CutFileError
+    from attnswap.datamodules.shared.windows import CutFileError
 
     if isinstance(error, CutFileError):
         return str(error).splitlines()[-1].split("CutFileError: ")[-1]  # a worker's has its traceback before it

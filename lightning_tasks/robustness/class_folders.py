@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from datamodules.shared.images import ImageDataset, Images
+    from attnswap.datamodules.shared.images import ImageDataset, Images
 
 _WNID = re.compile(r"n\d{8}")
 
@@ -29,7 +29,7 @@ def class_names(root: str | Path) -> list[str]:
     Raises:
         ValueError: if it is no folder, or holds none.
     """
-    from datamodules.shared.paths import class_folders
+    from attnswap.datamodules.shared.paths import class_folders
 
     return class_folders(root)
 
@@ -85,10 +85,9 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
     Raises:
         ValueError: if it is no such folder, a class has no image, or none of the images can be read.
     """
+    from attnswap.datamodules.shared.images import FileImages, ImageDataset
+    from attnswap.datamodules.shared.paths import class_images
     from timm.data import create_transform
-
-    from datamodules.shared.images import FileImages, ImageDataset
-    from datamodules.shared.paths import class_images
 
     files = FileImages(*class_images(Path(root), class_names(root), f"{Path(root).name}: files"))
     images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)

@@ -36,7 +36,7 @@ from lightning_tasks.runs.measurements import Advance, Measurement, library_vers
 from lightning_tasks.runs.robustness import Row
 
 if TYPE_CHECKING:
-    from datamodules.shared.images import ImageDataset
+    from attnswap.datamodules.shared.images import ImageDataset
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Subject:
     def labeled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
         """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
         _, channels, height, width = self.images.shape
-        from datamodules.shared.images import collate_images
+        from attnswap.datamodules.shared.images import collate_images
 
         found = self._outputs(images, partial(collate_images, shape=(channels, height, width)), advance)
         images.warn_of_skipped()

@@ -20,7 +20,7 @@ import jsonargparse
 from lightning_tasks.training.hparams import Spec, build, find_module, import_object, plain_spec
 
 LIBRARIES = frozenset(
-    {"attention_modules", "lightning_tasks", "datamodules"}
+    {"attention_modules", "lightning_tasks", "attnswap"}
     | {"torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "timm", "transformers"}
 )
 """Packages whose classes a checkpoint may name."""

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+from attnswap.datamodules import AGNewsDataModule
 
-from datamodules import AGNewsDataModule
 from tests.datamodules.conftest import write_split
 
 ARTICLES = {"train": [f"article {index}" for index in range(25)], "test": ["other 0", "other 1"]}

@@ -2,8 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from datamodules import GutenbergDataModule
+from attnswap.datamodules import GutenbergDataModule
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from attnswap.datamodules import CIFAR10DataModule, GutenbergDataModule
+from attnswap.datamodules.cifar10 import read_archive
+from attnswap.datamodules.shared.decoding import open_image
+from attnswap.datamodules.shared.hub import read_column
+from attnswap.datamodules.shared.images import ParquetImages
+from attnswap.datamodules.shared.scenes import FileScenes
+from attnswap.datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
 from PIL import Image, UnidentifiedImageError
 
-from datamodules import CIFAR10DataModule, GutenbergDataModule
-from datamodules.cifar10 import read_archive
-from datamodules.shared.decoding import open_image
-from datamodules.shared.hub import read_column
-from datamodules.shared.images import ParquetImages
-from datamodules.shared.scenes import FileScenes
-from datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
 from tests.datamodules.image_files import encoded, random_pixels
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
+from attnswap.datamodules.cifar10 import parse_python
+from attnswap.datamodules.imagenet import check_wnids
+from attnswap.datamodules.shared.images import ArrayImages
 from timm.data import ImageNetInfo
 
-from datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
-from datamodules.cifar10 import parse_python
-from datamodules.imagenet import check_wnids
-from datamodules.shared.images import ArrayImages
 from tests.datamodules.image_files import random_pixels, write_class_folders, write_parquet
 
 PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}

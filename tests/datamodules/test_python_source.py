@@ -1,8 +1,7 @@
 import os
 
 import pytest
-
-from datamodules import PythonSourceDataModule
+from attnswap.datamodules import PythonSourceDataModule
 
 
 @pytest.fixture

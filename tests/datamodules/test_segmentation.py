@@ -6,15 +6,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from attnswap.datamodules import ADE20KDataModule, CamVidDataModule, DigitScenesDataModule
+from attnswap.datamodules.digits import DigitsDataModule
+from attnswap.datamodules.shared.scene_transform import LimitedCrop, RandomScale, TrainTransform
+from attnswap.datamodules.shared.scenes import IGNORED, LabelCode
+from attnswap.datamodules.shared.show_batch import class_colors, paint
 from lightning.pytorch import seed_everything
 from PIL import Image
 from torchvision import tv_tensors
 
-from datamodules import ADE20KDataModule, CamVidDataModule, DigitScenesDataModule
-from datamodules.digits import DigitsDataModule
-from datamodules.shared.scene_transform import LimitedCrop, RandomScale, TrainTransform
-from datamodules.shared.scenes import IGNORED, LabelCode
-from datamodules.shared.show_batch import class_colors, paint
 from tests.datamodules.scene_files import write_ade20k, write_camvid
 
 

@@ -4,11 +4,11 @@ import tracemalloc
 import lightning.pytorch as L
 import pytest
 import torch
+from attnswap.datamodules import PythonSourceDataModule, TextDataModule, WikiTextDataModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DistributedSampler
 
-from datamodules import PythonSourceDataModule, TextDataModule, WikiTextDataModule
 from tests.datamodules.conftest import SPLITS, write_split
 
 NAME = "wikitext-2-v1"
@@ -187,4 +187,4 @@ def test_memory_does_not_grow_with_the_text(tmp_path, cache):
         finally:
             tracemalloc.stop()
 
-    assert peak(8_000) < 1.25 * peak(2_000)
+    assert peak(16_000) < 1.5 * peak(4_000)

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from datamodules import TokenSelectionDataModule
-from datamodules.token_selection import CONSTRUCTIONS, GAP
+from attnswap.datamodules import TokenSelectionDataModule
+from attnswap.datamodules.token_selection import CONSTRUCTIONS, GAP
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -7,12 +7,12 @@ from multiprocessing import active_children
 import numpy as np
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
+from attnswap.datamodules.shared.images import ArrayImages, FileImages, ImageDataset
+from attnswap.datamodules.vision import VisionDataModule
 from lightning.pytorch import seed_everything
 from PIL import Image
 
-from datamodules import DigitsDataModule, ImageNetDataModule
-from datamodules.shared.images import ArrayImages, FileImages, ImageDataset
-from datamodules.vision import VisionDataModule
 from tests.datamodules.image_files import random_pixels, write_class_folders
 
 

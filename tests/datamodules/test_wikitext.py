@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from attnswap.datamodules import WikiTextDataModule
 
-from datamodules import WikiTextDataModule
 from tests.datamodules.conftest import LINES, SPLITS, write_split
 
 NAME = "wikitext-2-v1"

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attnswap.datamodules import DigitScenesDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
-from datamodules import DigitScenesDataModule
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint

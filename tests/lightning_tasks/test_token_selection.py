@@ -3,8 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from attnswap.datamodules import TokenSelectionDataModule
 
-from datamodules import TokenSelectionDataModule
 from lightning_tasks import TokenSelectionTask
 from lightning_tasks.analyses.descent import gradient_path
 from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, unit

@@ -298,7 +298,13 @@ def _command(content: dict[str, Any], folder: Path) -> None:
     from lightning_tasks.cli.fit import _command_line, _ParsingCLI
 
     torch.save(content, folder / "evil.ckpt")
-    arguments = ["validate", "--ckpt_path", str(folder / "evil.ckpt"), "--data", "datamodules.DigitsDataModule"]
+    arguments = [
+        "validate",
+        "--ckpt_path",
+        str(folder / "evil.ckpt"),
+        "--data",
+        "attnswap.datamodules.DigitsDataModule",
+    ]
     task = "ImageClassification" if "other_attention" in content["hyper_parameters"] else "LanguageModeling"
     arguments += ["--model", f"lightning_tasks.{task}Task"]
     cli = _command_line(_ParsingCLI, arguments, ())
@@ -312,7 +318,7 @@ def _recipe(content: dict[str, Any], folder: Path) -> None:
 
     hparams = dict(content["hyper_parameters"])
     task = hparams.pop("_class_path")
-    recipe = {"model": {"class_path": task, "init_args": hparams}, "data": "datamodules.DigitsDataModule"}
+    recipe = {"model": {"class_path": task, "init_args": hparams}, "data": "attnswap.datamodules.DigitsDataModule"}
     (folder / "evil.yaml").write_text(yaml.safe_dump(recipe))
     _used(_built(_command_line(_ParsingCLI, ["fit", "--config", str(folder / "evil.yaml")], ())))
 

@@ -67,7 +67,7 @@ IMAGES = {
         },
     },
     "data": {
-        "class_path": "datamodules.DigitsDataModule",
+        "class_path": "attnswap.datamodules.DigitsDataModule",
         "init_args": {"batch_size": 8, "train_transform": {"scale": [0.8, 1.0], "hflip": 0.0}},
     },
 }
@@ -88,7 +88,7 @@ MASKS = {
         },
     },
     "data": {
-        "class_path": "datamodules.DigitScenesDataModule",
+        "class_path": "attnswap.datamodules.DigitScenesDataModule",
         "init_args": {"batch_size": 2, "img_size": 16, "crop_size": 16, "num_train": 2, "num_val": 2, "num_test": 2},
     },
 }

@@ -292,7 +292,7 @@ def test_names_in_strings_are_not_imported(trap, place, door):
     hparams["_class_path"] = f"{__name__}.Foreign"
     content = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "hyper_parameters": hparams}
     torch.save(content, "a.ckpt")
-    arguments = ["validate", "--ckpt_path", "a.ckpt", "--data", "datamodules.DigitsDataModule", "--model"]
+    arguments = ["validate", "--ckpt_path", "a.ckpt", "--data", "attnswap.datamodules.DigitsDataModule", "--model"]
     opened = {
         "command": lambda: _command_line(_ParsingCLI, [*arguments, f"{__name__}.Foreign"], ()),
         "load_module": lambda: load_module("a.ckpt", Foreign),
@@ -485,7 +485,7 @@ def test_strings_that_look_like_names_pass():
 
 
 def test_the_command_line_imports_no_program(trap):
-    arguments = ["validate", "--model", f"{__name__}.Foreign", "--data", "datamodules.DigitsDataModule"]
+    arguments = ["validate", "--model", f"{__name__}.Foreign", "--data", "attnswap.datamodules.DigitsDataModule"]
     with quiet(), pytest.raises(Exception, match="denied by the 'subprocess' entry"):
         _command_line(_ParsingCLI, [*arguments, "--model.make", "subprocess.check_output"], ())
 

@@ -1,8 +1,7 @@
 from pathlib import Path
 
 import pytest
-
-from datamodules.shared.paths import cache_root, data_root
+from attnswap.datamodules.shared.paths import cache_root, data_root
 
 
 @pytest.mark.parametrize(("function", "variable"), [(data_root, "ATTNSWAP_DATA"), (cache_root, "ATTNSWAP_CACHE")])

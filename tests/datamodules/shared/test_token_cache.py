@@ -6,8 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-
-from datamodules.shared.token_cache import CacheEntry, write_tokens
+from attnswap.datamodules.shared.token_cache import CacheEntry, write_tokens
 
 
 def entry_in(folder):

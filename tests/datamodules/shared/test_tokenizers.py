@@ -1,8 +1,7 @@
 import builtins
 
 import pytest
-
-from datamodules.shared.tokenizers import BPETokenizer, WordTokenizer
+from attnswap.datamodules.shared.tokenizers import BPETokenizer, WordTokenizer
 
 LINES = ["b a a\n", "", "c a <unk> b\n"]
 

@@ -3,10 +3,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from attnswap.datamodules.shared.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
-
-from datamodules.shared.windows import IGNORED, CutFileError, EpochShuffle, TokenWindows
 
 START = 1
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from attnswap.datamodules import TokenSelectionDataModule
+from attnswap.datamodules.token_selection import TokenProblem
 from torch.nn.functional import cosine_similarity
 
 from attention_modules.analysis import NotSeparableError
-from datamodules import TokenSelectionDataModule
-from datamodules.token_selection import TokenProblem
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import ANALYSES, token_selection
 from lightning_tasks.analyses.descent import gradient_path, regularization_path

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule
 
-from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.language_data import trainer

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
 from lightning.pytorch.loggers import CSVLogger
 
-from datamodules import DigitsDataModule, ImageNetDataModule
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import PredictionTable
@@ -50,7 +50,7 @@ def test_the_command_writes_them_without_a_logger_too(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["attnswap"])
     arguments = ["--model=lightning_tasks.ImageClassificationTask", f"--model.model_options={json.dumps(TINY)}"]
-    arguments += ["--data=datamodules.DigitsDataModule", "--data.batch_size=200", "--trainer.accelerator=cpu"]
+    arguments += ["--data=attnswap.datamodules.DigitsDataModule", "--data.batch_size=200", "--trainer.accelerator=cpu"]
     main(["predict", *arguments, "--trainer.enable_progress_bar=false"])
     (first,) = tmp_path.rglob("predictions.csv")
     assert first.parent.name == "version_0"

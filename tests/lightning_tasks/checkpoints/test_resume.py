@@ -6,10 +6,10 @@ from signal import SIGTERM
 import lightning.pytorch as pl
 import pytest
 import torch
+from attnswap.datamodules import PythonSourceDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from datamodules import PythonSourceDataModule
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR, SaveOnStop, WarnOfMissedValidation
 from tests.lightning_tasks.demo import DemoModule, Signal

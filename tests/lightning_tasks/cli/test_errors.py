@@ -49,7 +49,7 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
         ),
         (["--model.optimizer=SDG"], "no 'SDG' was found; looked in torch.optim. Did you mean 'SGD'"),
         (["--model.optimizr=SGD"], "Option 'optimizr' is not accepted. Did you mean 'optimizer'"),
-        (["--data=WikiTextDataModuel"], "Did you mean 'datamodules.WikiTextDataModule'"),
+        (["--data=WikiTextDataModuel"], "Did you mean 'attnswap.datamodules.WikiTextDataModule'"),
         (
             ["--trainer.max_stepz", "3"],
             "--trainer.max_stepz 3. Did you mean '--trainer.max_steps'",
@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
     ],
 )
 def test_bad_input_is_one_line_with_the_nearest_name(arguments, text, capsys, said):
-    data = ["--data", "datamodules.PythonSourceDataModule"]
+    data = ["--data", "attnswap.datamodules.PythonSourceDataModule"]
     with pytest.raises(SystemExit) as stop:
         main([*TASK[:3], *data, *TASK[5:], "--trainer.limit_val_batches=0", *arguments])
     assert stop.value.code == 2

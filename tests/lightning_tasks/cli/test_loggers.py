@@ -91,7 +91,7 @@ def test_any_list_of_loggers(demo):
 def test_options_of_another_mechanism_are_refused_with_the_cure_and_leave_no_folder(tmp_path, capsys):
     tiny = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
     model = {"model_options": tiny, "attention": "rpc", "attention_options": {"iterations": 2}}
-    data = {"class_path": "datamodules.DigitsDataModule"}
+    data = {"class_path": "attnswap.datamodules.DigitsDataModule"}
     trainer = {"accelerator": "cpu", "max_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
     trainer["logger"] = [{"class_path": WANDB}, {"class_path": CSV, "init_args": {"save_dir": "here"}}]
     recipe = {"model": {"class_path": "lightning_tasks.ImageClassificationTask", "init_args": model}, "data": data}

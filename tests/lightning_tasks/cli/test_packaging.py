@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it works where the source is not."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,8 +14,22 @@ import pytest
 from lightning_tasks.__main__ import version
 from lightning_tasks.recipes import CONFIGS
 
-ROOT = CONFIGS.parent
-SOURCES = ("attention_modules", "lightning_tasks", "datamodules", "configs", "setup.cfg", "pyproject.toml", "LICENSE")
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("attention_modules", "attnswap", "lightning_tasks")
+SOURCES = (*PACKAGES, "datamodules", "configs", "setup.cfg", "pyproject.toml", "LICENSE")
+OWN = """
+import lightning.pytorch as pl
+from attnswap.datamodules import DigitsDataModule
+class MyDigits(DigitsDataModule):
+    def setup(self, stage=None):
+        print("my own digits")
+        super().setup(stage)
+"""
+IMPORTS = """
+import datamodules.own, attnswap.callbacks, attnswap.datamodules, lightning_tasks.callbacks
+from lightning_tasks.robustness import class_folders
+print(datamodules.own.MyDigits.__mro__[1].__module__, attnswap.callbacks.LocAteR.__module__)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +64,19 @@ def attnswap(arguments, folder, environment):
 
 def test_the_wheel_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {path.relative_to(ROOT).as_posix() for path in CONFIGS.rglob("*.yaml")} <= names
+    assert {f"attnswap/configs/{path.relative_to(CONFIGS).as_posix()}" for path in CONFIGS.rglob("*.yaml")} <= names
     assert "lightning_tasks/report/page.html.j2" in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == {"attention_modules", "lightning_tasks", "datamodules", "configs"}
+    assert tops == set(PACKAGES), "other top-level names are those of users' own packages"
+
+
+def test_the_wheel_holds_every_module_and_that_it_is_typed(wheel):
+    """setup.cfg lists the packages, as two of them have another name than their folder."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    sources |= {f"attnswap/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "datamodules").rglob("*.py")}
+    assert sources == {name for name in names if name.endswith(".py")}
+    assert {f"{name}/py.typed" for name in (*PACKAGES, "attnswap/datamodules")} <= names
 
 
 def test_the_wheel_has_the_version_and_the_entry_points(wheel):
@@ -79,6 +103,53 @@ def test_the_installed_command_fits_a_recipe_by_name(installed, tmp_path):
     printed = attnswap(arguments, tmp_path, installed)
     assert "swapped layers: model.layers.0.attn (RPCAttention)" in printed
     assert Path(tmp_path, "runs/quickstart/language_modeling/version_0/run.png").is_file()
+
+
+@pytest.fixture(params=["a package", "a folder without __init__"])
+def project(request, tmp_path):
+    """A project of a user whose folders have the names of ours."""
+    for folder in ("datamodules", "configs"):
+        (tmp_path / folder).mkdir()
+        if request.param == "a package":
+            (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "datamodules" / "own.py").write_text(OWN)
+    recipe = {
+        "model": {
+            "class_path": "lightning_tasks.ImageClassificationTask",
+            "init_args": {
+                "model": "vit_tiny_patch16_224",
+                "num_classes": 10,
+                "model_options": {
+                    "img_size": 8,
+                    "in_chans": 1,
+                    "patch_size": 4,
+                    "embed_dim": 8,
+                    "num_heads": 2,
+                    "depth": 1,
+                },
+                "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+                "attention": "rpc",
+            },
+        },
+        "data": {"class_path": "datamodules.own.MyDigits", "init_args": {"batch_size": 64, "num_workers": 0}},
+        "trainer": {"max_steps": 1, "accelerator": "cpu", "limit_val_batches": 1},
+    }
+    (tmp_path / "configs" / "mine.yaml").write_text(json.dumps(recipe))
+    return tmp_path
+
+
+def test_a_project_with_folders_of_the_same_names(installed, project):
+    """From Python, and by a YAML file and `python -m`, where the working folder comes first on the path."""
+    environment = {**installed, "PYTHONPATH": f".{os.pathsep}{installed['PYTHONPATH']}"}
+    answer = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=project, env=environment, capture_output=True, text=True
+    )
+    assert answer.stdout == "attnswap.datamodules.digits lightning_tasks.callbacks.locater\n", answer.stderr
+    fit = [sys.executable, "-m", "lightning_tasks", "fit", "--config", "configs/mine.yaml"]
+    answer = subprocess.run(fit, cwd=project, env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert "my own digits" in answer.stdout
+    assert "data:\n  class_path: datamodules.own.MyDigits" in next(project.rglob("config.yaml")).read_text()
 
 
 def test_every_pin_is_exact():

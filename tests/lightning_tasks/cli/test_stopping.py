@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from attnswap.datamodules.shared.windows import CutFileError
 
-from datamodules.shared.windows import CutFileError
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.cli.early_stop import sigterm_in_one_line

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from attnswap.datamodules.shared.token_cache import CacheEntry
 
-from datamodules.shared.token_cache import CacheEntry
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.command import only_comparison

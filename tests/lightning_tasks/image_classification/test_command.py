@@ -18,7 +18,12 @@ def test_the_command_averages_weights_of_a_swapped_model_and_monitors_it(tmp_pat
         {"class_path": "lightning_tasks.callbacks.AttentionMonitor", "init_args": {"statistics": ["entropy"]}},
     ]
     arguments = ["--model", "lightning_tasks.ImageClassificationTask", f"--model.model_options={json.dumps(TINY)}"]
-    arguments += ["--model.attention=rpc", "--model.attention_layers=[0]", "--data", "datamodules.DigitsDataModule"]
+    arguments += [
+        "--model.attention=rpc",
+        "--model.attention_layers=[0]",
+        "--data",
+        "attnswap.datamodules.DigitsDataModule",
+    ]
     arguments += ["--data.batch_size=400", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     main(["fit", *arguments, "--trainer.enable_progress_bar=false", f"--trainer.callbacks={json.dumps(callbacks)}"])
     (checkpoint,) = tmp_path.rglob("*.ckpt")

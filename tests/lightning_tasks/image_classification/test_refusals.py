@@ -3,9 +3,9 @@
 import pytest
 import timm
 import torch
+from attnswap.datamodules import DigitsDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from tests.lightning_tasks.image_classification.tasks import TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer

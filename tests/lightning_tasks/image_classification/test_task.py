@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from attnswap.datamodules import DigitsDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from timm.data.mixup import Mixup
 from torch.nn import functional
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttention
-from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMonitor
 from lightning_tasks.training.mechanisms import swap_layers

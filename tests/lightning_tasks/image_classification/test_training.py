@@ -6,11 +6,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule
+from attnswap.datamodules.shared.images import ArrayImages
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 
 from attention_modules import RPCAttention
-from datamodules import DigitsDataModule
-from datamodules.shared.images import ArrayImages
 from lightning_tasks.callbacks import SwapAttention
 from tests.lightning_tasks.image_classification.tasks import COSINE, DECAY, MIXED, RPC, TINY, built, task
 from tests.lightning_tasks.language_data import trainer

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
 
+from attnswap.datamodules import DigitScenesDataModule
+
 from attention_modules import AttentionMechanism, RPCAttention, restore_attention
 from attention_modules.hosts.layer_call import LayerCall
-from datamodules import DigitScenesDataModule
 from lightning_tasks import SegmentationTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.models.mmcv_ops import MissingOps, provide_ops

@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from attnswap.datamodules import DigitScenesDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from datamodules import DigitScenesDataModule
 from lightning_tasks import LanguageModelingTask, SegmentationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, PursuitMonitor, SpectrumMonitor
 from tests.lightning_tasks.language_data import SMALL, RandomText

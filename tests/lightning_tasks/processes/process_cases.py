@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from attnswap.datamodules import DigitScenesDataModule, TokenSelectionDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from datamodules import DigitScenesDataModule, TokenSelectionDataModule
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask, TokenSelectionTask
 from lightning_tasks.callbacks import (
     AttentionMapLogger,

@@ -24,7 +24,7 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 def recipe(tmp_path_factory):
     """A tiny classifier that W&B logs; its task has a hyper-parameter `model`, as the configuration has."""
     model = {"class_path": "lightning_tasks.ImageClassificationTask", "init_args": {"model_options": TINY}}
-    data = {"class_path": "datamodules.DigitsDataModule", "init_args": {"batch_size": 120}}
+    data = {"class_path": "attnswap.datamodules.DigitsDataModule", "init_args": {"batch_size": 120}}
     trainer = {**QUIET, "max_steps": 2, "limit_val_batches": 1, "limit_test_batches": 1, "logger": [WANDB]}
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(yaml.safe_dump({"model": model, "data": data, "trainer": trainer}))

@@ -4,9 +4,9 @@ import csv
 import json
 
 import pytest
+from attnswap.datamodules import DigitsDataModule
 from lightning.pytorch.loggers import CSVLogger
 
-from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import RobustnessEvaluation
 from tests.lightning_tasks.language_data import trainer

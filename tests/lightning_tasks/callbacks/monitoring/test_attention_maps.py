@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
-from datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid

@@ -1,0 +1,69 @@
+"""Change what happens between the projections of any attention layer, train it with Lightning, and see what it did.
+
+What is named here is imported when it is first used. Swapping, mechanisms and analyses need torch alone;
+:mod:`attnswap.callbacks`, :mod:`attnswap.tasks` and :mod:`attnswap.datamodules` need the extra ``[train]``.
+
+Example:
+    >>> import attnswap, torch
+    >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+    >>> report = attnswap.swap_attention(model, "symmetric")
+    >>> [layer.name for layer in report.swapped]
+    ['self_attn']
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_modules import (
+        AttentionMechanism as AttentionMechanism,
+        AttentionSpec as AttentionSpec,
+        AttentionSwapError as AttentionSwapError,
+        SelfAttention as SelfAttention,
+        SwapReport as SwapReport,
+        __version__ as __version__,
+        available_mechanisms as available_mechanisms,
+        load_pretrained as load_pretrained,
+        register_mechanism as register_mechanism,
+        restore_attention as restore_attention,
+        swap_attention as swap_attention,
+        swapped as swapped,
+    )
+    from attention_modules.testing import check_mechanism as check_mechanism
+    from attnswap import (
+        analysis as analysis,
+        callbacks as callbacks,
+        functional as functional,
+        tasks as tasks,
+    )
+    from lightning_tasks.checkpoints.load import load_swapped as load_swapped
+
+_MODULES = ("analysis", "callbacks", "datamodules", "functional", "tasks")
+_HOMES = {
+    **dict.fromkeys(
+        (
+            *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "SelfAttention", "SwapReport"),
+            *("__version__", "available_mechanisms", "load_pretrained", "register_mechanism", "restore_attention"),
+            *("swap_attention", "swapped"),
+        ),
+        "attention_modules",
+    ),
+    "check_mechanism": "attention_modules.testing",
+    "load_swapped": "lightning_tasks.checkpoints.load",
+}
+
+__all__ = sorted([*_MODULES, *(name for name in _HOMES if not name.startswith("_"))])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
