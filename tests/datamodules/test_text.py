@@ -159,7 +159,7 @@ def test_it_prints_what_it_holds(data):
 @pytest.mark.parametrize("cls", [PythonSourceDataModule, WikiTextDataModule])
 def test_it_is_built_from_a_configuration(cls, tmp_path):
     arguments = {"num_tokens": 16, "vocab_size": None, "cache_dir": str(tmp_path)}
-    config = {"data": {"class_path": f"datamodules.{cls.__name__}", "init_args": arguments}}
+    config = {"data": {"class_path": f"attnswap.datamodules.{cls.__name__}", "init_args": arguments}}
     cli = LightningCLI(
         BoringModel,
         TextDataModule,

@@ -1,31 +1,14 @@
 """Names of earlier versions: they mean the present ones, where the user has no package of that name."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-LOOK = """
-import json, sys
-from lightning_tasks.cli.former_names import know_former_names
-know_former_names()
-know_former_names()
-found = {}
-for name in ("datamodules", "datamodules.vision", "datamodules.shared.images", "attnswap.datamodules.text"):
-    try:
-        module = __import__(name, fromlist=["_"])
-        found[name] = [module.__name__, module.__spec__.name]
-    except ModuleNotFoundError as error:
-        found[name] = str(error)
-import attnswap.datamodules
-found["same"] = getattr(sys.modules["datamodules"], "DigitsDataModule", None) is attnswap.datamodules.DigitsDataModule
-print(json.dumps(found))
-"""
+from tests.lightning_tasks.programs import run_forked
 
 
 def look(folder):
-    answer = subprocess.run([sys.executable, "-c", LOOK], cwd=folder, capture_output=True, text=True)
+    answer = run_forked("tests.lightning_tasks.cli.former_names_case", cwd=folder)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
