@@ -13,14 +13,7 @@ from attention_modules.mechanism import (
     mechanism_class as mechanism_class,
     register_mechanism as register_mechanism,
 )
-from attention_modules.mechanisms.rpc import RPCAttention as RPCAttention, rpc_attention as rpc_attention
-from attention_modules.mechanisms.scaled import ScaledAttention as ScaledAttention, scaled_attention as scaled_attention
-from attention_modules.mechanisms.softmax import SoftmaxAttention as SoftmaxAttention
-from attention_modules.mechanisms.symmetric import (
-    SymmetricAttention as SymmetricAttention,
-    symmetric_attention as symmetric_attention,
-)
-from attention_modules.mechanisms.uniform import UniformAttention as UniformAttention
+from attention_modules.mechanisms import *  # noqa: F403 a line for each is there
 from attention_modules.pretrained import load_pretrained as load_pretrained
 from attention_modules.prompt import PromptAttention as PromptAttention, prompt_attention as prompt_attention
 from attention_modules.swap import (
