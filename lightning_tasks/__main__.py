@@ -67,11 +67,9 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     from lightning_tasks.cli.early_stop import sigterm_in_one_line
-    from lightning_tasks.cli.former_names import know_former_names
     from lightning_tasks.errors import HINT, UsageError, library_refusal, refusal_in, refusal_text
     from lightning_tasks.recipes import print_recipes
 
-    know_former_names()
     try:
         if command in ("-h", "--help"):
             until_closed(lambda: print(HELP, end=""))

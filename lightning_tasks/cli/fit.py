@@ -28,6 +28,7 @@ from lightning_tasks.cli.arguments import (
     recipe_of,
     spell_out_classes,
 )
+from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
@@ -307,6 +308,7 @@ def _command_line(
     kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback], **options: Any
 ) -> AttnswapCLI:
     build_typed_classes_only()
+    know_former_names()
     expanded = spell_out_classes(expand_recipe_names(arguments))
     return kind(
         save_config_callback=SaveConfig,

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.training.hparams import import_object
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: arguments that the parser refuses.
     """
     build_typed_classes_only()
+    know_former_names()
     parser = LightningArgumentParser(
         prog="attnswap show-batch", description="Draw the first images of a data module, as the model will get them."
     )
