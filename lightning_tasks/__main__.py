@@ -14,8 +14,10 @@ usage: attnswap <command> [arguments]
 Change what happens between the projections of any attention layer, train it with Lightning, see what it did.
 
 commands:
-  fit, validate, test, predict  run a recipe: attnswap fit --config quickstart/language_modeling
-                                or a variant of one: --config rpc/imagenet_deit_tiny/softmax
+  fit, validate, test, predict  run a recipe: attnswap fit quickstart/language_modeling
+                                or a variant of one: attnswap fit rpc/imagenet_deit_tiny/softmax
+                                or a file of yours, which may name classes of the working folder:
+                                attnswap fit my.yaml (or --config my.yaml)
                                 override any key of the recipe: --trainer.max_steps 100 --model.attention rpc
                                 a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
@@ -23,7 +25,7 @@ commands:
   compare                       run configurations x seeds, paired, resumable, into one table
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
   analyze                       run an analysis: attnswap analyze token-selection --output DIR
-  show-batch                    draw a batch as the model gets it: attnswap show-batch --config RECIPE --output PNG
+  show-batch                    draw a batch as the model gets it: attnswap show-batch RECIPE --output PNG
 
 options:
   -h, --help                    show this text; `attnswap fit --help` lists the trainer's,
@@ -33,6 +35,7 @@ options:
 Errors in what was asked for have no traceback; ATTNSWAP_TRACEBACK=1 in the environment shows where they come from.
 """
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+RECIPE_COMMANDS = (*TRAINER_COMMANDS, "show-batch")
 
 
 def version() -> str:
@@ -56,6 +59,51 @@ def until_closed(show: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
+def _run(command: str, arguments: list[str]) -> None:
+    """Run one command; what can be refused without importing torch is."""
+    from lightning_tasks.errors import UsageError
+
+    if command in RECIPE_COMMANDS:
+        from lightning_tasks.cli.asked import check_asked, named_recipe
+
+        arguments = named_recipe(arguments)
+        check_asked(arguments)
+    if command in ("-h", "--help"):
+        until_closed(lambda: print(HELP, end=""))
+    elif command == "--version":
+        print(f"attnswap {version()}")
+    elif command == "recipes":
+        from lightning_tasks.recipes import print_recipes
+
+        until_closed(print_recipes)
+    elif command == "compare":
+        from lightning_tasks.compare.command import main as compare
+
+        compare(arguments[1:])
+    elif command == "report":
+        from lightning_tasks.report.page import main as report
+
+        report(arguments[1:])
+    elif command == "analyze":
+        from lightning_tasks.analyses import main as analyze
+
+        analyze(arguments[1:])
+    elif command == "show-batch":
+        from lightning_tasks.cli.show_batch import main as show_batch
+
+        show_batch(arguments[1:])
+    elif command in TRAINER_COMMANDS:
+        from lightning_tasks.cli.early_stop import sigterm_in_one_line
+
+        with sigterm_in_one_line():
+            from lightning_tasks.cli.fit import run
+
+            run(arguments)
+    else:
+        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
+        raise UsageError(f"unknown command {command!r}; the commands are {known}")
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (by default that of the process).
 
@@ -66,41 +114,12 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
-    from lightning_tasks.cli.early_stop import sigterm_in_one_line
     from lightning_tasks.errors import HINT, UsageError, library_refusal, refusal_in, refusal_text
-    from lightning_tasks.recipes import print_recipes
+    from lightning_tasks.working_folder import modules_of_working_folder
 
     try:
-        if command in ("-h", "--help"):
-            until_closed(lambda: print(HELP, end=""))
-        elif command == "--version":
-            print(f"attnswap {version()}")
-        elif command == "recipes":
-            until_closed(print_recipes)
-        elif command == "compare":
-            from lightning_tasks.compare.command import main as compare
-
-            compare(arguments[1:])
-        elif command == "report":
-            from lightning_tasks.report.page import main as report
-
-            report(arguments[1:])
-        elif command == "analyze":
-            from lightning_tasks.analyses import main as analyze
-
-            analyze(arguments[1:])
-        elif command == "show-batch":
-            from lightning_tasks.cli.show_batch import main as show_batch
-
-            show_batch(arguments[1:])
-        elif command in TRAINER_COMMANDS:
-            with sigterm_in_one_line():
-                from lightning_tasks.cli.fit import run
-
-                run(arguments)
-        else:
-            known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
-            raise UsageError(f"unknown command {command!r}; the commands are {known}")
+        with modules_of_working_folder():
+            _run(command, arguments)
     except Exception as error:
         refusal = error if isinstance(error, UsageError) else refusal_in(error)
         if refusal is None and command not in TRAINER_COMMANDS:  # a fit can fail in its thousandth step

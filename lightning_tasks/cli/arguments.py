@@ -1,4 +1,4 @@
-"""What follows `attnswap fit`: names of recipes and classes are spelled out, and refusals name what was meant."""
+"""What follows `attnswap fit`: names of classes are spelled out, and refusals name what was meant."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ import lightning_tasks.models as own_models
 from attention_modules.mechanism import did_you_mean, mechanism_class
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.training.hparams import import_object, import_path
-from lightning_tasks.variants import find_variant, full_name
+from lightning_tasks.working_folder import shadow_note
 
-_RECIPE_OPTIONS = ("-c", "--config")
-_ALWAYS_FILES = (*_RECIPE_OPTIONS, "--trainer")
-_FILE_OPTIONS = (*_ALWAYS_FILES, "--model", "--data")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
 _MECHANISMS = ("attention", "other_attention")
@@ -33,60 +29,10 @@ _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
 _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s*Option '([^']+)' is not accepted")
 # What jsonargparse says of each alternative of a type, and again of the value.
 _NOISE = re.compile(
-    r"Does not validate against any|Subtypes: |Errors:|- Expected a <class 'NoneType'>|- Expected a path but"
+    r"(- )?Does not validate against any|Subtypes: |Errors:|- Expected a <class 'NoneType'>|- Expected a path but"
     r"|Given value|$"
 )
 _PACKAGES = {"data": "attnswap.datamodules", "model": "lightning_tasks"}
-
-
-def expand_recipe_names(arguments: Sequence[str]) -> list[str]:
-    """Replace the names of recipes and parts behind --config, --trainer, --model and --data by the paths they mean.
-
-    What a variant changes follows the path of its recipe.
-
-    Raises:
-        UsageError: --config or --trainer names nothing that exists.
-    """
-    expanded: list[str] = []
-    option = ""
-    for argument in arguments:
-        head, equals, value = argument.partition("=")
-        if option:
-            expanded += _expand(option, argument)
-        elif equals and head in _FILE_OPTIONS:
-            path, *overrides = _expand(head, value)
-            expanded += [f"{head}={path}", *overrides]
-        else:
-            expanded.append(argument)
-        option = argument if not option and argument in _FILE_OPTIONS else ""
-    return expanded
-
-
-def _expand(option: str, value: str) -> list[str]:
-    """The path that a name behind an option means, and the arguments that follow it."""
-    if value.lstrip().startswith("{"):  # JSON typed on the command line
-        return [value]
-    try:
-        if option in _RECIPE_OPTIONS:
-            variant = find_variant(value)
-            return [variant.config, *variant.overrides]
-        path = find_recipe(value)
-    except UsageError as error:
-        if option in _ALWAYS_FILES:
-            raise UsageError(f"{option} {error}") from error
-        return [value]  # --model and --data also take a class
-    read_settings(path)
-    return [str(path)]
-
-
-def recipe_of(arguments: Sequence[str]) -> str | None:
-    """The full name of the first recipe behind --config, None where there is none, or JSON."""
-    for place, argument in enumerate(arguments):
-        head, equals, value = argument.partition("=")
-        if head in _RECIPE_OPTIONS and (equals or place + 1 < len(arguments)):
-            name = value if equals else arguments[place + 1]
-            return None if name.lstrip().startswith("{") else full_name(name)
-    return None
 
 
 class RecipeParser(LightningArgumentParser):
@@ -142,8 +88,8 @@ def argument_refusal(error: Exception, options: Iterable[str]) -> UsageError:
     text = str(error)
     lines = [line.strip() for line in text.splitlines()]
     kept = " ".join(line.removeprefix("- ") for line in lines if not _NOISE.match(line))
-    hint = _hint(text, options)
-    return UsageError((kept or " ".join(lines)) + (f".{hint}" if hint else ""))
+    hint = _hint(text, options) + shadow_note(text)
+    return UsageError((kept or " ".join(lines)) + (f".{hint}" if hint[:1] == " " else hint))
 
 
 def _hint(text: str, options: Iterable[str]) -> str:

@@ -24,10 +24,9 @@ from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.arguments import (
     RecipeParser,
     argument_refusal,
-    expand_recipe_names,
-    recipe_of,
     spell_out_classes,
 )
+from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger

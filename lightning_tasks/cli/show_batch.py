@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_tasks.cli.asked import value_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int | None, default=None, help="Seed of order and augmentation.")
     parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
     given, seed = list(arguments), None
-    recipe = _value(given, "--config")
+    recipe = value_of(given, "--config")
     if recipe is not None:
         section, seed = data_arguments(recipe)
         given = [*section, *given]
@@ -67,14 +68,3 @@ def main(arguments: Sequence[str]) -> None:
     datamodule.prepare_data()
     datamodule.setup({"train": "fit", "validation": "validate"}.get(options.split, options.split))
     print(f"figure: {datamodule.show_batch(options.output, options.split, options.num_images)}")
-
-
-def _value(arguments: Sequence[str], option: str) -> str | None:
-    """The last value of an option on a command line."""
-    value = None
-    for place, argument in enumerate(arguments):
-        if argument == option and place + 1 < len(arguments):
-            value = arguments[place + 1]
-        elif argument.startswith(f"{option}="):
-            value = argument.partition("=")[2]
-    return value

@@ -11,6 +11,7 @@ from typing import Any
 import jsonargparse
 
 from attention_modules.mechanism import did_you_mean
+from lightning_tasks.working_folder import shadow_note
 
 Spec = dict[str, Any]
 
@@ -53,7 +54,7 @@ def import_object(path: str, *modules: ModuleType) -> Any:
     try:
         return functools.reduce(getattr, names, found)
     except AttributeError as error:
-        raise ValueError(f"{path!r} was not found: {error}") from error
+        raise ValueError(f"{path!r} was not found: {error}{shadow_note(path)}") from error
 
 
 def find_module(path: str) -> tuple[ModuleType, list[str]]:

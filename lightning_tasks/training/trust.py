@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import jsonargparse
 
 from lightning_tasks.training.hparams import Spec, build, find_module, import_object, plain_spec
+from lightning_tasks.working_folder import comes_from_working_folder
 
 LIBRARIES = frozenset(
     {"attention_modules", "lightning_tasks", "attnswap"}
@@ -180,7 +181,7 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
     """
     package, *parts = path.split(".")
     check_package(path, path, allowed, place)
-    if package not in LIBRARIES and package not in allowed and not _is_loaded(path):
+    if not _is_library(package) and package not in allowed and not _is_loaded(path):
         raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {GIVE_IT}")
     if any(part.startswith("_") or not part for part in parts):
         raise ValueError(f"{place} names {path!r}, which is private and was not imported; {GIVE_IT}")
@@ -228,7 +229,7 @@ def check_package(home: str, path: str, allowed: Collection[str], place: str) ->
             imported; or if it is torch, and the home is neither in torch.nn nor in torch.optim.
     """
     package = home.partition(".")[0]
-    if package not in LIBRARIES and package not in allowed and not _is_users_module(package):
+    if not _is_library(package) and package not in allowed and not _is_users_module(package):
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
             "attnswap, torch, torchvision, torchmetrics, lightning, timm nor transformers, nor does your own "
@@ -292,6 +293,11 @@ def _is_users_own(target: Any, kind: Kind) -> bool:
     except Exception:  # annotations that cannot be evaluated
         returned = None
     return _is_users_module(package) or (isinstance(returned, type) and kind.takes(returned))
+
+
+def _is_library(package: str) -> bool:
+    """Whether a package is one of `LIBRARIES`; one that is not installed may be a file of the working folder."""
+    return package in LIBRARIES and not comes_from_working_folder(package)
 
 
 def _is_users_module(package: str) -> bool:

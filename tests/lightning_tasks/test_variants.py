@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.arguments import expand_recipe_names, without_variants
+from lightning_tasks.cli.arguments import without_variants
+from lightning_tasks.cli.asked import expand_recipe_names
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.arguments import expand_recipe_names
+from lightning_tasks.cli.asked import expand_recipe_names
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import CONFIGS
 from tests.lightning_tasks.cli.runs import DEMO, ROOT, saved_config

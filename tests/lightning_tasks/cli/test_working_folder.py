@@ -1,0 +1,82 @@
+"""The command finds modules of the working folder, after all that is installed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.training.trust import check_origin
+from lightning_tasks.working_folder import modules_of_working_folder
+from tests.lightning_tasks.cli.runs import last_run, saved_config
+
+OWN = """\
+from tests.lightning_tasks.demo import DemoModule
+
+
+class Mine(DemoModule):
+    pass
+"""
+
+
+@pytest.fixture
+def own(demo, request):
+    """A recipe of a class in a module of the working folder, whose name no other test uses."""
+    name = f"own_{request.node.originalname}"
+    Path(f"{name}.py").write_text(OWN)
+    recipe = yaml.safe_load(Path(demo).read_text())
+    recipe["model"]["class_path"] = f"{name}.Mine"
+    Path("my.yaml").write_text(yaml.safe_dump(recipe))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_configuration_names_a_class_of_the_folder(own):
+    before = list(sys.path)
+    main(["fit", "--config", "my.yaml"])
+    assert saved_config("my")["model"]["class_path"] == f"{own}.Mine"
+    assert sys.path == before
+
+
+def test_workers_of_a_comparison_find_it_too(own):
+    main(["compare", "my.yaml", "--seeds", "0", "--output", "out", "--metrics", "train/loss"])
+    assert len(list(Path("out").rglob("result.json"))) == 1
+
+
+@pytest.mark.parametrize("option", ["--model", "--data", "--trainer.callbacks+", "--model.optimizer"])
+def test_an_installed_module_of_the_same_name_wins_and_that_is_said(option, capsys):
+    Path("datasets.py").write_text(OWN)
+    base = ["--model", "lightning_tasks.LanguageModelingTask", "--data", "tests.lightning_tasks.demo.DemoText"]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *base, f"{option}=datasets.Mine"])
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    assert "Python finds the module 'datasets' in " in printed
+    assert "which comes before datasets.py of the working folder; if that one is meant, rename it" in printed
+
+
+def test_the_folder_comes_last_and_once():
+    with modules_of_working_folder():
+        assert sys.path[-1] == str(Path.cwd())
+        with modules_of_working_folder():
+            assert sys.path.count(str(Path.cwd())) == 1
+    assert str(Path.cwd()) not in sys.path
+
+
+def test_a_checkpoint_names_no_file_of_the_folder(monkeypatch):
+    """Not even where the file has the name of a library whose classes it may name, and which is not installed."""
+    Path("transformers.py").write_text("raise SystemExit('ran')")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    with modules_of_working_folder(), pytest.raises(ValueError, match="nothing of the package 'transformers'"):
+        check_origin("transformers.Evil", (), "model")
+
+
+def test_a_checkpoint_of_the_folders_class_needs_the_configuration(own, capsys):
+    main(["fit", "--config", "my.yaml"])
+    checkpoint = next((last_run("my") / "checkpoints").glob("*.ckpt"))
+    sys.modules.pop(own)
+    with pytest.raises(SystemExit):
+        main(["validate", "--model", "tests.lightning_tasks.demo.DemoModule", "--ckpt_path", str(checkpoint)])
+    assert own not in sys.modules
