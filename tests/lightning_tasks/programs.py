@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import pytest
+from filelock import FileLock
 
 from lightning_tasks.compare.workers import start_context
 
@@ -89,6 +92,19 @@ def run_forked(
     """As `subprocess.run` of ``python -m MODULE ARGUMENTS``; see :func:`start_forked`."""
     with start_forked(module, *arguments, cwd=cwd, **environment) as program:
         return program.finish(timeout)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder that ``make`` fills; once for all test processes, which share the tests of a module."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once_{name}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            part.mkdir()
+            make(part)
+            part.rename(folder)
+    return folder
 
 
 def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 240) -> list[str]:

@@ -1,6 +1,7 @@
 """Two processes on one CPU against one process at twice the batch."""
 
 import csv
+import json
 
 import pytest
 import torch
@@ -8,20 +9,24 @@ from matplotlib.figure import Figure
 
 from lightning_tasks.runs.heads import read_heads
 from tests.lightning_tasks.processes.ddp_run import main
-from tests.lightning_tasks.programs import run_ranks
+from tests.lightning_tasks.programs import made_once, run_ranks
 
 pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    printed = run_ranks("tests.lightning_tasks.processes.ddp_run", str(two), "2", "2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda *_, **__: None)  # nothing is compared with the figures of one process
-        main(one, 1, 4)
-    found = [torch.load(folder / "result.pt", weights_only=True) for folder in (one, two)]
-    return {"one": found[0], "two": found[1], "printed": printed, "folder": two}
+    def make(folder):
+        printed = run_ranks("tests.lightning_tasks.processes.ddp_run", str(folder / "two"), "2", "2")
+        (folder / "printed.json").write_text(json.dumps(printed))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Figure, "savefig", lambda *_, **__: None)  # nothing is compared with those of one process
+            main(folder / "one", 1, 4)
+
+    folder = made_once(tmp_path_factory, "ddp", make)
+    one, two = (torch.load(folder / name / "result.pt", weights_only=True) for name in ("one", "two"))
+    printed = json.loads((folder / "printed.json").read_text())
+    return {"one": one, "two": two, "printed": printed, "folder": folder / "two"}
 
 
 def test_weights_are_those_of_one_process_at_twice_the_batch(runs):

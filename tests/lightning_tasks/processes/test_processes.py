@@ -9,24 +9,30 @@ import torch
 from matplotlib.figure import Figure
 
 from tests.lightning_tasks.processes.process_cases import KINDS, main, tasks
-from tests.lightning_tasks.programs import run_program, run_ranks
+from tests.lightning_tasks.programs import made_once, run_program, run_ranks
 
 pytestmark = pytest.mark.costly
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda *_, **__: None)  # half of its time, and nothing is compared with them
-        return {"folder": folder, **main(folder, 1)}
+    def make(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Figure, "savefig", lambda *_, **__: None)  # half its time, and nothing is compared with them
+            torch.save(main(folder, 1), folder / "result.pt")
+
+    folder = made_once(tmp_path_factory, "one_process", make)
+    return {"folder": folder, **read(folder / "result.pt")}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("two")
-    run_ranks("tests.lightning_tasks.processes.process_cases", str(folder), "2")
+
+    def make(folder):
+        run_ranks("tests.lightning_tasks.processes.process_cases", str(folder), "2")
+
+    folder = made_once(tmp_path_factory, "two_processes", make)
     return [{"folder": folder, **read(folder / f"result_{rank}.pt")} for rank in range(2)]
 
 

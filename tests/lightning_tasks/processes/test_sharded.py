@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.lightning_tasks.processes.sharded_cases import main
-from tests.lightning_tasks.programs import run_ranks
+from tests.lightning_tasks.programs import made_once, run_ranks
 
 pytestmark = pytest.mark.costly
 
@@ -12,8 +12,11 @@ pytestmark = pytest.mark.costly
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What one process found, and what each of two did."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run_ranks("tests.lightning_tasks.processes.sharded_cases", str(folder), "2")
+
+    def make(folder):
+        run_ranks("tests.lightning_tasks.processes.sharded_cases", str(folder), "2")
+
+    folder = made_once(tmp_path_factory, "sharded", make)
     return main(1), [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
