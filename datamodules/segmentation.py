@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from .shared.base import check_at_least
 from .shared.image_module import ImageDataModule
+from .shared.images import ImageDataset, Images, collate_images
 from .shared.scene_transform import TrainTransform
 from .shared.scenes import IGNORED, LabelCode, SceneDataset, Scenes, collate_scenes, unchanged
 from .shared.show_batch import draw_batch, paint
@@ -92,6 +94,11 @@ class SegmentationDataModule(ImageDataModule):
     def loader_batch_size(self, training: bool) -> int:
         return self.batch_size if training or self.eval_batch_size is None else self.eval_batch_size
 
+    def unlabeled(self, images: Images, multiple_of: int) -> tuple[ImageDataset, Callable[[Any], Any], int]:
+        """Batches are one image `[1, 3, H, W]` each, in its own size."""
+        dataset = ImageDataset(images, pil_to_tensor, 3, is_random=False, multiple_of=multiple_of)
+        return dataset, partial(_images_alone, size=self.crop_size), 1
+
     def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
         painted: list[Tensor] = []
         for images, masks in loader:
@@ -104,3 +111,7 @@ class SegmentationDataModule(ImageDataModule):
         return f"{type(self).__name__}(crops of {self.crop_size}, {self.num_classes} classes, {self._counts()})"
 
     __str__ = __repr__
+
+
+def _images_alone(items: Sequence[tuple[Tensor, int] | None], *, size: int) -> tuple[Tensor]:
+    return (collate_images(items, shape=(3, size, size))[0],)

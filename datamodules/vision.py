@@ -73,6 +73,12 @@ class VisionDataModule(ImageDataModule):
     def collate(self, training: bool) -> Callable[[Any], tuple[Tensor, Tensor]]:
         return partial(collate_images, shape=(self.in_chans, self.img_size, self.img_size))
 
+    def unlabeled(self, images: Images, multiple_of: int) -> tuple[ImageDataset, Callable[[Any], Any], int]:
+        """Labels of their batches are 0, and mean nothing."""
+        transform = self._transforms["validation"]
+        dataset = ImageDataset(images, transform, self.in_chans, is_random=False, multiple_of=multiple_of)
+        return dataset, self.collate(training=False), self.batch_size
+
     def draw(self, loader: DataLoader, num_images: int, path: Path) -> Path:
         images, labels = [], []
         for batch_images, batch_labels in loader:

@@ -21,6 +21,8 @@ commands:
                                 override any key of the recipe: --trainer.max_steps 100 --model.attention rpc
                                 a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
+                                classify or segment a folder of images by what a run trained:
+                                attnswap predict --ckpt_path CHECKPOINT --images FOLDER
   recipes                       list the shipped recipes: name, summary, paper, what each needs, variants
   compare                       run configurations x seeds, paired, resumable, into one table
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
@@ -68,6 +70,10 @@ def _run(command: str, arguments: list[str]) -> None:
 
         arguments = named_recipe(arguments)
         check_asked(arguments)
+    if command == "predict":
+        from lightning_tasks.cli.predict_images import settings_of_run
+
+        settings_of_run(arguments)
     if command in ("-h", "--help"):
         until_closed(lambda: print(HELP, end=""))
     elif command == "--version":

@@ -31,6 +31,8 @@ class VisionTask(BaseTask):
         ValueError: if there are fewer than two classes, or a mechanism is unknown.
     """
 
+    _stored_class_names: Sequence[str] = ()
+
     def __init__(
         self,
         *,
@@ -80,10 +82,21 @@ class VisionTask(BaseTask):
         """Silence Lightning's warning that the module overrides the hook in which it checks its batches."""
         warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the names of the classes too, so that images can be predicted where the data is not."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["class_names"] = list(map(str, self.class_names))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the names of the classes; those of the data module come first, where there is one that has them."""
+        super().on_load_checkpoint(checkpoint)
+        names = checkpoint.get("class_names")
+        self._stored_class_names = tuple(map(str, names)) if isinstance(names, list) else ()
+
     @property
     def class_names(self) -> Sequence[str]:
-        """Names of the classes: the data module's, or their numbers."""
-        names = list(getattr(self.datamodule, "class_names", None) or ())
+        """Names of the classes: the data module's, or those that a checkpoint has, or their numbers."""
+        names = list(getattr(self.datamodule, "class_names", None) or self._stored_class_names)
         return [*names, *map(str, range(len(names), self.hparams["num_classes"]))]
 
     def optimizer_groups(self) -> list[dict[str, Any]]:

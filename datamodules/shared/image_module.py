@@ -103,18 +103,36 @@ class ImageDataModule(DataModule):
         """images per batch and process."""
         return self.batch_size
 
+    def unlabeled(self, images: Any, multiple_of: int) -> tuple[ImageDataset, Callable[[Any], Any], int]:
+        """Images without labels as those of the test split: a data set, what makes a batch of its items, its size.
+
+        Raises:
+            NotImplementedError: there is no such form.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no images without labels")
+
+    def unlabeled_loader(self, images: Any) -> DataLoader:
+        """Batches of :class:`.Images` without labels, in their order, as the model gets those of the test split."""
+        dataset, collate, batch_size = self.unlabeled(images, self.world_size)
+        dataset.named = 20
+        return self._loader_of(dataset, collate, batch_size, SequentialSampler(dataset))
+
     def _loader(self, split: str) -> DataLoader:
         training = split == "train"
         dataset = self.dataset(split, training, multiple_of=1 if training else self.world_size)
         self._datasets[split] = dataset
+        sampler = EpochShuffle(dataset) if training else SequentialSampler(dataset)
+        return self._loader_of(dataset, self.collate(training), self.loader_batch_size(training), sampler)
+
+    def _loader_of(self, dataset: ImageDataset, collate: Any, batch_size: int, sampler: Any) -> DataLoader:
         return ImageLoader(
             dataset,
-            batch_size=self.loader_batch_size(training),
-            sampler=EpochShuffle(dataset) if training else SequentialSampler(dataset),
+            batch_size=batch_size,
+            sampler=sampler,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=self._on_accelerator,
-            collate_fn=self.collate(training),
+            collate_fn=collate,
             generator=torch.Generator(),
         )
 

@@ -20,7 +20,6 @@ from .decoding import open_image
 from .hub import count_rows
 
 MODES = {1: "L", 3: "RGB"}
-_NAMED = 3
 
 
 def in_mode(image: Image.Image, mode: str) -> Image.Image:
@@ -192,6 +191,9 @@ class ImageDataset(Dataset):
             equally many, none twice).
     """
 
+    named = 3
+    """How many images that cannot be read a warning names."""
+
     def __init__(
         self,
         images: Any,
@@ -231,7 +233,7 @@ class ImageDataset(Dataset):
         if count <= self._warned or count < growth * self._warned:
             return
         self._warned = count
-        names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[:_NAMED])
+        names = ", ".join(self.images.name(int(index)) for index in self._damaged.nonzero()[: self.named])
         if count == size:
             raise ValueError(
                 f"none of the {size:,} images can be read, e.g. {names}: is the data still there, and whole?"

@@ -20,7 +20,11 @@ _NOTHING_TO_RUN = """\
 a recipe: attnswap {command} quickstart/classification (`attnswap recipes` lists them all)
 a file of yours: attnswap {command} --config my.yaml
 classes, installed or of this folder: attnswap {command} {classes}"""
-_CLASSES = {"show-batch": "--data CLASS"}
+_CLASSES = {
+    "show-batch": "--data CLASS",
+    "predict": "--model CLASS --data CLASS --ckpt_path CHECKPOINT\n"
+    "a checkpoint and images: attnswap predict --ckpt_path CHECKPOINT --images FOLDER",
+}
 
 
 def named_recipe(arguments: Sequence[str]) -> list[str]:
@@ -40,7 +44,8 @@ def check_asked(arguments: Sequence[str]) -> None:
     command, *rest = arguments
     options = [argument.partition("=")[0] for argument in rest]
     asks_for_text = any(each in ("-h", "--help", "--print_config") or each.endswith(".help") for each in options)
-    if not asks_for_text and not any(each.split(".")[0] in (*_RECIPE_OPTIONS, "--model", "--data") for each in options):
+    known = (*_RECIPE_OPTIONS, "--model", "--data", "--images")
+    if not asks_for_text and not any(each.split(".")[0] in known for each in options):
         classes = _CLASSES.get(command, "--model CLASS --data CLASS")
         raise UsageError(_NOTHING_TO_RUN.format(command=command, classes=classes))
     expand_recipe_names(rest)

@@ -31,6 +31,7 @@ from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
+from lightning_tasks.cli.predict_images import arguments_of_run
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.cli.save_config import SaveConfig
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
@@ -78,7 +79,15 @@ class AttnswapCLI(LightningCLI):
         return {self._asked: LightningCLI.subcommands()[self._asked]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--init_from` and `--trust_checkpoint`."""
+        """Add `--init_from`, `--trust_checkpoint`, and `--images` to `predict`."""
+        if self._asked == "predict":
+            parser.add_argument(
+                "--images",
+                type=str | None,
+                default=None,
+                help="Folder of images to predict in place of the test split, at any depth and under any names; model "
+                "and data are those of the checkpoint's run where no --config is given.",
+            )
         parser.add_argument(
             "--init_from",
             type=str | None,
@@ -134,6 +143,18 @@ class AttnswapCLI(LightningCLI):
         check_stored(model, allowed, file, given=given)
         if model != given and "class_path" in model:
             self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+
+    def instantiate_classes(self) -> None:
+        """Build everything; the images of a folder take the place of the data module."""
+        super().instantiate_classes()
+        folder = self.config[self.config.subcommand].get("images")
+        if folder is not None:
+            from attnswap.datamodules.shared.folder import FolderDataModule
+
+            self.datamodule = FolderDataModule(self.datamodule, folder)
+            if others := self.datamodule.others:
+                left = ", ".join(f"{count} of {suffix}" for suffix, count in sorted(others.items()))
+                rank_zero_info(f"attnswap: --images {folder}: files that are no images are left out: {left}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer, whose checkpoint files are written whole or not at all, and checked when they are read."""
@@ -308,6 +329,7 @@ def _command_line(
 ) -> AttnswapCLI:
     build_typed_classes_only()
     know_former_names()
+    arguments = arguments_of_run(arguments) if arguments[0] == "predict" else arguments
     expanded = spell_out_classes(expand_recipe_names(arguments))
     return kind(
         save_config_callback=SaveConfig,

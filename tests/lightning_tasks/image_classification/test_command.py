@@ -36,7 +36,7 @@ def test_the_command_averages_weights_of_a_swapped_model_and_monitors_it(tmp_pat
     ("arguments", "text"),
     [
         (["--config", "quickstart/language_modeling"], "has no show_batch"),
-        ([], "needs --config RECIPE or --data CLASS"),
+        ([], "attnswap show-batch quickstart/classification"),
         (["--config", "quickstart/clasification"], "quickstart/classification"),
     ],
 )
