@@ -21,8 +21,8 @@ class SelfAttention(nn.Module):
     Args:
         dim: width of the input, C.
         num_heads: number of heads, H.
-        mechanism: short name, class, or callable from :class:`AttentionSpec` to a mechanism.
-        mechanism_options: options of a name or class.
+        mechanism: as :func:`attention_modules.swap_attention` takes it.
+        mechanism_options: its options.
         qkv_bias: whether the input projection has a bias.
         qk_norm: whether queries and keys are normalized by ``norm_layer(head_dim)``.
         scale_norm: whether the output is normalized by ``norm_layer(H * head_dim)`` before ``proj``.
@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
         """A subclass that has its mechanism chosen, for timm's ``attn_layer``, which takes no partial.
 
         Args:
-            mechanism: short name, class, or callable.
+            mechanism: as :func:`attention_modules.swap_attention` takes it.
             num_tokens: sequence length N, where the mechanism must know it.
             options: options of the mechanism, hashable.
 

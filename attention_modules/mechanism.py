@@ -1,127 +1,48 @@
-"""What a mechanism is, what it is told about its layer, and how it is found by name."""
+"""How a mechanism is found, by name, class, function or import path, and built for a layer."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
+
+from attention_modules.base import AttentionMechanism, AttentionSpec
+from attention_modules.function import AttentionFunction, function_class, is_attention_function
 
 ENTRY_POINT_GROUP = "attnswap.mechanisms"
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a mechanism may know about the layer that it serves.
-
-    Args:
-        dim: width of the layer's input, C.
-        num_heads: number of query heads, H.
-        head_dim: width of one head, d (H * d need not equal ``dim``).
-        num_tokens: sequence length N where the layer fixes it, else None.
-        is_causal: whether the layer hides the future.
-        layer_index: position of the layer among the model's self-attention layers, else None.
-        value_dim: width of one head's value where it is not ``head_dim``, else None.
-
-    Raises:
-        ValueError: if a size is not a positive integer.
-    """
-
-    dim: int
-    num_heads: int
-    head_dim: int
-    num_tokens: int | None = None
-    is_causal: bool = False
-    layer_index: int | None = None
-    value_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("dim", "num_heads", "head_dim", "num_tokens", "value_dim"):
-            value = getattr(self, field)
-            if value is None and field in ("num_tokens", "value_dim"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"AttentionSpec.{field} must be an integer of at least 1, got {value!r}")
-
-
-class AttentionMechanism(nn.Module):
-    """What happens between the projections of an attention layer.
-
-    Subclasses implement :meth:`forward` with the signature of
-    :func:`torch.nn.functional.scaled_dot_product_attention`. Where ``uses_query`` is False the
-    host drops its query projection, and :meth:`forward` ignores ``q`` (it may be ``k`` itself).
-    """
-
-    uses_query: ClassVar[bool] = True
-    one_query_per_key: ClassVar[bool] = False
-    """Whether it uses queries, and needs as many of them as keys."""
-    one_query_a_key: ClassVar[bool] = False
-    """The same under its former name, in which a subclass may still set it."""
-    gives_weights: ClassVar[bool] = False
-    """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]`` that mixed the values."""
-    built_with: Mapping[str, object] | None = None
-    """The options it was built with by name or class; None where a callable or hand built it."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "one_query_a_key" in vars(cls) and "one_query_per_key" not in vars(cls):
-            cls.one_query_per_key = cls.one_query_a_key
-        cls.one_query_a_key = cls.one_query_per_key
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__()
-        self.spec = spec
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values of each head.
-
-        Args:
-            q: queries ``[B, H, N, d]``.
-            k: keys ``[B, H, M, d]``.
-            v: values ``[B, H, M, d]`` (``spec.value_dim`` wide where that is set).
-            attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
-            is_causal: row i sees keys 0 to i only.
-            dropout_p: attention dropout; callers pass 0 outside training.
-            scale: factor on the logits, 1/sqrt(d) where None.
-
-        Returns:
-            ``[B, H, N, d]``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must implement forward(q, k, v, ...)")
-
-
 MechanismFactory = Callable[[AttentionSpec], AttentionMechanism]
-Mechanism = str | type[AttentionMechanism] | MechanismFactory
-_T = TypeVar("_T", bound=type[AttentionMechanism])
+Mechanism = str | type[AttentionMechanism] | AttentionFunction | MechanismFactory
+_T = TypeVar("_T", bound=type[AttentionMechanism] | AttentionFunction)
 _REGISTRY: dict[str, type[AttentionMechanism]] = {}
 _entry_points_loaded = False
 
 
 def register_mechanism(name: str) -> Callable[[_T], _T]:
-    """Class decorator that makes a mechanism known by a short name.
+    """Decorator that makes a mechanism known by a short name: a class, or a function as :func:`swap_attention` takes.
 
     Raises:
-        ValueError: if the name already stands for another class.
-        TypeError: if what is decorated is not an :class:`AttentionMechanism`.
+        ValueError: if the name already stands for another class or function.
+        TypeError: if what is decorated is neither.
     """
 
-    def register(cls: _T) -> _T:
-        if not (isinstance(cls, type) and issubclass(cls, AttentionMechanism)):
-            raise TypeError(f"mechanism {name!r} must be a subclass of AttentionMechanism, got {cls!r}")
+    def register(mechanism: _T) -> _T:
+        if is_attention_function(mechanism):
+            cls: type[AttentionMechanism] = function_class(mechanism)
+        elif isinstance(mechanism, type) and issubclass(mechanism, AttentionMechanism):
+            cls = mechanism
+        else:
+            raise TypeError(
+                f"mechanism {name!r} must be a subclass of AttentionMechanism, or a function of (q, k, v, ...), got "
+                f"{mechanism!r}"
+            )
         known = _REGISTRY.get(name, cls)
         # Compared by path, not identity: a module that is reloaded makes a new class of the same name.
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -129,7 +50,7 @@ def register_mechanism(name: str) -> Callable[[_T], _T]:
                 f"mechanism name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another name"
             )
         _REGISTRY[name] = cls
-        return cls
+        return mechanism
 
     return register
 
@@ -143,7 +64,7 @@ def _load_entry_points() -> None:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             loaded = entry.load()
-            if isinstance(loaded, type):  # a module may stand there instead, and register by decorator
+            if callable(loaded):  # a module may stand there instead, and register by decorator
                 register_mechanism(entry.name)(loaded)
         except Exception as error:  # another package's fault must not take down ours
             warnings.warn(f"mechanism {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=2)
@@ -155,25 +76,49 @@ def available_mechanisms() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def mechanism_class(mechanism: str | type[AttentionMechanism]) -> type[AttentionMechanism]:
-    """The class that a short name (or the class itself) stands for.
+def mechanism_class(mechanism: Mechanism) -> type[AttentionMechanism]:
+    """The class that a short name, an import path, a function or the class itself stands for.
 
     Raises:
-        ValueError: if the name is unknown; the text lists the known and the nearest names.
-        TypeError: if it is neither a name nor a mechanism class.
+        ValueError: if the name is unknown (the text lists the known and the nearest names), or the path names nothing.
+        TypeError: if it is neither of these.
     """
     if isinstance(mechanism, str):
         if mechanism not in _REGISTRY:
             _load_entry_points()
         if mechanism in _REGISTRY:
             return _REGISTRY[mechanism]
+        if "." in mechanism:
+            return mechanism_class(_imported(mechanism))
         raise ValueError(
             f"unknown attention mechanism {mechanism!r}.{did_you_mean(mechanism, _REGISTRY)} "
-            f"Known: {', '.join(sorted(_REGISTRY))}"
+            f"Known: {', '.join(sorted(_REGISTRY))}; your own is given as a function, a class or an import path"
         )
     if isinstance(mechanism, type) and issubclass(mechanism, AttentionMechanism):
         return mechanism
-    raise TypeError(f"expected a mechanism name or a subclass of AttentionMechanism, got {mechanism!r}")
+    if mechanism is F.scaled_dot_product_attention:  # a builtin without a signature
+        return mechanism_class("softmax")
+    if is_attention_function(mechanism):
+        return function_class(mechanism)
+    raise TypeError(
+        f"expected a mechanism name, an import path, a subclass of AttentionMechanism or a function of (q, k, v, ...), "
+        f"got {_shown(mechanism)}"
+    )
+
+
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"unknown attention mechanism {path!r}, and nothing to import: {error}") from error
+
+
+def _shown(target: Any) -> str:
+    """A function with its parameters, anything else as it prints."""
+    try:
+        return f"{target.__qualname__}{inspect.signature(target)}"
+    except (AttributeError, TypeError, ValueError):
+        return repr(target)
 
 
 def short_name(cls: type[AttentionMechanism]) -> str:
@@ -210,33 +155,50 @@ def check_options(cls: type[AttentionMechanism], options: object) -> None:
 
 
 def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object) -> AttentionMechanism:
-    """A mechanism for one layer, from a short name, a class, or a callable that takes the spec.
+    """A mechanism for one layer.
+
+    Args:
+        mechanism: short name, import path, class, function of (q, k, v, ...), or callable that takes the spec alone.
+        spec: the layer.
+        **options: of the mechanism; a callable that takes the spec carries its own.
 
     Raises:
-        TypeError: if options do not fit the mechanism, come with a callable (which carries its own),
-            or the callable returns something else.
-        ValueError: from the mechanism, where an option's value is out of its limits.
+        TypeError: if options do not fit the mechanism, come with a callable, or the callable returns something else.
+        ValueError: if a name is unknown, and from the mechanism, where an option's value is out of its limits.
     """
-    if isinstance(mechanism, (str, type)):
-        cls = mechanism_class(mechanism)
-        check_options(cls, options)
-        try:
-            built = cls(spec, **options)
-        except TypeError as error:
-            raise TypeError(f"{cls.__name__} could not be built with the options {options}: {error}") from error
-        built.built_with = dict(options)
-        return built
-    if isinstance(mechanism, AttentionMechanism):
+    given: Any = mechanism
+    if isinstance(given, functools.partial) and not given.args and is_attention_function(given.func):
+        mechanism, options = given.func, {**given.keywords, **options}
+    if isinstance(mechanism, nn.Module):
         name = type(mechanism).__name__
+        derived = "" if isinstance(mechanism, AttentionMechanism) else ", derived from AttentionMechanism,"
         raise TypeError(
-            f"expected a mechanism name, class or callable, got a built {name}, which would be one for all layers; "
-            f"give the class {name} itself, and its arguments as options by name"
+            f"expected a mechanism name, class or function, got a built {name}, which would be one for all layers; "
+            f"give the class {name} itself{derived} and its arguments as options by name"
         )
-    if not callable(mechanism):
-        raise TypeError(f"expected a mechanism name, class or callable, got {mechanism!r}")
-    if options:
-        raise TypeError(f"options {sorted(options)} go with a name or class; a callable carries its own")
-    built = mechanism(spec)
-    if not isinstance(built, AttentionMechanism):
-        raise TypeError(f"{mechanism!r} must return an AttentionMechanism, got {type(built).__name__}")
+    if _takes_spec_alone(mechanism):
+        if options:
+            raise TypeError(f"options {sorted(options)} go with a name, class or function; a callable carries its own")
+        made = mechanism(spec)
+        if not isinstance(made, AttentionMechanism):
+            raise TypeError(f"{mechanism!r} must return an AttentionMechanism, got {type(made).__name__}")
+        return made
+    cls = mechanism_class(mechanism)
+    check_options(cls, options)
+    try:
+        built = cls(spec, **options)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__} could not be built with the options {options}: {error}") from error
+    built.built_with = dict(options)
     return built
+
+
+def _takes_spec_alone(mechanism: Any) -> TypeGuard[MechanismFactory]:
+    """Whether it is a callable from :class:`AttentionSpec` to a mechanism."""
+    if isinstance(mechanism, (str, type)) or not callable(mechanism):
+        return False
+    try:
+        inspect.signature(mechanism).bind(None)
+    except (TypeError, ValueError):  # takes more, or is a builtin
+        return False
+    return True

@@ -53,12 +53,16 @@ def swap_attention(
 
     Args:
         model: a model of any known host, or an attention layer itself.
-        mechanism: short name, class, or callable that takes an ``AttentionSpec``.
+        mechanism: short name; your own function of ``(q, k, v, ...)`` with the signature of
+            :func:`torch.nn.functional.scaled_dot_product_attention`; a subclass of ``AttentionMechanism``; the import
+            path of either; or a callable that takes an ``AttentionSpec``. A function need not take every one of
+            ``attn_mask``, ``is_causal``, ``dropout_p`` and ``scale``: a layer that gives what it does not take is an
+            error, when the model runs.
         where: glob (``"blocks.*.attn"``), list of globs, or callable ``(name, module) -> bool``; None = every
             self-attention. Cross-attention is swapped only where a pattern spells the last part of its name.
         layers: positions among the self-attention layers that match, negative ones from the end; None = all.
         exclude: as ``where``, taken out of the selection.
-        **mechanism_options: the mechanism's own arguments.
+        **mechanism_options: the mechanism's own arguments, for a function those after q, k and v.
 
     Returns:
         What was swapped, and every attention-like module that was not, with the reason.
@@ -69,6 +73,23 @@ def swap_attention(
             Parameters it has. The model is then unchanged.
         ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
             model is then unchanged.
+
+    Example:
+        Your own mechanism in twelve lines. A function that passes the layer's arguments on needs no more:
+
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> from attnswap import check_mechanism, swap_attention
+        >>> def cosine_attention(q, k, v, temperature=0.1, **options):
+        ...     q = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5 / temperature
+        ...     return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, **options)
+        >>> check_mechanism(cosine_attention)
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, batch_first=True)
+        >>> report = swap_attention(model, cosine_attention, temperature=0.2)
+        >>> report[0].name, report[0].mechanism
+        ('self_attn', 'cosine_attention')
+        >>> model(torch.randn(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
     """
     _refuse_wrapped(model)
     return _swap(model, mechanism, where, layers, exclude, mechanism_options)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_modules.function import NotTakenError
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, Mechanism, build_mechanism
 
 BATCH = 2
@@ -366,7 +367,7 @@ def check_mechanism(
     sequences than ``spec.num_tokens``.
 
     Args:
-        mechanism: short name, class, or callable from :class:`AttentionSpec` to a mechanism.
+        mechanism: as :func:`attention_modules.swap_attention` takes it.
         spec: the layer to build it for; its ``num_tokens`` is set by the checks.
         only: names of the checks to run, all where None.
         options: options of the mechanism.
@@ -382,4 +383,7 @@ def check_mechanism(
         raise ValueError(f"unknown checks {unknown}; known: {', '.join(CHECKS)}")
     subject = Subject(mechanism, spec, options)
     for name in names:
-        CHECKS[name](subject)
+        try:
+            CHECKS[name](subject)
+        except NotTakenError as error:
+            raise MechanismCheckError(name, str(error)) from error

@@ -44,4 +44,6 @@ def describe(found: Survey, layer: Found) -> AttentionLayer:
         parts = layer.name.split(".")
         ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
         spec = dataclasses.replace(spec, num_tokens=layer.host.num_tokens(layer.module, ancestors))
-    return AttentionLayer(layer.name, layer.module, layer.host, spec)
+    return AttentionLayer(
+        layer.name, layer.module, layer.host, dataclasses.replace(spec, layer_name=layer.name or None)
+    )

@@ -12,7 +12,7 @@ from attention_modules.kernels import autocast, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.pursuit import pursue
-from attention_modules.mechanisms.symmetric import check_self_attention
+from attention_modules.mechanisms.symmetric import check_self_attention, keys_and_values
 
 Threshold = Literal["released", "ratio"]
 RELEASED_LAM = 4.0
@@ -109,6 +109,7 @@ def pursuit_threshold(
     return limit.masked_fill(empty, math.inf)
 
 
+@keys_and_values("rpc")
 def rpc_attention(
     k: Tensor,
     v: Tensor,
@@ -146,7 +147,7 @@ def rpc_attention(
         ``[B, H, N, d]``; zeros in rows that see nothing.
 
     Raises:
-        TypeError: if the mask is neither boolean nor floating.
+        TypeError: if there is a query, or the mask is neither boolean nor floating.
         ValueError: if an option is out of its limits, or shapes do not fit.
     """
     check_rpc_options(iterations, lam, threshold)

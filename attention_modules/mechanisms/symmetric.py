@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
 from torch import Tensor
 
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
+
+P = ParamSpec("P")
+
+
+def keys_and_values(name: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """Decorator of a function of (k, v) that has a query refused, which would be taken for the keys.
+
+    Args:
+        name: the short name of the mechanism.
+    """
+
+    def decorate(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        label = getattr(function, "__name__", name)
+
+        @functools.wraps(function)
+        def of_keys_and_values(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+            if len(args) > 2 or "q" in kwargs or "query" in kwargs:
+                raise TypeError(
+                    f"{label} takes (k, v), there is no query: its keys ask each other. Leave q out; what takes "
+                    f"(q, k, v) is the mechanism, swap_attention(model, {name!r})"
+                )
+            return function(*args, **kwargs)
+
+        return of_keys_and_values
+
+    return decorate
 
 
 def check_self_attention(name: str, q: Tensor, k: Tensor) -> None:
@@ -22,6 +52,7 @@ def check_self_attention(name: str, q: Tensor, k: Tensor) -> None:
         )
 
 
+@keys_and_values("symmetric")
 def symmetric_attention(
     k: Tensor,
     v: Tensor,
@@ -45,7 +76,8 @@ def symmetric_attention(
         ``[B, H, N, d]``; zeros in rows that see nothing.
 
     Raises:
-        TypeError, ValueError: if the mask's dtype or shape does not fit.
+        TypeError: if there is a query, or the mask's dtype does not fit.
+        ValueError: if the mask's shape does not fit.
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k, scale)
     return attend(k, k, v, hide(attn_mask), is_causal, dropout_p, scale)

@@ -1,0 +1,107 @@
+"""What a mechanism is, and what it is told about its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a mechanism may know about the layer that it serves.
+
+    Args:
+        dim: width of the layer's input, C.
+        num_heads: number of query heads, H.
+        head_dim: width of one head, d (H * d need not equal ``dim``).
+        num_tokens: sequence length N where the layer fixes it, else None.
+        is_causal: whether the layer hides the future.
+        layer_index: position of the layer among the model's self-attention layers, else None.
+        value_dim: width of one head's value where it is not ``head_dim``, else None.
+        layer_name: name of the layer in the model, for messages; else None.
+
+    Raises:
+        ValueError: if a size is not a positive integer.
+    """
+
+    dim: int
+    num_heads: int
+    head_dim: int
+    num_tokens: int | None = None
+    is_causal: bool = False
+    layer_index: int | None = None
+    value_dim: int | None = None
+    layer_name: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_heads", "head_dim", "num_tokens", "value_dim"):
+            value = getattr(self, name)
+            if value is None and name in ("num_tokens", "value_dim"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"AttentionSpec.{name} must be an integer of at least 1, got {value!r}")
+
+
+class AttentionMechanism(nn.Module):
+    """What happens between the projections of an attention layer.
+
+    Subclasses implement :meth:`forward` with the signature of
+    :func:`torch.nn.functional.scaled_dot_product_attention`. Where ``uses_query`` is False the
+    host drops its query projection, and :meth:`forward` ignores ``q`` (it may be ``k`` itself).
+    """
+
+    uses_query: ClassVar[bool] = True
+    one_query_per_key: ClassVar[bool] = False
+    """Whether it uses queries, and needs as many of them as keys."""
+    one_query_a_key: ClassVar[bool] = False
+    """The same under its former name, in which a subclass may still set it."""
+    gives_weights: ClassVar[bool] = False
+    """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]`` that mixed the values."""
+    built_with: Mapping[str, object] | None = None
+    """The options it was built with by name or class; None where a callable or hand built it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "one_query_a_key" in vars(cls) and "one_query_per_key" not in vars(cls):
+            cls.one_query_per_key = cls.one_query_a_key
+        cls.one_query_a_key = cls.one_query_per_key
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values of each head.
+
+        Args:
+            q: queries ``[B, H, N, d]``.
+            k: keys ``[B, H, M, d]``.
+            v: values ``[B, H, M, d]`` (``spec.value_dim`` wide where that is set).
+            attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+            is_causal: row i sees keys 0 to i only.
+            dropout_p: attention dropout; callers pass 0 outside training.
+            scale: factor on the logits, 1/sqrt(d) where None.
+
+        Returns:
+            ``[B, H, N, d]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement forward(q, k, v, ...)")
+
+
+def described(mechanism: AttentionMechanism) -> str:
+    """A mechanism with the options that it was built with, as "RPCAttention, iterations=4"."""
+    given = mechanism.built_with
+    options = mechanism.extra_repr() if given is None else ", ".join(f"{name}={given[name]!r}" for name in given)
+    return f"{type(mechanism).__name__}, {options}" if options else type(mechanism).__name__

@@ -1,0 +1,141 @@
+"""A function with the signature of :func:`torch.nn.functional.scaled_dot_product_attention` as a mechanism."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeGuard, cast
+
+from torch import Tensor, nn
+
+from attention_modules.base import AttentionMechanism, AttentionSpec
+from attention_modules.masks import combine_masks
+
+AttentionFunction = Callable[..., Tensor]
+FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def is_attention_function(target: object) -> TypeGuard[AttentionFunction]:
+    """Whether it is a function that must be called with queries, keys and values by position."""
+    if isinstance(target, (type, nn.Module)) or not hasattr(target, "__qualname__"):
+        return False
+    try:
+        first = list(inspect.signature(cast(Any, target)).parameters.values())[:3]
+    except (TypeError, ValueError):  # builtins
+        return False
+    return len(first) == 3 and all(each.kind in _BY_POSITION and each.default is each.empty for each in first)
+
+
+class NotTakenError(TypeError):
+    """A layer gives a function what it does not take, and what would change the result."""
+
+
+class FunctionAttention(AttentionMechanism):
+    """The mechanism of a function; :func:`function_class` makes the subclass for each.
+
+    The function gets q, k and v by position. Of ``attn_mask``, ``is_causal``, ``dropout_p`` and ``scale`` it gets by
+    keyword those that it takes, the first two never together; and its options, likewise.
+
+    Args:
+        spec: the layer that it serves.
+        **options: the function's further arguments.
+
+    Raises:
+        TypeError: if the function does not take the options, or the layer gives them.
+        ValueError: if the layer is causal, and the function takes neither ``is_causal`` nor ``attn_mask``.
+    """
+
+    function: ClassVar[AttentionFunction]
+    takes: ClassVar[frozenset[str]]
+
+    def __init__(self, spec: AttentionSpec, **options: object) -> None:
+        super().__init__(spec)
+        for name in FROM_THE_LAYER:
+            if name in options:
+                raise TypeError(f"{name} is no option, as the layer gives it to the function: set it in the layer")
+        inspect.signature(self.function).bind(None, None, None, **dict.fromkeys(self.takes), **options)
+        if spec.is_causal and self.takes.isdisjoint(("is_causal", "attn_mask")):
+            raise ValueError(
+                f"{type(self).__name__} takes neither is_causal nor attn_mask, and this layer hides the future; add "
+                "is_causal=False to the function's parameters, and heed it there"
+            )
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Call the function.
+
+        Raises:
+            NotTakenError: if the layer gives something that changes the result, and the function does not take it.
+        """
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+        given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+        if attn_mask is not None:
+            self._require("attn_mask", "a mask")
+        if is_causal:
+            self._require("is_causal", "True")
+        if dropout_p > 0.0:
+            self._require("dropout_p", f"{dropout_p}, the attention dropout in training (a layer with 0 needs none)")
+        if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1.0) > 1e-6:
+            self._require("scale", f"{scale}, and not the usual 1/sqrt(d)")
+        return self.function(q, k, v, **{name: given[name] for name in given if name in self.takes}, **self.options)
+
+    def _require(self, parameter: str, value: str) -> None:
+        if parameter not in self.takes:
+            name = self.spec.layer_name
+            layer = f"the layer {name!r}" if name else "the layer"
+            default = inspect.signature(AttentionMechanism.forward).parameters[parameter].default
+            raise NotTakenError(
+                f"{type(self).__name__} does not take {parameter}, and {layer} gives it {value}; add "
+                f"{parameter}={default} to the function's parameters and heed it there, as "
+                "torch.nn.functional.scaled_dot_product_attention does"
+            )
+
+
+class _FunctionType(type):
+    """Type of the classes of functions: they pickle by their function, which the module has under their name."""
+
+    function: AttentionFunction
+
+
+def _reduce(cls: _FunctionType) -> tuple[Any, ...]:
+    return function_class, (cls.function,)
+
+
+copyreg.pickle(cast(Any, _FunctionType), cast(Any, _reduce))
+
+
+@functools.cache
+def function_class(function: AttentionFunction) -> type[FunctionAttention]:
+    """The mechanism of a function, under the function's name: the same class for the same function."""
+    parameters = list(inspect.signature(function).parameters.values())[3:]
+    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    spec = inspect.Parameter("spec", inspect.Parameter.POSITIONAL_ONLY)
+    options = [
+        each if each.kind is each.VAR_KEYWORD else each.replace(kind=each.KEYWORD_ONLY)
+        for each in parameters
+        if each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY) and each.name not in FROM_THE_LAYER
+    ]
+    options.sort(key=lambda each: each.kind)
+    members = {
+        "function": staticmethod(function),
+        "takes": frozenset(FROM_THE_LAYER)
+        & (set(FROM_THE_LAYER) if everything else {each.name for each in parameters}),
+        "__signature__": inspect.Signature([spec, *options]),
+        **{name: getattr(function, name) for name in ("__module__", "__qualname__", "__doc__")},
+    }
+    return cast(type[FunctionAttention], _FunctionType(function.__name__, (FunctionAttention,), members))
