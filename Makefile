@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal
 
-.PHONY: quickstart test test-mmseg clean
+.PHONY: quickstart test test-mmseg docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -31,6 +31,10 @@ test-mmseg: $(VENV)/.installed-mmseg
 	$(BIN)/python -c "import mmseg"
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) -k mmseg
 
+# The site in build/docs. `make docs DOCS_ARGS="-D nb_execution_mode=off"` leaves the tutorials as they are written.
+docs: $(VENV)/.installed-docs
+	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto $(DOCS_ARGS) docs build/docs
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
@@ -45,4 +49,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-mmseg: $(VENV)/.installed-test
 	$(PIP) --editable '.[mmseg]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
 	touch $@

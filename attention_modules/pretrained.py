@@ -30,7 +30,7 @@ def load_pretrained(
     Args:
         cls: the model's class, or an Auto class such as ``AutoModelForImageClassification``.
         folder: the folder, or a name on the hub.
-        *args, **kwargs: for ``cls.from_pretrained``.
+        *args: for ``cls.from_pretrained``, as are further keywords.
         mechanism: in place of mechanisms that are not registered by a short name, which are never imported because
             the folder says so, and of those whose options could not be written.
 

@@ -356,6 +356,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "copies": check_copies,
     "compile": check_compile,
 }
+"""The checks of :func:`check_mechanism` by name, in the order in which they run."""
 
 
 def check_mechanism(

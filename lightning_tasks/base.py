@@ -100,7 +100,7 @@ class BaseTask(LightningModule):
 
         Args:
             checkpoint_path: the file.
-            map_location, hparams_file, strict, **kwargs: as Lightning's.
+            map_location, hparams_file, strict: as Lightning's, as are further keywords.
             weights_only: False for a file that may run any code; True where left out, for a URL too.
             trust_checkpoint: whether what the file names may be imported and called wherever it comes from, see
                 :func:`~lightning_tasks.load_swapped`.

@@ -23,7 +23,7 @@ class ProjectionLoss:
     Args:
         signed: of ‖φ(q_i)‖² - ‖h_i‖², the loss J of the reading; below 0 a projection would be longer than what it
             projects.
-        absolute: of |‖φ(q_i)‖² - ‖h_i‖²|.
+        absolute: of ``|‖φ(q_i)‖² - ‖h_i‖²|``.
         phi: of ‖φ(q_i)‖².
         h: of ‖h_i‖².
     """
@@ -174,9 +174,9 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict[str, Tensor]:
     """Whether the coefficients that the values stand for, Â = centered(G⁻¹ v), are eigenvectors of the centered K_φ.
 
-    If they are, γ_i = (K_φ Â)_i / (N Â_i) is one number for all tokens i. ``gamma_absolute``: mean |γ_i - γ_j|, the
+    If they are, γ_i = (K_φ Â)_i / (N Â_i) is one number for all tokens i. ``gamma_absolute``: mean ``|γ_i - γ_j|``, the
     measure that was offered for the reading: small for any Â, as γ itself is (compare random values).
-    ``gamma_relative``: mean |γ_i - γ_j| / max(|γ_i|, |γ_j|), the study's: 0 if γ is constant, at most 2.
+    ``gamma_relative``: mean ``|γ_i - γ_j| / max(|γ_i|, |γ_j|)``, the study's: 0 if γ is constant, at most 2.
     ``eigen_residual``: ‖K_φ Â - ρ Â‖ / ‖K_φ Â‖ with ρ the Rayleigh quotient, in [0, 1], where nothing is divided by a
     small Â_i (ours). Means over pairs of tokens, and over columns. That Â is taken from the values is our reading; the
     study's code perturbs the eigenvectors themselves.

@@ -27,7 +27,7 @@ class QKSpectrum:
 
     @property
     def variance(self) -> Tensor:
-        """Mean of |eigenvalue - mean|² over all ``dim`` eigenvalues, ``[H]``."""
+        """Mean of ``|eigenvalue - mean|²`` over all ``dim`` eigenvalues, ``[H]``."""
         return self._spread(self.eigenvalues - self.mean.unsqueeze(-1))
 
     @property
@@ -117,7 +117,7 @@ def qk_spectrum(w_q: Tensor, w_k: Tensor) -> QKSpectrum:
 def qk_statistics(w_q: Tensor, w_k: Tensor, spectrum: QKSpectrum | None = None) -> dict[str, Tensor]:
     """Statistics of the QK eigenspectrum of every head, each ``[H]``.
 
-    ``mean``, ``variance`` (mean |eigenvalue - mean|²), ``variance_real``, ``max``, ``min`` (of the real parts) and
+    ``mean``, ``variance`` (mean ``|eigenvalue - mean|²``), ``variance_real``, ``max``, ``min`` (of the real parts) and
     ``max_abs`` are over all dim eigenvalues, the zeros included (after Bao, Hataya and Karakida, ICML 2024; the
     definition of the variance for complex eigenvalues is our reading). ``scale`` is ‖W‖_F², ``trace`` is tr W, and
     ``trace_variance`` is tr W² / dim - mean², which is no variance, and may be negative, where W is not symmetric.

@@ -49,7 +49,7 @@ class _Attention:
             yield logits
 
     def visible_counts(self) -> Tensor:
-        """|V_i|, the number of keys that each row sees, broadcastable to ``[B, H, N]``."""
+        """``|V_i|``, the number of keys that each row sees, broadcastable to ``[B, H, N]``."""
         rows, columns = self.q.shape[2], self.k.shape[2]
         if self.visible is None:
             if not self.is_causal:
@@ -157,10 +157,10 @@ def attention_statistics(
 ) -> dict[str, Tensor]:
     """Statistics of A = softmax(scale · q kᵀ + mask), averaged over the rows that see a key, in fp32.
 
-    ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: H_i / ln|V_i|, over rows with at least two
-    visible keys. ``effective_support``: 1 / Σ_j A_ij², from 1 (one key) to |V_i| (uniform). ``largest_probability``:
-    max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an additive mask hides
-    (:func:`attention_modules.masks.visible`), are our reading.
+    ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: ``H_i / ln|V_i|``, over rows with at least two
+    visible keys. ``effective_support``: 1 / Σ_j A_ij², from 1 (one key) to ``|V_i|`` (uniform).
+    ``largest_probability``: max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an
+    additive mask hides (:func:`attention_modules.masks.visible`), are our reading.
 
     The entropy is lse_i - scale · q_i·(A K)_i, from one attention call with the keys as values. Where gradients are
     wanted, the mask carries a finite bias or comes with ``is_causal``, or PyTorch lacks the call, it is summed in

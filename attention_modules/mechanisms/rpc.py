@@ -85,10 +85,10 @@ def pursuit_threshold(
 ) -> Tensor | None:
     """The soft threshold t of Principal Attention Pursuit, a row.
 
-    ``"released"``: t = lam·mu, mu = |V|·H·d/(4 Σ‖k‖₁), as in the released code; lam is 4 where None. H is
+    ``"released"``: t = lam·mu, ``mu = |V|·H·d/(4 Σ‖k‖₁)``, as in the released code; lam is 4 where None. H is
     ``num_heads``, the heads of the whole layer, of which k may hold some (tensor parallelism); those of k where None.
-    ``"ratio"``: t = lam/mu, mu = |V|·d/(4 Σ‖k‖₁), the threshold of standard Principal Component Pursuit
-    (our reading); lam is 1/√max(|V|, d) where None. V are the keys that the row sees (masks and
+    ``"ratio"``: t = lam/mu, ``mu = |V|·d/(4 Σ‖k‖₁)``, the threshold of standard Principal Component Pursuit
+    (our reading); lam is ``1/√max(|V|, d)`` where None. V are the keys that the row sees (masks and
     causality: our reading).
 
     Returns:

@@ -1,0 +1,49 @@
+"""The documentation site: every page is found from the first one, and what tutorials run is Python."""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = sorted(
+    path.relative_to(DOCS).with_suffix("").as_posix()
+    for path in DOCS.rglob("*.md")
+    if not re.match(r"results/.*/", path.relative_to(DOCS).as_posix())  # written by runs, linked to as files
+)
+TUTORIALS = [page for page in PAGES if page.startswith("tutorials/") and page != "tutorials/index"]
+TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.S)
+CELL = re.compile(r"```\{code-cell\}.*?\n(?P<code>.*?)```", re.S)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def listed(page: str) -> list[str]:
+    """The pages in the toctrees of a page."""
+    bodies = [match["body"] for match in TOCTREE.finditer(text_of(page))]
+    lines = [line.strip() for body in bodies for line in body.splitlines()]
+    names = [line for line in lines if line and not line.startswith(":")]
+    return [posixpath.normpath(posixpath.join(posixpath.dirname(page), name)) for name in names]
+
+
+def test_every_page_is_in_one_table_of_contents():
+    found, waiting = [], ["index"]
+    while waiting:
+        page = waiting.pop()
+        found.append(page)
+        waiting += listed(page)
+    assert sorted(found) == PAGES
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_cells_of_a_tutorial_are_python(page):
+    text = text_of(page)
+    assert text.startswith("---\nfile_format: mystnb\n"), "a page whose cells nobody runs"
+    cells = [match["code"].partition("\n---\n")[2] or match["code"] for match in CELL.finditer(text)]
+    assert len(cells) >= 3
+    for cell in cells:
+        ast.parse(cell)
