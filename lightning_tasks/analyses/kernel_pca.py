@@ -235,6 +235,7 @@ def summary(rows: Sequence[Row], head: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap analyze kernel-pca",
+        allow_abbrev=False,
         description=__doc__,
         epilog=RESULTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -191,6 +191,7 @@ def seconds_a_token(subject: Subject, layers: Sequence[Layer], settings: Setting
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap analyze lipschitz",
+        allow_abbrev=False,
         description=__doc__,
         epilog=RESULTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: numbers that make no sense, or an interruption; the problems before it are kept.
         SystemExit: arguments that the parser refuses.
     """
-    parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", description=__doc__)
+    parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", allow_abbrev=False, description=__doc__)
     parser.add_argument("--experiment", choices=[*EXPERIMENTS, "all"], default="all", help="default: %(default)s")
     parser.add_argument("--output", required=True, type=File, help="folder for NAME.csv, NAME.png, summary.md")
     parser.add_argument("--seeds", type=int, default=3, help="problems 0 to this, each drawn anew (default: 3)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import re
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities import rank_zero_warn
 
 import lightning_tasks.models as own_models
 from attention_modules.mechanism import did_you_mean, mechanism_class
@@ -31,6 +34,14 @@ _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s*Option '([^']+)' is not accep
 _NOISE = re.compile(
     r"(- )?Does not validate against any|Subtypes: |Errors:|- Expected a <class 'NoneType'>|- Expected a path but"
     r"|Given value|$"
+)
+_OF_OPTIMIZERS = frozenset(
+    name for kind in (torch.optim.SGD, torch.optim.AdamW) for name in inspect.signature(kind).parameters
+)
+_CALLBACKS = "--trainer.callbacks"
+_LAST_CALLBACK = (
+    "An option of --trainer.callbacks reaches the last callback of the list alone; change others in a configuration "
+    "file, or add one with --trainer.callbacks+=CLASS before its options"
 )
 _PACKAGES = {"data": "attnswap.datamodules", "model": "lightning_tasks"}
 
@@ -93,13 +104,58 @@ def argument_refusal(error: Exception, options: Iterable[str]) -> UsageError:
 
 
 def _hint(text: str, options: Iterable[str]) -> str:
-    """A question that offers the nearest names; empty where there is none."""
+    """A question that offers the nearest names, or where an option belongs; empty where there is none."""
     if unknown := _UNKNOWN.match(text):
-        return did_you_mean(unknown[1], options)
+        whole = [option for option in options if option.startswith(unknown[1])]  # what it may abbreviate
+        return did_you_mean(unknown[1], options) if not whole else f" Did you mean {' or '.join(map(repr, whole[:3]))}?"
     if (no_path := _NO_PATH.search(text)) and (section := re.match(r'Parser key "(data|model)":', text)):
-        package = import_module(_PACKAGES[section[1]])
-        near = did_you_mean(no_path[1], [name for name in dir(package) if name[0].isupper()])
-        return near.replace(" '", f" '{package.__name__}.")
-    if no_option := _NO_OPTION.search(text):
-        return did_you_mean(no_option[2], inspect.signature(import_object(no_option[1])).parameters)
-    return ""
+        return _known_classes(section[1], no_path[1])
+    if not (no_option := _NO_OPTION.search(text)):
+        return ""
+    if text.startswith(f'Parser key "{_CALLBACKS[2:]}"'):
+        return f" {_LAST_CALLBACK}"
+    parameters = inspect.signature(import_object(no_option[1])).parameters
+    if no_option[2] in _OF_OPTIMIZERS and "optimizer" in parameters:
+        return f" It belongs to the optimizer: --model.optimizer.{no_option[2]}"
+    return did_you_mean(no_option[2], parameters)
+
+
+def _known_classes(section: str, name: str) -> str:
+    """The classes that `--data` or `--model` takes by these packages, the nearest to `name` first."""
+    package = import_module(_PACKAGES[section])
+    base = LightningDataModule if section == "data" else LightningModule
+    known = [
+        each
+        for each, found in ((each, getattr(package, each)) for each in dir(package) if each[0].isupper())
+        if isinstance(found, type) and issubclass(found, base) and not _is_abstract(found)
+    ]
+    suffix = {"data": "DataModule", "model": "Task"}[section].lower()
+
+    def likeness(each: str) -> float:
+        words = [each.lower(), each.lower().removesuffix(suffix)]
+        return max(difflib.SequenceMatcher(None, name.lower(), word).ratio() for word in words)
+
+    first, *others = sorted(known, key=likeness, reverse=True)
+    return (
+        f" Did you mean '{package.__name__}.{first}'? Others there: {', '.join(others)}; a class of your own by its "
+        "import path"
+    )
+
+
+def _is_abstract(found: type) -> bool:  # Lightning's classes are no ABC, which would know
+    return any(getattr(getattr(found, name, None), "__isabstractmethod__", False) for name in dir(found))
+
+
+def warn_of_last_callback(arguments: Sequence[str], callbacks: Any) -> None:
+    """Warn where the command line changes the callbacks of a file, of which it reaches the last one alone.
+
+    Args:
+        arguments: of the command line.
+        callbacks: the list that comes of them.
+    """
+    options = [argument.partition("=")[0] for argument in arguments]
+    given = next((place for place, option in enumerate(options) if option.rstrip("+") == _CALLBACKS), len(options))
+    changed = [option for option in options[:given] if option.startswith(f"{_CALLBACKS}.")]
+    if changed and isinstance(callbacks, list) and len(callbacks) > 1:
+        last = callbacks[-1]["class_path"].rpartition(".")[2]
+        rank_zero_warn(f"{changed[0]} changes {last}, the last of {len(callbacks)} callbacks. {_LAST_CALLBACK}")

@@ -25,6 +25,7 @@ from lightning_tasks.cli.arguments import (
     RecipeParser,
     argument_refusal,
     spell_out_classes,
+    warn_of_last_callback,
 )
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.former_names import know_former_names
@@ -113,6 +114,7 @@ class AttnswapCLI(LightningCLI):
             known = self._subcommand_parsers[args[0]]._option_string_actions
             raise argument_refusal(error, known) from error
         self._given = parser.parse_args(args, defaults=False)
+        warn_of_last_callback(args, self.config[self.config.subcommand].trainer.callbacks)
 
     def _parse_ckpt_path(self) -> None:
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
@@ -335,7 +337,7 @@ def _command_line(
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_class=RecipeParser,
-        parser_kwargs={"prog": "attnswap", "exit_on_error": False},
+        parser_kwargs={"prog": "attnswap", "exit_on_error": False, "allow_abbrev": False},
         trainer_defaults={"callbacks": list(callbacks)},
         args=expanded,
         recipe=recipe_of(arguments),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_tasks.cli.arguments import argument_refusal
 from lightning_tasks.cli.asked import value_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.errors import UsageError
@@ -39,13 +41,16 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap show-batch` with these arguments.
 
     Raises:
-        UsageError: no data module was given, or one whose batches are no images.
-        SystemExit: arguments that the parser refuses.
+        UsageError: no data module was given, one whose batches are no images, or
+            arguments that the parser refuses.
     """
     build_typed_classes_only()
     know_former_names()
     parser = LightningArgumentParser(
-        prog="attnswap show-batch", description="Draw the first images of a data module, as the model will get them."
+        prog="attnswap show-batch",
+        description="Draw the first images of a data module, as the model will get them.",
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", type=str | None, default=None, help="A recipe, by name or path; its data is taken.")
     parser.add_argument("--output", type=str, default="batch.png", help="The PNG file to write.")
@@ -58,7 +63,10 @@ def main(arguments: Sequence[str]) -> None:
     if recipe is not None:
         section, seed = data_arguments(recipe)
         given = [*section, *given]
-    options = parser.parse_args(given)
+    try:
+        options = parser.parse_args(given)
+    except ArgumentError as error:
+        raise argument_refusal(error, parser._option_string_actions) from error
     if options.data is None:
         raise UsageError("show-batch needs --config RECIPE or --data CLASS")
     if not hasattr(import_object(options.data.class_path), "show_batch"):

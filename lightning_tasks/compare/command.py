@@ -40,6 +40,7 @@ a comparison file:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap compare",
+        allow_abbrev=False,
         description=__doc__,
         epilog=FILE_FORM,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: a folder that cannot be read, or an output that is a folder or lies in none.
         SystemExit: arguments that the parser refuses.
     """
-    parser = argparse.ArgumentParser(prog="attnswap report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="attnswap report", allow_abbrev=False, description=__doc__)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", type=Path, help="folder of a run (with metrics.csv), or of `attnswap compare`"
     )

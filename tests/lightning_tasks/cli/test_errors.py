@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
             ["--trainer.max_stepz", "3"],
             "--trainer.max_stepz 3. Did you mean '--trainer.max_steps'",
         ),
+        (["--trainer.max_ep", "3"], "unrecognized arguments: --trainer.max_ep 3. Did you mean '--trainer.max_epochs'"),
+        (["--ckpt", "x"], "unrecognized arguments: --ckpt x. Did you mean '--ckpt_path'"),
+        (["--model.lr=0.1"], "Option 'lr' is not accepted. It belongs to the optimizer: --model.optimizer.lr"),
+        (["--data=cifar10"], "Did you mean 'attnswap.datamodules.CIFAR10DataModule'? Others there: "),
+        (["--data=wikitext"], "Did you mean 'attnswap.datamodules.WikiTextDataModule'? Others there: "),
+        (["--model=language_modeling"], "Did you mean 'lightning_tasks.LanguageModelingTask'? Others there: "),
         (["--data.batch_size=some"], "Expected a <class 'int'>. Got value: some"),
         (["--model.attention=rcp"], "Did you mean 'rpc'"),
         (["--data.batch_size=0"], "batch_size"),
@@ -70,6 +77,50 @@ def test_bad_input_is_one_line_with_the_nearest_name(arguments, text, capsys, sa
     assert text in line
     assert not Path("runs").exists()
     assert said == []
+
+
+def test_what_cannot_be_built_is_not_offered(capsys):
+    with pytest.raises(SystemExit):
+        main(["show-batch", "--data", "vision"])
+    printed = capsys.readouterr().err
+    assert "CIFAR10DataModule" in printed
+    assert "VisionDataModule" not in printed
+
+
+@pytest.mark.parametrize("command", ["show-batch", "compare", "report", "analyze token-selection"])
+def test_no_command_takes_abbreviations(command, capsys):
+    given = {"show-batch": ["quickstart/classification"], "compare": ["x"], "report": ["x"]}.get(command, [])
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), *given, "--outp", "x", "--output", "y"])
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --outp x" in capsys.readouterr().err.replace("--outp=x", "--outp x")
+
+
+def test_an_option_of_the_callbacks_says_that_it_reaches_the_last(demo):
+    recipe = yaml.safe_load(Path(demo).read_text())
+    names = ["lightning_tasks.callbacks.NonFiniteGuard", "lightning.pytorch.callbacks.ModelSummary"]
+    recipe["trainer"]["callbacks"] = [{"class_path": name} for name in names]
+    Path("two.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.warns(
+        UserWarning, match=r"--trainer.callbacks.max_depth changes ModelSummary, the last of 2 callbacks"
+    ):
+        main(["fit", "two.yaml", "--trainer.callbacks.max_depth", "2"])
+    own = [
+        "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor",
+        "--trainer.callbacks.log_momentum=true",
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*the last of")
+        main(["fit", "two.yaml", *own])
+
+
+def test_an_option_that_the_last_callback_has_not(demo, capsys):
+    recipe = yaml.safe_load(Path(demo).read_text())
+    recipe["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.Timer"}]
+    Path("two.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit):
+        main(["fit", "two.yaml", "--trainer.callbacks.every_n_steps", "2"])
+    assert "reaches the last callback of the list alone" in capsys.readouterr().err
 
 
 def test_a_run_says_once_where_its_files_are(demo, said):
