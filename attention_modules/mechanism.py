@@ -121,6 +121,11 @@ def _shown(target: Any) -> str:
         return repr(target)
 
 
+def is_registered(function: object) -> bool:
+    """Whether a function stands under a short name."""
+    return is_attention_function(function) and function_class(function) in _REGISTRY.values()
+
+
 def short_name(cls: type[AttentionMechanism]) -> str:
     """The name by which a mechanism is registered, else its import path."""
     names = [name for name, known in _REGISTRY.items() if known is cls]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from attention_modules.hosts import AttentionSwapError, attention_layers
 from attention_modules.hosts.discovery import select, survey
@@ -26,6 +27,7 @@ from lightning_tasks.checkpoints.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
 from lightning_tasks.training.limits import check_choice
+from lightning_tasks.training.mechanisms import plain_name
 
 
 class SwapAttention(Callback):
@@ -39,11 +41,13 @@ class SwapAttention(Callback):
     and TensorBoard logs. List it before callbacks that copy the module.
 
     Args:
-        mechanism: short name, class, or import path of a class.
-        options: the mechanism's own arguments, as plain data.
+        mechanism: short name, class, function of (q, k, v, ...) as :func:`~attention_modules.swap_attention` takes it,
+            or the import path of either.
+        options: the mechanism's own arguments, as plain data, for configuration files.
         where: names of layers (a glob or several); all self-attention where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
+        **mechanism_options: the mechanism's own arguments, as ``swap_attention`` takes them, in place of ``options``.
 
     Raises:
         ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
@@ -57,18 +61,25 @@ class SwapAttention(Callback):
 
     def __init__(
         self,
-        mechanism: str | type[AttentionMechanism],
+        mechanism: str | type[AttentionMechanism] | Callable[..., Tensor],
         options: dict[str, Any] | None = None,
         where: Where = None,
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
+        **mechanism_options: Any,
     ) -> None:
         super().__init__()
+        mechanism = plain_name(mechanism)
         self._class = _resolve(mechanism)
         self.mechanism = mechanism if isinstance(mechanism, str) else import_path(mechanism)
-        check_options(self._class, options or {})
-        _check_values(self._class, options or {})
-        self.options = plain_data(options or {}, "options", specs=False)
+        options = {} if options is None else options
+        if twice := sorted(set(mechanism_options) & set(options)):
+            raise TypeError(f"{', '.join(twice)} stands in options and as a keyword; give it once")
+        check_options(self._class, options)
+        options = {**options, **mechanism_options}
+        check_options(self._class, options)
+        _check_values(self._class, options)
+        self.options = plain_data(options, "options", specs=False)
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None

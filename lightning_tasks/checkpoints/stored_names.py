@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import date
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -170,21 +171,21 @@ def _check_text(text: str, allowed: Collection[str], place: str) -> None:
 
 
 def allowed_packages(*named: Any) -> frozenset[str]:
-    """Top-level packages that a checkpoint may name beside `LIBRARIES`.
+    """What a checkpoint may name beside `LIBRARIES`: top-level packages, and functions by their whole path.
 
-    They are those of mechanisms that installed packages offer, and those that the user named.
+    They are the packages of mechanisms that installed packages offer, those that the user named, and what she named.
 
     Args:
-        named: configurations of hers, at any depth, and classes.
+        named: configurations of hers, at any depth, classes and functions.
     """
     offered = {entry.value.partition(":")[0].partition(".")[0] for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return frozenset(offered.union(*(set(_packages(each)) for each in named)))
 
 
 def _packages(value: Any, name: str = "") -> Iterator[str]:
-    """Top-level packages of the paths in a configuration."""
-    if isinstance(value, type):
-        yield value.__module__.partition(".")[0]
+    """Top-level packages of the paths in a configuration, and the paths."""
+    if isinstance(value, (type, FunctionType)):
+        yield from (value.__module__.partition(".")[0], f"{value.__module__}.{value.__qualname__}")
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _packages(entry, str(key))
@@ -192,7 +193,7 @@ def _packages(value: Any, name: str = "") -> Iterator[str]:
         for entry in value:
             yield from _packages(entry, name)
     elif isinstance(value, str) and "." in value and (name in KINDS or name == "class_path"):
-        yield value.partition(".")[0]
+        yield from (value.partition(".")[0], value)
 
 
 def _check_settings(key: str, entry: Any, place: str) -> None:

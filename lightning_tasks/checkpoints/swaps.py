@@ -6,12 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from attention_modules.mechanism import (
-    AttentionMechanism,
-    mechanism_class,
-)
+from attention_modules.function import is_attention_function
+from attention_modules.mechanism import AttentionMechanism, mechanism_class
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import import_object
+from lightning_tasks.training.trust import check_kind
 
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
@@ -32,13 +31,15 @@ def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
 
 
 def _resolve(mechanism: object) -> type[AttentionMechanism]:
-    """The class of a short name, a class or an import path."""
+    """The class of a short name, a class, a function, or an import path of these."""
     if isinstance(mechanism, str) and "." in mechanism:
-        mechanism = import_object(mechanism)
-    if not isinstance(mechanism, (str, type)):
+        path, mechanism = mechanism, import_object(mechanism)
+        check_kind(mechanism, "mechanism", path)
+    if not isinstance(mechanism, (str, type)) and not is_attention_function(mechanism):
         raise TypeError(
-            f"mechanism must be a short name, a class or its import path, got {mechanism!r}, which a checkpoint cannot "
-            "hold; write a subclass of AttentionMechanism, and give its arguments as options="
+            f"mechanism must be a short name, a class, a function of (q, k, v, ...) or its import path, got "
+            f"{mechanism!r}, which a checkpoint cannot hold; write a subclass of AttentionMechanism, and give its "
+            "arguments as options="
         )
     return mechanism_class(mechanism)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.nn import functional as F
 
+from attention_modules.function import is_attention_function
 from attention_modules.hosts import attention_layers
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
 from attention_modules.swap import swap_attention
@@ -19,13 +21,16 @@ from lightning_tasks.training.trust import check_kind, checked_spec
 def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:
     """A registered short name as it is; a class, function or dotted path as ``{class_path, init_args}``.
 
+    A function is one of ``(q, k, v, ...)``, or builds the mechanism from an ``AttentionSpec``.
+
     Options beside "softmax" are warned of, as they are not used.
 
     Raises:
         ValueError: if a short name is unknown (the nearest are named), or a path names nothing.
         TypeError: if it cannot be stored in a checkpoint, what a short name stands for does not take the options, or a
-            path names something else than a mechanism or a function of the user's that makes one.
+            path names something else than a mechanism or a function of the user's that is or makes one.
     """
+    value = plain_name(value)
     if isinstance(value, str) and "." not in value:
         cls = mechanism_class(value)
         if options and value == "softmax":  # no error: a task whose checkpoint has such options could not be built
@@ -39,7 +44,17 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
         return value
     if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
         value = {**value, "class_path": mechanism_class(value["class_path"])}
-    return checked_spec(value, place="attention")
+    spec = checked_spec(value, place="attention")
+    function = import_object(spec["class_path"])
+    if is_attention_function(function):
+        _check_options(mechanism_class(function), {**spec["init_args"], **(options or {})})
+    return spec
+
+
+def plain_name(mechanism: Any) -> Any:
+    """ "softmax" for PyTorch's own function or its path, which is a builtin of a private module; all else as it is."""
+    path = "torch.nn.functional.scaled_dot_product_attention"
+    return "softmax" if mechanism is F.scaled_dot_product_attention or mechanism == path else mechanism
 
 
 def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
@@ -48,7 +63,7 @@ def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple
         return spec, {} if spec == "softmax" else dict(options or {})
     target, arguments = import_object(spec["class_path"]), {**spec["init_args"], **(options or {})}
     check_kind(target, "attention", spec["class_path"])
-    if isinstance(target, type):
+    if isinstance(target, type) or is_attention_function(target):
         return target, arguments
     return functools.partial(target, **arguments), {}
 

@@ -17,6 +17,8 @@ from typing import Any, get_type_hints
 
 import jsonargparse
 
+from attention_modules.function import is_attention_function
+from attention_modules.mechanism import is_registered
 from lightning_tasks.training.hparams import Spec, build, find_module, import_object, plain_spec
 from lightning_tasks.working_folder import comes_from_working_folder
 
@@ -58,7 +60,9 @@ _TASKS = ("lightning.pytorch.LightningModule", "pytorch_lightning.LightningModul
 _DATA = ("lightning.pytorch.LightningDataModule", "pytorch_lightning.LightningDataModule")
 _CALLBACKS = ("lightning.pytorch.Callback", "pytorch_lightning.Callback")
 _SCHEDULES = ("torch.optim.lr_scheduler.LRScheduler", "timm.scheduler.scheduler.Scheduler")
-_MECHANISM = Kind("a subclass of AttentionMechanism", ("attention_modules.mechanism.AttentionMechanism",))
+_MECHANISM = Kind(
+    "a subclass of AttentionMechanism or a function of (q, k, v, ...)", ("attention_modules.base.AttentionMechanism",)
+)
 _MODEL = Kind(
     "a subclass of torch.nn.Module (and no LightningModule)",
     ("torch.nn.Module",),
@@ -119,8 +123,9 @@ def check_kind(target: Any, place: str, path: str = "") -> None:
     """Check that what a name stands for is of the kind that its place takes, before it is called.
 
     A function counts where it is one of the named factories, one of code of the user's that is not installed, or one of
-    an installed package that is annotated to return the kind; none of the standard library, and no other one of
-    `LIBRARIES`. What it returns is then checked as well (:func:`checked_build`).
+    an installed package that is annotated to return the kind; where a mechanism is needed, also one of (q, k, v, ...)
+    of an installed package or of ours. None counts of the standard library, and no other one of `LIBRARIES`. What it
+    returns is then checked as well (:func:`checked_build`).
 
     Args:
         target: what the name stands for.
@@ -182,13 +187,19 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
     package, *parts = path.split(".")
     check_package(path, path, allowed, place)
     if not _is_library(package) and package not in allowed and not _is_loaded(path):
-        raise ValueError(f"{place} names {path!r}, which your program has not imported; it was not either; {GIVE_IT}")
+        raise ValueError(
+            f"{place} names {path!r}, which your program has not imported as a class, or a function under "
+            f"@register_mechanism(NAME); it was not imported; {GIVE_IT}"
+        )
     if any(part.startswith("_") or not part for part in parts):
         raise ValueError(f"{place} names {path!r}, which is private and was not imported; {GIVE_IT}")
 
 
 def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
     """What a name in a checkpoint stands for: of an allowed package, and of the kind that its place takes.
+
+    A function as a mechanism counts where the user's own configuration names this very function, or where
+    :func:`attention_modules.register_mechanism` says in her code that it is one.
 
     Raises:
         ValueError: as :func:`check_origin`, also where an allowed module has the name from another package.
@@ -206,10 +217,13 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
         home = found.__name__ if isinstance(found, ModuleType) else str(getattr(found, "__module__", None))
         check_package(home, path, allowed, place)
     kind = kind_of(place)
-    if not isinstance(found, type) and _defined_as(found) not in kind.factories:
+    named = is_attention_function(found) and not {path, _defined_as(found)}.isdisjoint(allowed)
+    mechanism = kind is _MECHANISM and (named or is_registered(found))
+    if not isinstance(found, type) and _defined_as(found) not in kind.factories and not mechanism:
+        known = ", which @register_mechanism(NAME) has to make known," if kind is _MECHANISM else ""
         raise TypeError(
-            f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}. It was "
-            f"not called; {GIVE_IT}"
+            f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}{known}. "
+            f"It was not called; {GIVE_IT}"
         )
     check_kind(found, place, path)
     return found
@@ -283,8 +297,11 @@ def _defined_as(target: Any) -> str:
 
 
 def _is_users_own(target: Any, kind: Kind) -> bool:
-    """Whether it is a function of the user's own code, or an installed one that is annotated to return this kind."""
+    """Whether it is a function of the user's own code, or an installed one that attends or is annotated to fit."""
     package = _defined_as(target).partition(".")[0]
+    attends = kind is _MECHANISM and is_attention_function(target)
+    if attends and package == "attention_modules":
+        return True
     known = package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
     if not isinstance(target, (FunctionType, MethodType)) or known:
         return False
@@ -292,7 +309,7 @@ def _is_users_own(target: Any, kind: Kind) -> bool:
         returned = get_type_hints(target).get("return")
     except Exception:  # annotations that cannot be evaluated
         returned = None
-    return _is_users_module(package) or (isinstance(returned, type) and kind.takes(returned))
+    return attends or _is_users_module(package) or (isinstance(returned, type) and kind.takes(returned))
 
 
 def _is_library(package: str) -> bool:
@@ -314,12 +331,13 @@ def _is_users_module(package: str) -> bool:
 
 
 def _is_loaded(path: str) -> bool:
-    """Whether a path is that of a class in a module that is imported already."""
+    """Whether a path is that of a class, or of a registered function, in a module that is imported already."""
     parts = path.split(".")
     loaded = [size for size in range(1, len(parts)) if ".".join(parts[:size]) in sys.modules]
-    return bool(loaded) and isinstance(
-        getattr(sys.modules[".".join(parts[: loaded[-1]])], parts[loaded[-1]], None), type
-    )
+    if not loaded:
+        return False
+    found = getattr(sys.modules[".".join(parts[: loaded[-1]])], parts[loaded[-1]], None)
+    return isinstance(found, type) or is_registered(found)
 
 
 def _described(target: Any) -> str:
