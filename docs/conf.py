@@ -8,6 +8,8 @@ from pathlib import Path
 from attention_modules import __version__
 
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+# Tutorials run the command of the environment that builds the site.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 project = "attnswap"
 author = "the authors of attnswap"
@@ -27,11 +29,12 @@ myst_heading_anchors = 3
 
 # Tutorials run when they are built, each in a kernel of its own, and write into a temporary folder.
 nb_execution_mode = "cache"
-nb_execution_timeout = 120
+nb_execution_timeout = 300  # seconds a cell, on a machine that is busy with other work
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # with tables
 nb_output_stderr = "remove"  # what Lightning says of devices and tips; a tutorial prints the warnings that it is about
 
 # One entry for each public name, by the name of the front door.

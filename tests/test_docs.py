@@ -43,7 +43,8 @@ def test_every_page_is_in_one_table_of_contents():
 def test_cells_of_a_tutorial_are_python(page):
     text = text_of(page)
     assert text.startswith("---\nfile_format: mystnb\n"), "a page whose cells nobody runs"
-    cells = [match["code"].partition("\n---\n")[2] or match["code"] for match in CELL.finditer(text)]
+    cells = [re.sub(r"^(:.*\n)+\n", "", match["code"]) for match in CELL.finditer(text)]
     assert len(cells) >= 3
     for cell in cells:
-        ast.parse(cell)
+        if not cell.startswith("%%"):  # the shell's, or a file's
+            ast.parse(cell)
