@@ -189,16 +189,21 @@ def _saturated(q: Tensor, logsumexp: Tensor, scale: float | None) -> bool:
     return bool((4 * full.sum(-1) >= q.shape[-2]).any())
 
 
+@torch.compiler.assume_constant_result  # torch.compile of torch 2.6 cannot look into it
+def has_autocast(device: str) -> bool:
+    """Whether autocast knows a type of device."""
+    return torch.amp.is_autocast_available(device)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without autocast, for sums that half precision does not hold."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+    return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()
 
 
 def autocast(x: Tensor) -> Tensor:
     """The tensor in the dtype in which autocast would run attention; itself outside autocast."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not has_autocast(device) or not torch.is_autocast_enabled(device):
         return x
     if not x.is_floating_point() or x.dtype == torch.float64:
         return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,12 +68,29 @@ def pass_inputs(
     estimate = query = clip(k, limit)
     yield k, query
     for done in range(iterations - 1):
-        low_rank = low_ranks[done]
-        raw = torch.add(k, estimate).sub_(low_rank, alpha=2)
-        clipped = clip(raw, limit)
-        query = torch.sub(clipped, estimate, alpha=2).add_(low_rank, alpha=3)
-        estimate = clipped.add_(low_rank)  # in place: fresh memory costs more than the sum
+        raw, query, estimate = next_input(k, limit, estimate, low_ranks[done])
         yield raw, query
+
+
+def next_input(k: Tensor, limit: Tensor | None, estimate: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the next pass clips, its query, and the next E; see :func:`pass_inputs`."""
+    raw = torch.add(k, estimate).sub_(low_rank, alpha=2)
+    clipped = clip(raw, limit)
+    query = torch.sub(clipped, estimate, alpha=2).add_(low_rank, alpha=3)
+    return raw, query, clipped.add_(low_rank)  # in place: fresh memory costs more than the sum
+
+
+def mix_passes(mix: Callable[[Tensor, bool], Tensor], k: Tensor, limit: Tensor | None, iterations: int) -> list[Tensor]:
+    """L of each pass, which ``mix`` gives of its query and of whether it is the last.
+
+    Not by the iterator above: torch.compile of torch 2.6 runs an iterator to its end before the loop that it feeds.
+    """
+    estimate = query = clip(k, limit)
+    low_ranks = [mix(query, iterations == 1)]
+    for done in range(1, iterations):
+        _, query, estimate = next_input(k, limit, estimate, low_ranks[-1])
+        low_ranks.append(mix(query, done == iterations - 1))
+    return low_ranks
 
 
 def plain_pursuit(
@@ -87,11 +104,11 @@ def plain_pursuit(
     scale: float | None,
 ) -> Tensor:
     """:func:`pursue` in plain autograd, differentiable as often as attention is."""
-    low_ranks: list[Tensor] = []
-    for _, query in pass_inputs(k, limit, iterations, low_ranks):
-        drop = dropout_p if len(low_ranks) == iterations - 1 else 0.0
-        low_ranks.append(attend(query, query, v, attn_mask, is_causal, drop, scale))
-    return low_ranks[-1]
+
+    def mix(query: Tensor, is_last: bool) -> Tensor:
+        return attend(query, query, v, attn_mask, is_causal, dropout_p if is_last else 0.0, scale)
+
+    return mix_passes(mix, k, limit, iterations)[-1]
 
 
 class FusedPursuit(torch.autograd.Function):
@@ -108,12 +125,14 @@ class FusedPursuit(torch.autograd.Function):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        low_ranks: list[Tensor] = []
         logsumexps: list[Tensor] = []
-        for _, query in pass_inputs(k, limit, iterations, low_ranks):
+
+        def mix(query: Tensor, is_last: bool) -> Tensor:
             low_rank, logsumexp = flash(query, v, attn_mask, is_causal, scale)
-            low_ranks.append(low_rank)
             logsumexps.append(logsumexp)
+            return low_rank
+
+        low_ranks = mix_passes(mix, k, limit, iterations)
         ctx.save_for_backward(k, v, limit, attn_mask, *low_ranks, *logsumexps)
         ctx.iterations, ctx.is_causal, ctx.scale = iterations, is_causal, scale
         return low_ranks[-1]

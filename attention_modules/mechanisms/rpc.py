@@ -15,6 +15,7 @@ from attention_modules.mechanisms.pursuit import pursue
 from attention_modules.mechanisms.symmetric import check_self_attention, keys_and_values
 
 Threshold = Literal["released", "ratio"]
+_THRESHOLDS = get_args(Threshold)  # here, as torch.compile of torch 2.6 cannot look into `typing`
 RELEASED_LAM = 4.0
 # Below this sum of |k| a row's keys count as zero: its threshold is beyond every key, and its slope would overflow.
 ZERO_NORM = 1e-12
@@ -31,8 +32,8 @@ def check_rpc_options(iterations: int, lam: float | None, threshold: str) -> Non
     number = isinstance(lam, (int, float)) and not isinstance(lam, bool)
     if lam is not None and not (number and lam >= 0):  # NaN is not >= 0
         raise ValueError(f"lam must be a number of at least 0 (inf: no sparse part), got {lam!r}")
-    if threshold not in get_args(Threshold):
-        raise ValueError(f"threshold must be one of {', '.join(map(repr, get_args(Threshold)))}, got {threshold!r}")
+    if threshold not in _THRESHOLDS:
+        raise ValueError(f"threshold must be one of {', '.join(map(repr, _THRESHOLDS))}, got {threshold!r}")
 
 
 def check_rpc_shapes(k: Tensor, v: Tensor) -> None:

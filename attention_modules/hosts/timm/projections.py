@@ -61,7 +61,8 @@ class Projections:
         for path, letters in self.parts:
             letters = self._present(layer, letters)
             if letters:
-                found |= zip(letters, self._heads(self._project(layer, path, x), letters, widths), strict=True)
+                heads = self._heads(self._project(layer, path, x), letters, widths)
+                found.update(zip(letters, heads, strict=True))
         return found.get("q"), found["k"], found["v"]
 
     def _heads(self, y: Tensor, letters: str, widths: Widths) -> list[Tensor]:
