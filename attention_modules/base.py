@@ -100,8 +100,12 @@ class AttentionMechanism(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement forward(q, k, v, ...)")
 
 
-def described(mechanism: AttentionMechanism) -> str:
-    """A mechanism with the options that it was built with, as "RPCAttention, iterations=4"."""
+def options_text(mechanism: AttentionMechanism) -> str:
+    """The options that a mechanism was built with, as "iterations=4"; all that it shows where a callable built it."""
     given = mechanism.built_with
-    options = mechanism.extra_repr() if given is None else ", ".join(f"{name}={given[name]!r}" for name in given)
-    return f"{type(mechanism).__name__}, {options}" if options else type(mechanism).__name__
+    return mechanism.extra_repr() if given is None else ", ".join(f"{name}={given[name]!r}" for name in given)
+
+
+def described(mechanism: AttentionMechanism) -> str:
+    """A mechanism with its options, as "RPCAttention, iterations=4"."""
+    return ", ".join(filter(None, (type(mechanism).__name__, options_text(mechanism))))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention_modules.base import options_text
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Swapped, hook_refusal, swapped_class
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
@@ -161,6 +162,7 @@ def _swap(
             layer.spec.num_heads,
             count,
             _count(layer.module),
+            options_text(built),
         )
         for (layer, built), count in zip(plan, before, strict=True)
     ]

@@ -1,12 +1,30 @@
-"""What a swap did, and what it left alone."""
+"""What a swap did, what it left alone, and what acts in a model's layers now."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import overload
 
+from torch import nn
+
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Skipped
+from attention_modules.mechanisms.softmax import SoftmaxAttention
+
+# What torch.compile, FSDP1 and activation checkpointing put into the names of modules.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def swapped_mechanisms(model: nn.Module) -> dict[str, AttentionMechanism]:
+    """The mechanism that acts in each layer, by the layer's name, where it is not plain softmax attention."""
+    found = {}
+    for name, module in model.named_modules():
+        mechanism = acting_mechanism(module._modules.get("mechanism"))
+        if mechanism is not None and type(mechanism) is not SoftmaxAttention:
+            found[".".join(part for part in name.split(".") if part not in _WRAPPERS)] = mechanism
+    return found
 
 
 @dataclass(frozen=True)
@@ -21,6 +39,7 @@ class SwapRow:
         heads: number of query heads.
         before: its parameters before the swap.
         after: its parameters after it.
+        options: those that the mechanism was built with, as "iterations=4".
     """
 
     name: str
@@ -30,6 +49,7 @@ class SwapRow:
     heads: int
     before: int
     after: int
+    options: str = ""
 
 
 class SwapReport(Sequence[SwapRow]):
@@ -60,8 +80,8 @@ class SwapReport(Sequence[SwapRow]):
         return f"SwapReport({len(self.rows)} swapped, {len(self.skipped)} not)"
 
     def __str__(self) -> str:
-        header = [field.name for field in fields(SwapRow)]
-        lines = _table([header, *([_cell(value) for value in astuple(row)] for row in self.rows)])
+        header = [field.name for field in fields(SwapRow)][:-1]
+        lines = _table([header, *(_cells(row) for row in self.rows)])
         before, after = (sum(counts) for counts in zip(*((row.before, row.after) for row in self.rows), strict=True))
         lines.append(f"{len(self.rows)} swapped, {before:,} parameters before, {after:,} after")
         if self.new:
@@ -71,6 +91,11 @@ class SwapReport(Sequence[SwapRow]):
             lines += ["", f"not swapped ({len(self.skipped)}):"]
             lines += _table([[_cell(row.name), row.kind, row.reason] for row in self.skipped])
         return "\n".join(lines)
+
+
+def _cells(row: SwapRow) -> list[str]:
+    whole = replace(row, mechanism=", ".join(filter(None, (row.mechanism, row.options))))
+    return [_cell(value) for value in astuple(whole)[:-1]]
 
 
 def _cell(value: object) -> str:

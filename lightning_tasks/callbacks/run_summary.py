@@ -9,7 +9,8 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from attention_modules import AttentionMechanism, SoftmaxAttention
+from attention_modules.base import described
+from attention_modules.hosts.report import swapped_mechanisms
 from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.figures.run import draw_run
 from lightning_tasks.runs.divergence import first_non_finite, is_loss
@@ -72,12 +73,8 @@ class RunSummary(Callback):
 
 
 def swapped_layers(model: nn.Module) -> list[str]:
-    """Each layer whose mechanism is not plain softmax attention, as "name (mechanism)"."""
-    return [
-        f"{name.removesuffix('.mechanism')} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, AttentionMechanism) and not isinstance(module, SoftmaxAttention)
-    ]
+    """Each layer whose mechanism is not plain softmax attention, as "name (RPCAttention, iterations=4)"."""
+    return [f"{name} ({described(mechanism)})" for name, mechanism in swapped_mechanisms(model).items()]
 
 
 def divergence_of(trainer, *further: str) -> list[str]:

@@ -22,7 +22,7 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, overrides
+from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, acting_plans, overrides
 from lightning_tasks.checkpoints.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
@@ -119,8 +119,8 @@ class SwapAttention(Callback):
         after_configure_model(pl_module, self, self._swap)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what was put where, beside the module's hyper-parameters, by which a report knows the run."""
-        plans = [{key: plan[key] for key in ("mechanism", "options", "layers")} for plan in vars(pl_module)[_PLANS]]
+        """Log what acts in which layers now, beside the module's hyper-parameters, by which a report knows the run."""
+        plans = acting_plans(pl_module)
         for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
             logger.log_hyperparams({SWAPPED: plans})
         for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from attention_modules.function import is_attention_function
-from attention_modules.mechanism import AttentionMechanism, mechanism_class
+from attention_modules.hosts.report import swapped_mechanisms
+from attention_modules.mechanism import AttentionMechanism, mechanism_class, short_name
 from attention_modules.swap import swap_attention
-from lightning_tasks.training.hparams import import_object
+from lightning_tasks.training.hparams import import_object, plain_data
 from lightning_tasks.training.trust import check_kind
 
 Plan = dict[str, Any]
@@ -28,6 +30,27 @@ def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
     """Swap as a checkpoint's plan says."""
     swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
     vars(pl_module).setdefault(_PLANS, []).append(plan)
+
+
+def acting_plans(model: nn.Module) -> list[Plan]:
+    """What acts in the layers of a model, one plan for each mechanism with its options; none for plain softmax."""
+    plans: list[Plan] = []
+    for name, mechanism in swapped_mechanisms(model).items():
+        options = {key: _loggable(value) for key, value in (mechanism.built_with or {}).items()}
+        plan = {"mechanism": short_name(type(mechanism)), "options": options}
+        same = next((other for other in plans if all(other[key] == plan[key] for key in plan)), None)
+        if same is None:
+            plans.append({**plan, "layers": [name]})
+        else:
+            same["layers"].append(name)
+    return plans
+
+
+def _loggable(value: object) -> Any:
+    try:
+        return plain_data(value, specs=False)
+    except TypeError:
+        return repr(value)
 
 
 def _resolve(mechanism: object) -> type[AttentionMechanism]:

@@ -17,7 +17,10 @@ from lightning_tasks.runs.safe_files import MOST_SETTINGS_BYTES, refuse_foreign
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
 # classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.
-_OF_THE_RUN = ("seed_everything", "trainer.default_root_dir", "trainer.logger", "ckpt_path", "model.num_classes")
+_OF_THE_RUN = (
+    *("seed_everything", "trainer.default_root_dir", "trainer.logger", "ckpt_path", "model.num_classes"),
+    SWAPPED,  # which follows from the others
+)
 _ENTRY = re.compile(r"[^\[]*\[[^\]]*\]")
 
 
@@ -40,30 +43,44 @@ _Reader.add_multi_constructor("!", _plain)
 def read_run_settings(folder: Path) -> dict[str, Any] | None:
     """The configuration that a run saved, else the module's hyper-parameters under `model`, else None.
 
+    Beside a configuration stands, as `swapped_attention`, what its swaps came to.
+
     Raises:
         UsageError: the file holds something else than settings, names a swap in another form than ours, is too large,
             or is a link out of the folder.
     """
-    for name in ("config.yaml", "hparams.yaml"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        refuse_foreign(path, folder, MOST_SETTINGS_BYTES)
-        try:
-            content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
-        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"{path} cannot be read: {reason(error)}") from error
-        check_size(content, path)
-        if content is not None and not isinstance(content, dict):
-            raise UsageError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
-        if content:
-            settings = content if name == "config.yaml" else {"model": content}
-            try:
-                swapped(settings)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{path} cannot be read: what it says was swapped: {reason(error)}") from error
-            return settings
+    config, hparams = folder / "config.yaml", folder / "hparams.yaml"
+    given, logged = _read(config, folder), _read(hparams, folder)
+    if given and SWAPPED in logged:
+        _check_swaps({SWAPPED: logged[SWAPPED]}, hparams)
+        given[SWAPPED] = logged[SWAPPED]
+    if given or logged:
+        settings = given or {"model": logged}
+        _check_swaps(settings, config if given else hparams)
+        return settings
     return None
+
+
+def _read(path: Path, folder: Path) -> dict[str, Any]:
+    """The settings in a file; none where there is no file."""
+    if not path.is_file():
+        return {}
+    refuse_foreign(path, folder, MOST_SETTINGS_BYTES)
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Reader)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {reason(error)}") from error
+    check_size(content, path)
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
+    return content or {}
+
+
+def _check_swaps(settings: dict[str, Any], path: Path) -> None:
+    try:
+        swapped(settings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: what it says was swapped: {reason(error)}") from error
 
 
 def saved_seed(settings: dict[str, Any] | None) -> int | None:
@@ -140,11 +157,14 @@ def _with_lone_entries_short(flat: dict[str, str], shared: set[str | None]) -> d
 
 
 def swapped(settings: dict[str, Any] | None) -> list[str]:
-    """What was put into which attention layers, in words, from the settings."""
+    """What was put into which attention layers, in words: as it was logged for each layer, else as the settings say."""
     if settings is None:
         return ["not known: the folder has neither config.yaml nor hyper-parameters"]
     plain = "softmax in all layers"  # what models have where a callback swaps, too
-    texts = [text for text in dict.fromkeys(_swaps(settings)) if text != plain]
+    model = settings.get("model")
+    logged = next((each[SWAPPED] for each in (settings, model) if isinstance(each, Mapping) and SWAPPED in each), None)
+    found = _swaps(settings) if logged is None else _logged(logged)
+    texts = [text for text in dict.fromkeys(found) if text != plain]
     return texts or ["nothing that the settings say: softmax"]
 
 
@@ -152,19 +172,23 @@ def _swaps(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         if str(value.get("class_path", "")).rpartition(".")[2] == "SwapAttention":
             given = value.get("init_args") or {}
-            yield _swap_text(given.get("mechanism"), given.get("options"), given.get("layers"), given.get("where"))
+            options = {**(given.get("options") or {}), **(value.get("dict_kwargs") or {})}
+            yield _swap_text(given.get("mechanism"), options, given.get("layers"), given.get("where"))
         elif isinstance(value.get("attention"), str) and "attention_options" in value:
             text = _swap_text(value["attention"], value["attention_options"], value.get("attention_layers"), None)
             other = value.get("other_attention")
             yield f"{text}, {other} in the others" if other else text
-        plans = value.get(SWAPPED) or []
-        if not isinstance(plans, list) or not all(isinstance(plan, Mapping) for plan in plans):
-            raise TypeError(f"{SWAPPED} must be a list of mappings, got {plans!r}")
-        for plan in plans:
-            yield _swap_text(plan["mechanism"], plan["options"], plan["layers"], None)
     if isinstance(value, (Mapping, list)):
         for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _swaps(entry)
+
+
+def _logged(plans: Any) -> Iterator[str]:
+    """What acted in which layers when a fit began: what came after, and replaced, what the settings say."""
+    if not isinstance(plans, list) or not all(isinstance(plan, Mapping) for plan in plans):
+        raise TypeError(f"{SWAPPED} must be a list of mappings, got {plans!r}")
+    for plan in plans:
+        yield _swap_text(plan["mechanism"], plan["options"], plan["layers"], None)
 
 
 def _swap_text(mechanism: Any, options: Any, layers: Any, where: Any) -> str:

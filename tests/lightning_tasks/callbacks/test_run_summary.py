@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
-from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention
+from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention, swap_attention
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli.fit import run
 from lightning_tasks.figures.run import draw_run
@@ -75,7 +76,13 @@ def test_swapped_layers_are_those_that_are_not_plain():
     spec = AttentionSpec(dim=8, num_heads=2, head_dim=4)
     first, second = nn.Module(), nn.Module()
     first.mechanism, second.mechanism = RPCAttention(spec, iterations=2), SoftmaxAttention(spec)
-    assert swapped_layers(nn.ModuleDict({"first": first, "second": second})) == ["first (RPCAttention)"]
+    assert swapped_layers(nn.ModuleDict({"first": first, "second": second})) == [
+        "first (RPCAttention, iterations=2, lam=None, threshold='released')"
+    ]
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    swap_attention(model, "symmetric")
+    swap_attention(model, "rpc", iterations=3)
+    assert swapped_layers(torch.compile(model)) == ["self_attn (RPCAttention, iterations=3)"]
 
 
 def test_the_summary_says_before_and_after(tmp_path, monkeypatch, capsys):

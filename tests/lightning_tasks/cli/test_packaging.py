@@ -98,7 +98,7 @@ def test_the_installed_command_fits_a_recipe_by_name(installed, tmp_path):
     small += ["--data.max_bytes=200000", "--trainer.accelerator=cpu"]
     arguments = ["fit", "--config", "quickstart/language_modeling", "--trainer", "trainer/smoke", *small]
     printed = attnswap(arguments, tmp_path, installed)
-    assert "swapped layers: model.layers.0.attn (RPCAttention)" in printed
+    assert "swapped layers: model.layers.0.attn (RPCAttention, iterations=4, lam=4.0)\n" in printed
     assert Path(tmp_path, "runs/quickstart/language_modeling/version_0/run.png").is_file()
 
 

@@ -5,8 +5,10 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 
+from attention_modules import swap_attention
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from lightning_tasks.report.page import order
@@ -222,6 +224,23 @@ def test_swaps_of_models_and_callbacks():
     assert swapped({"model": {"attention": "softmax", "attention_options": {}}}) == [
         "nothing that the settings say: softmax"
     ]
+
+
+def test_a_swap_that_another_replaced_is_not_named(tmp_path):
+    """A module that was swapped before, as a task's own `attention` does it, and a callback that comes after it."""
+    module, logger = TinyLM(), CSVLogger(tmp_path, name="script")
+    swap_attention(module, "symmetric")
+    fit(module, [SwapAttention("rpc", iterations=2, layers=[1])], batches(1), batches(1), logger=logger)
+    folder = tmp_path / "script" / "version_0"
+    layers = "net.encoder.layers.{}.self_attn"
+    texts = [f"symmetric in layers {layers.format(0)}", f"rpc (iterations 2) in layers {layers.format(1)}"]
+    assert swapped(read_run_settings(folder)) == texts
+    told = {"model": {"attention": "symmetric", "attention_options": {}}, "trainer": {"callbacks": [SWAP]}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(told))
+    assert swapped(read_run_settings(folder)) == texts
+    assert differences({"one": told, "two": read_run_settings(folder)}) == {}
+    (folder / "hparams.yaml").unlink()
+    assert len(swapped(read_run_settings(folder))) == 2
 
 
 def test_hyper_parameters_of_foreign_modules_are_never_built(tmp_path):
