@@ -128,8 +128,8 @@ def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism |
             swaps.append(_Swap(name, given, options or {}, names))
         else:
             why = (
-                f"the mechanism {name!r}, which is not registered here. Import its package, or give the class as "
-                "mechanism="
+                f"the mechanism {name!r}, which is not registered here. Import its package, or give the class or "
+                "function as mechanism="
                 if name not in available_mechanisms()
                 else f"no options of {name!r}, as they are no plain data. Give a callable that takes an AttentionSpec "
                 "as mechanism="

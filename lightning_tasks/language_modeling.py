@@ -44,7 +44,8 @@ class LanguageModelingTask(BaseTask):
             constructor takes them), a Hugging Face config (object, or dict with ``model_type``), or the name or
             folder of a pretrained Hugging Face causal language model.
         vocab_size: number of token ids; where None, that of the data module, kept in the hyper-parameters.
-        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+            name, class, function, import path, or ``{class_path, init_args}``.
         attention_options: its options by name.
         attention_layers: which layers get it, counted in module order; all where None.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see

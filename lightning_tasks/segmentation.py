@@ -41,7 +41,8 @@ class SegmentationTask(VisionTask):
             ``crop_size`` in pixels, ``pretrained``, and ``cfg_options``, changes of the configuration by dotted path.
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
         ignore_index: the label of pixels that do not count.
-        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+            name, class, function, import path, or ``{class_path, init_args}``.
         attention_options: its options by name. In a decoder's layers `scaled` by a matrix needs ``num_tokens``, that of
             the patches and the classes (512 pixels, 150 classes: 1,174).
         attention_layers: which layers get it, counted in module order (a Segmenter's backbone first, then its

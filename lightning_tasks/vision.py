@@ -20,7 +20,8 @@ class VisionTask(BaseTask):
 
     Args:
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
-        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
+        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+            name, class, function, import path, or ``{class_path, init_args}``.
         attention_options: its options by name.
         attention_layers: which layers get it, counted in module order; all where None.
         other_attention: the mechanism of the other layers, with its defaults.
