@@ -33,6 +33,9 @@ class SelfAttentionHost(Host):
     name = "attnswap SelfAttention"
     mixin = SwappedSelf
 
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return issubclass(kind, SelfAttention)
+
     def understands(self, module: nn.Module) -> bool:
         return isinstance(module, SelfAttention) and is_own_forward(module, SelfAttention.forward)
 

@@ -87,6 +87,10 @@ class Host(ABC):
     def __hash__(self) -> int:
         return hash(type(self))
 
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        """Whether this host has anything to say of modules of the class; where not, it is asked about none of them."""
+        return True
+
     @abstractmethod
     def understands(self, module: nn.Module) -> bool:
         """Whether this plain module is one of this host's layers, with the host's own forward."""

@@ -49,11 +49,32 @@ class Survey:
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
+class _Hosts:
+    """The hosts that are loaded now, of which modules are asked about those that their class concerns.
+
+    It serves one survey: what a class concerns is found once for all modules of the class, and nothing is kept of
+    modules, so that no survey sees what an earlier one saw.
+    """
+
+    def __init__(self) -> None:
+        self._loaded = loaded_hosts()
+        self._by_class: dict[type[nn.Module], list[Host]] = {}
+
+    def concerned(self, module: nn.Module) -> list[Host]:
+        kind = type(module)
+        if kind not in self._by_class:
+            self._by_class[kind] = [host for host in self._loaded if host.concerns(kind)]
+        return self._by_class[kind]
+
+    def host_of(self, module: nn.Module, parent: nn.Module | None) -> Host | None:
+        if isinstance(module, Swapped):
+            return module.host
+        return next((host for host in self.concerned(module) if host.understands_in(module, parent)), None)
+
+
 def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
     """The host that understands this plain or swapped layer (below ``parent``, where it has one), if one does."""
-    if isinstance(module, Swapped):
-        return module.host
-    return next((host for host in loaded_hosts() if host.understands_in(module, parent)), None)
+    return _Hosts().host_of(module, parent)
 
 
 def check_module(model: object) -> None:
@@ -78,20 +99,21 @@ def survey(model: nn.Module) -> Survey:
     check_module(model)
     found = Survey(modules=dict(model.named_modules(remove_duplicate=False)))
     by_id: dict[int, int] = {}
-    inside: list[str] = []  # prefixes of layers already understood: what they are made of is theirs
+    inside: str | None = None  # prefix of the last layer understood: what it is made of comes next, and is its own
     strangers: dict[str, nn.Module] = {}
+    hosts = _Hosts()
     for name, module in found.modules.items():
-        if any(name.startswith(prefix) for prefix in inside):
+        if inside is not None and name.startswith(inside):
             continue
         parent_name, _, attribute = name.rpartition(".")
         parent = found.modules[parent_name] if name else None
-        host = host_of(module, parent)
+        host = hosts.host_of(module, parent)
         if parent is not None and wrapped_by_peft(parent):
             continue  # the wrapper is listed
         if host is None:
             strangers[name] = module
             continue
-        inside.append(f"{name}." if name else "")
+        inside = f"{name}." if name else ""
         if id(module) in by_id:
             index = by_id[id(module)]
             known = found.layers[index]
@@ -99,15 +121,16 @@ def survey(model: nn.Module) -> Survey:
             continue
         by_id[id(module)] = len(found.layers)
         found.layers.append(Found((name,), module, host, host.is_cross(module, parent, attribute)))
-    found.others = _attention_like(strangers, [name for layer in found.layers for name in layer.names])
+    found.others = _attention_like(hosts, strangers, [name for layer in found.layers for name in layer.names])
     return found
 
 
-def _attention_like(strangers: dict[str, nn.Module], understood: list[str]) -> list[Skipped]:
+def _attention_like(hosts: _Hosts, strangers: dict[str, nn.Module], understood: list[str]) -> list[Skipped]:
     """Modules that call themselves attention, are no shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
+    refused = {kind: known_refusal(kind) for kind in {type(module) for module in strangers.values()}}
     for name, module in strangers.items():
-        reason = _why_not(module)
+        reason = _why_not(module, hosts.concerned(module), refused[type(module)])
         prefix = f"{name}." if name else ""
         if reason is None or any(other.startswith(prefix) for other in understood):
             continue
@@ -116,11 +139,16 @@ def _attention_like(strangers: dict[str, nn.Module], understood: list[str]) -> l
     return skipped
 
 
-def _why_not(module: nn.Module) -> str | None:
-    """Why this module cannot be swapped; None where it is no attention."""
+def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> str | None:
+    """Why this module cannot be swapped; None where it is no attention.
+
+    Args:
+        module: what no host understands.
+        hosts: those that its class concerns.
+        refused: why no mechanism can be put into its class, where a host says so.
+    """
     kind = type(module).__name__
-    near = next((text for host in loaded_hosts() if (text := host.near_miss(module))), None)
-    near = near or known_refusal(type(module))
+    near = next((text for host in hosts if (text := host.near_miss(module))), None) or refused
     if near:
         return hook_refusal(module) or near
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):

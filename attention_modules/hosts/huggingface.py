@@ -176,6 +176,9 @@ class HuggingFaceHost(Host):
     name = "Hugging Face"
     mixin = SwappedHuggingFace
 
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return any(base.__module__.startswith("transformers.models.") for base in kind.__mro__)
+
     def understands(self, module: nn.Module) -> bool:
         return _is_known(_definer(type(module))) and "forward" not in module.__dict__
 

@@ -165,6 +165,9 @@ class MultiheadAttentionHost(Host):
     name = "torch MultiheadAttention"
     mixin = SwappedMultiheadAttention
 
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return issubclass(kind, nn.MultiheadAttention)
+
     def understands(self, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and is_own_forward(module, nn.MultiheadAttention.forward)
 

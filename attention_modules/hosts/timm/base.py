@@ -64,6 +64,9 @@ class TimmHost(Host):
     kind: ClassVar[str] = "Attention"
     parts: ClassVar[Projections] = JOINT
 
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return self._named(kind) is not None
+
     def understands(self, module: nn.Module) -> bool:
         kind = type(module)
         if "forward" in module.__dict__ or self._named(kind) is None:
