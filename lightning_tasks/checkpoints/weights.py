@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
@@ -179,6 +178,8 @@ def load_backbone(network: nn.Module, path: str) -> None:
         )
     own = backbone.state_dict().get(_POSITIONS)
     if own is not None and _POSITIONS in weights and weights[_POSITIONS].shape != own.shape:
+        from timm.layers import resample_abs_pos_embed  # importing timm takes a second, and tasks on text go without
+
         rows, columns = backbone.patch_embed.grid_size
         weights[_POSITIONS] = resample_abs_pos_embed(
             weights[_POSITIONS],

@@ -17,7 +17,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_warn
 
-import lightning_tasks.models as own_models
 from attention_modules.mechanism import did_you_mean, mechanism_class
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
@@ -25,7 +24,11 @@ from lightning_tasks.training.hparams import import_object, import_path
 from lightning_tasks.working_folder import shadow_note
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_CLASSES = {"model": own_models, "optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
+_CLASSES = {  # imported when one is named: timm behind the first takes a second
+    "model": "lightning_tasks.models",
+    "optimizer": "torch.optim",
+    "scheduler": "torch.optim.lr_scheduler",
+}
 _MECHANISMS = ("attention", "other_attention")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
@@ -88,7 +91,7 @@ def _class_path(name: str, value: str) -> str | None:
     if "." in value:
         return value if _DOTTED.fullmatch(value) and not Path(value).exists() else None
     try:
-        known = mechanism_class(value) if name in _MECHANISMS else import_object(value, _CLASSES[name])
+        known = mechanism_class(value) if name in _MECHANISMS else import_object(value, import_module(_CLASSES[name]))
         return import_path(known)
     except (KeyError, ValueError, TypeError):
         return None

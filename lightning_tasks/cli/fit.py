@@ -27,12 +27,14 @@ from lightning_tasks.cli.arguments import (
     spell_out_classes,
     warn_of_last_callback,
 )
+from lightning_tasks.cli.as_run import show_as_run
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
 from lightning_tasks.cli.predict_images import arguments_of_run
+from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.cli.save_config import SaveConfig
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
@@ -54,6 +56,7 @@ class AttnswapCLI(LightningCLI):
         self._labels = labels
         self._claimed: tuple[Path, Path] | None = None
         self._asked = kwargs["args"][0]
+        self._folder: str | None = None
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
@@ -107,6 +110,8 @@ class AttnswapCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember what was given explicitly by the command line and its files."""
+        if any(argument.startswith("--print_config") for argument in args):
+            show_as_run(self._subcommand_parsers[args[0]], args[0], self._named)
         try:
             args = join_nested_keys(args, parser.parse_args)
             self.config = parser.parse_args(args)
@@ -149,8 +154,7 @@ class AttnswapCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Build everything; the images of a folder take the place of the data module."""
         super().instantiate_classes()
-        folder = self.config[self.config.subcommand].get("images")
-        if folder is not None:
+        if (folder := self._folder) is not None:
             from attnswap.datamodules.shared.folder import FolderDataModule
 
             self.datamodule = FolderDataModule(self.datamodule, folder)
@@ -161,6 +165,7 @@ class AttnswapCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer, whose checkpoint files are written whole or not at all, and checked when they are read."""
         trainer = super().instantiate_trainer(**kwargs)
+        leave_out_zero_flops(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         return trainer
@@ -178,6 +183,7 @@ class AttnswapCLI(LightningCLI):
         """Give the run its folder and loggers before they are built, so that the saved configuration names them."""
         section = self.config[self.config.subcommand]
         section.pop("trust_checkpoint", None)  # in no saved configuration, which may run with another file
+        self._folder = section.pop("images", None)
         if section.weights_only is None:  # left open, it depends on the environment and on where the file is
             section.weights_only = True
         arguments = section.model.get("init_args") or {}
@@ -186,7 +192,10 @@ class AttnswapCLI(LightningCLI):
         if section.init_from:
             self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
         elif self.config.subcommand != "fit" and not section.ckpt_path:
-            rank_zero_warn("no --ckpt_path and no --init_from: the model has the weights that it starts from")
+            rank_zero_warn(
+                "no --ckpt_path and no --init_from: untrained weights; the model is as it was built (random, or what "
+                "its own settings load, such as pretrained: true)"
+            )
         if self.config.subcommand == "fit" and section.ckpt_path:
             self.trainer_defaults["callbacks"] += [CheckResumedOptimizer(), WarnOfMissedValidation()]
         self.trainer_defaults["callbacks"].append(SaveOnStop())
@@ -333,14 +342,15 @@ def _command_line(
     know_former_names()
     arguments = arguments_of_run(arguments) if arguments[0] == "predict" else arguments
     expanded = spell_out_classes(expand_recipe_names(arguments))
-    return kind(
-        save_config_callback=SaveConfig,
-        save_config_kwargs={"overwrite": True},
-        parser_class=RecipeParser,
-        parser_kwargs={"prog": "attnswap", "exit_on_error": False, "allow_abbrev": False},
-        trainer_defaults={"callbacks": list(callbacks)},
-        args=expanded,
-        recipe=recipe_of(arguments),
-        auto_configure_optimizers=False,  # made before the model is built or swapped, it would train the wrong weights
-        **options,
-    )
+    with quiet():
+        return kind(
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            parser_class=RecipeParser,
+            parser_kwargs={"prog": "attnswap", "exit_on_error": False, "allow_abbrev": False},
+            trainer_defaults={"callbacks": list(callbacks)},
+            args=expanded,
+            recipe=recipe_of(arguments),
+            auto_configure_optimizers=False,  # made before the model is built or swapped, it would train other weights
+            **options,
+        )

@@ -31,6 +31,16 @@ def with_csv_logger(loggers: Any, recipe: str, root: Path, own_place: bool = Tru
     return [_csv_logger(folder, csv), *others], folder
 
 
+def planned_loggers(loggers: Any, recipe: str, root: Path) -> list[Any]:
+    """The `trainer.logger` value(s) as :func:`with_csv_logger` completes them, before a run has its folder."""
+    given = _listed(loggers)
+    csv = _csv_logger_of(given)
+    if csv is not None:
+        return given
+    name = {"save_dir": str(root), "name": recipe}
+    return [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": name}, *given]
+
+
 def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:
     """The folder in which :func:`with_csv_logger` makes that of a run, beside those of earlier runs."""
     name, parent = _place(_csv_logger_of(_listed(loggers)), recipe, root)
