@@ -47,7 +47,7 @@ def _as_run(section: Any, command: str, recipe: Any) -> Any:
         if trainer[name] is None:
             trainer[name] = value
     model = section.get("model")
-    name = recipe or (str(model.class_path).rpartition(".")[2] if model is not None else None)
-    if name and trainer.logger is not False and not trainer.fast_dev_run:
-        trainer.logger = planned_loggers(trainer.logger, name, Path(trainer.default_root_dir or RUNS))
+    folder = recipe or (str(model.class_path).rpartition(".")[2] if model is not None else None)
+    if folder and trainer.logger is not False and not trainer.fast_dev_run:
+        trainer.logger = planned_loggers(trainer.logger, folder, Path(trainer.default_root_dir or RUNS))
     return section
