@@ -7,7 +7,7 @@ Example:
     >>> import attnswap, torch
     >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
     >>> report = attnswap.swap_attention(model, "symmetric")
-    >>> [layer.name for layer in report.swapped]
+    >>> [layer.name for layer in report]
     ['self_attn']
 """
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_public_paths import resolve
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).with_suffix("").as_posix()
@@ -15,6 +17,7 @@ PAGES = sorted(
 )
 TUTORIALS = [page for page in PAGES if page.startswith("tutorials/") and page != "tutorials/index"]
 TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.S)
+PATH = re.compile(r"\b(?:attnswap|attention_modules|lightning_tasks)(?:\.\w+)+(?![\w/])")
 CELL = re.compile(r"```\{code-cell\}.*?\n(?P<code>.*?)```", re.S)
 
 
@@ -48,3 +51,11 @@ def test_cells_of_a_tutorial_are_python(page):
     for cell in cells:
         if not cell.startswith("%%"):  # the shell's, or a file's
             ast.parse(cell)
+
+
+def test_every_path_in_a_guide_or_tutorial_exists():
+    guides = [page for page in PAGES if page.startswith(("tutorials/", "how_to/", "reference/", "explanations/"))]
+    named = {path for page in guides for path in PATH.findall(text_of(page)) if not path.endswith(".json")}
+    assert len(named) > 20
+    for path in named:
+        assert resolve(path) is not None, path
