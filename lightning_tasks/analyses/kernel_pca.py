@@ -274,7 +274,7 @@ def main(arguments: Sequence[str]) -> None:
     rows: list[Row] = []
     failed: list[str] = []
     try:
-        for name in tqdm(names, desc="kernel-pca", unit="layer"):
+        for name in tqdm(names, desc="kernel-pca", unit="layer", disable=None):
             try:
                 rows += measure(name, seen[name])
             except UsageError as error:

@@ -146,7 +146,7 @@ def run_experiment(
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
     drawn = False
-    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem"):
+    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem", disable=None):
         outcome = run_problem(name, seed, steps)
         lines += outcome.lines
         rows += outcome.rows

@@ -29,13 +29,13 @@ class AttentionMapLogger(MechanismObserver):
     """Draws attention maps of the first samples of a validation, over the images or token by token.
 
     In a fit every n-th epoch's validation is drawn, and ``validate`` once, from its first batch (keep its order, and
-    the samples stay the same): ``attention_maps_layer_00.png`` in the run's folder, which holds the newest, and
-    ``attention_maps/layer_00`` in W&B and TensorBoard, which keep all. The layer's number is its place among all
+    the samples stay the same): ``attention_maps_layer_00_step_000100.png`` in the run's folder, a file per step, and
+    ``attention_maps/layer_00`` in W&B and TensorBoard. The layer's number is its place among all
     self-attention layers of the model, whichever are chosen. The maps are softmax(q kᵀ) of the q and k that the
     mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass, and for one that
-    asks no map (``uniform``), one that does not take place; the title names the mechanism. Images whose tokens are no
-    grid of square patches, as in windowed models, are drawn token by token, like text. The colors of each map go from
-    0 to its largest value; the smallest and the largest are written over it.
+    asks no map (``uniform``), one that does not take place; the title names the mechanism and the step. Images
+    whose tokens are no grid of square patches, as in windowed models, are drawn token by token, like text. The colors
+    of each map go from 0 to its largest value, as its color bar says; the smallest and the largest are written over it.
 
     The sanity check of a fit tries the same and draws nothing, so that queries that a layer does not have end the fit
     before its first epoch (without a sanity check, at the first validation that is drawn). Queries or keys that are
@@ -136,16 +136,18 @@ class AttentionMapLogger(MechanismObserver):
     def _draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, rolled: tuple[Tensor, list[int]] | None
     ) -> None:
-        counts = {key: float(count) for key, count in self._bad.items()}
-        self._warnings.look(counts, f"validation at step {current_step(trainer)}")
+        step = current_step(trainer)
+        self._warnings.look({key: float(count) for key, count in self._bad.items()}, f"validation at step {step}")
         for index, layer in enumerate(self._chosen(pl_module)):
             if index in self._maps:
                 names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
-                title = f"{layer.name}: softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
+                asked = f"softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
+                title = f"step {step}, {layer.name}: {asked}"
                 figure = self._figure(self._maps[index], self._places[index], names, title)
-                save_figure(trainer, figure, f"attention_maps/{layer_label(layer)}")
+                save_figure(trainer, figure, f"attention_maps/{layer_label(layer)}", a_file_per_step=True)
         if rolled is not None:
-            save_figure(trainer, self._figure(*rolled, ["rollout"], "rollout"), "attention_maps/rollout")
+            figure = self._figure(*rolled, ["rollout"], f"step {step}, rollout")
+            save_figure(trainer, figure, "attention_maps/rollout", a_file_per_step=True)
 
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
         self._close_unread()

@@ -53,7 +53,8 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
                 axes[1 + head].imshow(shown)
                 one = maps[sample, query, head]
                 highest = float(one.max())  # of which the enlarged map may fall short
-                axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0, vmax=highest)
+                over = axes[1 + head].imshow(large[head].numpy(), cmap="magma", alpha=0.65, vmin=0.0, vmax=highest)
+                _bar(figure, over, axes[1 + head], one)
                 _name(axes[1 + head], columns[head], one)
     panels[0, 0].set_title("image", fontsize=8)
     return figure
@@ -71,7 +72,8 @@ def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], t
     figure, panels = _panels(len(maps), maps.shape[1], min(1.0, maps.shape[2] / maps.shape[3] + 0.2), title)
     for axes, sample in zip(panels, maps, strict=True):
         for panel, one, name in zip(axes, sample, columns, strict=True):
-            panel.imshow(one.numpy(), cmap="viridis", vmin=0.0, aspect="auto", interpolation="nearest")
+            image = panel.imshow(one.numpy(), cmap="viridis", vmin=0.0, aspect="auto", interpolation="nearest")
+            _bar(figure, image, panel, one)
             _name(panel, name, one)
             places = range(0, one.shape[1], max(1, one.shape[1] // 6))
             panel.set_xticks(places, [str(place) for place in places], fontsize=6)
@@ -81,6 +83,16 @@ def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], t
     for panel in panels[-1]:
         panel.set_xlabel("key", fontsize=7)
     return figure
+
+
+def _bar(figure: Any, image: Any, axes: Any, values: Tensor) -> None:
+    """The color bar of one map; none where nothing is finite, and the map is white."""
+    from matplotlib.ticker import MaxNLocator
+
+    if values.isfinite().any() and math.isfinite(image.norm.vmax):
+        bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+        bar.locator = MaxNLocator(3)
+        bar.ax.tick_params(labelsize=5, length=2)
 
 
 def _name(axes: Any, name: str, values: Tensor) -> None:

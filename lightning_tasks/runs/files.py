@@ -31,15 +31,16 @@ def run_folder(trainer: Any) -> Path | None:
     return folder
 
 
-def save_figure(trainer: Any, figure: Any, name: str) -> Path | None:
+def save_figure(trainer: Any, figure: Any, name: str, a_file_per_step: bool = False) -> Path | None:
     """Write a Matplotlib figure to ``NAME.png`` in the run's folder and to the loggers that take images.
 
-    Call it on rank zero.
+    Where there is ``a_file_per_step``, it is ``NAME_step_000100.png``. Call it on rank zero.
     """
     folder = run_folder(trainer)
     if folder is None:
         return None
-    path = folder / f"{name.replace('/', '_')}.png"
+    step = f"_step_{current_step(trainer):06d}" if a_file_per_step else ""
+    path = folder / f"{name.replace('/', '_')}{step}.png"
     figure.savefig(path, dpi=150)
     for logger in loggers_named(trainer, "WandbLogger"):
         logger.log_image(key=name, images=[str(path)], step=current_step(trainer))

@@ -162,7 +162,8 @@ def run_suite(
         f"about {duration(todo * seconds_a_pass)}"
     )
     rows: list[R] = []
-    with tqdm(total=todo, bar_format=_BAR, disable=not (show and count), file=sys.stderr, desc=title) as bar:
+    hidden = None if show and count else True  # None: where stderr is no terminal
+    with tqdm(total=todo, bar_format=_BAR, disable=hidden, file=sys.stderr, desc=title) as bar:
         for key, each in zip(keys, measurements, strict=True):
             done = store.rows(key)
             if done is None:

@@ -14,7 +14,7 @@ from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.runs.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
 
 FILES = {"attention_heads.csv", "attention_entropy_heads.png", "val_attention_entropy_heads.png"}
-FILES |= {f"attention_maps_layer_0{index}.png" for index in range(2)}
+FILES |= {f"attention_maps_layer_0{index}_step_00000{step}.png" for index in range(2) for step in (1, 3)}
 
 
 class OnlyTheMust:

@@ -83,9 +83,9 @@ def test_data_is_prepared_once_and_logged_once(runs):
 def test_monitors_write_once_what_all_processes_saw(runs):
     """Figures are the first process's alone: asking the others for anything meanwhile would stall the run."""
     (folder,) = (runs["folder"] / "logs").glob("version_*")
-    figures = {path.name for path in folder.glob("*.png")}
-    heads = {f"{stage}attention_entropy_heads.png" for stage in ("", "val_")}
-    assert figures == {"attention_maps_layer_00.png", "qk_spectrum_eigenvalues.png"} | heads
+    figures = {path.name.partition("_step_")[0].removesuffix(".png") for path in folder.glob("*.png")}
+    heads = {f"{stage}attention_entropy_heads" for stage in ("", "val_")}
+    assert figures == {"attention_maps_layer_00", "qk_spectrum_eigenvalues"} | heads
     steps, _, values = read_heads(folder / "attention_heads.csv")["val/attention/entropy"]
     with (folder / "metrics.csv").open() as file:
         rows = {int(row["step"]): row["val/attention/entropy/layer_00"] for row in csv.DictReader(file)}

@@ -64,13 +64,13 @@ def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     fit(TinyLM(lr=0.0), [callback], batches(2), batches(2), logger=logger, max_epochs=3)
     assert logger.images == ["attention_maps/layer_00", "attention_maps/layer_01", "attention_maps/rollout"]
     for name in ("layer_00", "layer_01", "rollout"):
-        with Image.open(f"{logger.log_dir}/attention_maps_{name}.png") as figure:
+        with Image.open(f"{logger.log_dir}/attention_maps_{name}_step_000003.png") as figure:
             assert min(figure.size) > 50
     tokens = next(iter(batches(2)))[0]
     maps, rows, columns, title = drawn[0]
     torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])
     assert (rows, columns) == ([0, TOKENS - 1], ["head 1"])
-    assert title == "net.encoder.layers.0.self_attn: softmax(q kᵀ) of the q and k given to SoftmaxAttention"
+    assert title == "step 3, net.encoder.layers.0.self_attn: softmax(q kᵀ) of the q and k given to SoftmaxAttention"
 
 
 def test_training_is_untouched_and_nothing_stays_hooked():
@@ -105,6 +105,26 @@ def test_only_the_first_batch_is_hooked():
     assert [sum(one) for one in hooks] == [1, 0, 0, 0, 1, 0]
 
 
+def test_a_file_per_step(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(TinyLM(), [AttentionMapLogger(layers=[1])], batches(2), batches(1), logger=logger, max_epochs=2)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        f"attention_maps_layer_01_step_00000{step}.png" for step in (1, 3)
+    ]
+
+
+def test_each_map_has_its_color_bar():
+    maps = torch.rand(2, 3, 4, 5)
+    bars = [
+        axes for axes in draw_token_maps(maps, range(4), ["a", "b", "c"], "").axes if axes.get_label() == "<colorbar>"
+    ]
+    assert [axes.get_ylim()[1] for axes in bars] == pytest.approx([float(one.max()) for one in maps.flatten(0, 1)])
+    maps[0, 0] = torch.nan  # white
+    assert len(draw_token_maps(maps, range(4), ["a", "b", "c"], "").axes) == 6 + 5
+    images = draw_over_images(torch.rand(1, 3, 8, 8), torch.rand(1, 1, 2, 4, 4), ["mean"], ["a", "b"], "")
+    assert len(images.axes) == 3 + 2
+
+
 @pytest.mark.parametrize("queries", [None, [0, 3]])
 def test_maps_over_images(tmp_path, drawn, queries):
     logger = CSVLogger(tmp_path)
@@ -119,7 +139,7 @@ def test_maps_over_images(tmp_path, drawn, queries):
     assert maps.shape == (3, queries_drawn, 1, 4, 4)
     assert rows == (["mean of tokens"] if queries is None else ["token 0", "token 3"])
     assert ((maps.sum((-2, -1)) < 1) & (maps.sum((-2, -1)) > 0.5)).all()  # without the class token
-    assert (tmp_path / "lightning_logs/version_0/attention_maps_rollout.png").is_file()
+    assert (tmp_path / "lightning_logs/version_0/attention_maps_rollout_step_000000.png").is_file()
 
 
 def test_rollout_is_that_of_the_layers_maps(drawn, tmp_path, monkeypatch):
@@ -201,5 +221,5 @@ def test_panels_say_what_their_colors_stand_for():
     assert narrow._suptitle.get_window_extent().width <= narrow.bbox.width
     over = torch.tensor([[0.06, 0.061], [0.0625, 0.063]]).expand(1, 1, 1, 2, 2)
     figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
-    assert [axes.get_title() for axes in figure.axes] == ["image", "rollout\n0.06 to 0.063"]
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["image", "rollout\n0.06 to 0.063"]
     assert figure.axes[1].images[1].get_clim() == pytest.approx((0.0, 0.063))
