@@ -42,7 +42,7 @@ class ADE20KDataModule(SegmentationDataModule):
         root: str | os.PathLike[str] | None = None,
         folder: str = "ADEChallengeData2016",
         batch_size: int = 8,
-        num_workers: int = 8,
+        num_workers: int | None = None,
         crop_size: int = 512,
         eval_batch_size: int | None = 1,
         train_transform: dict[str, Any] | None = None,

@@ -36,7 +36,7 @@ class CamVidDataModule(SegmentationDataModule):
         self,
         root: str | os.PathLike[str] | None = None,
         batch_size: int = 8,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         crop_size: int = 240,
         eval_batch_size: int | None = None,
         train_transform: dict[str, Any] | None = None,

@@ -51,7 +51,7 @@ class CIFAR10DataModule(VisionDataModule):
     Args:
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
         batch_size: images per batch and process.
-        num_workers: loader processes.
+        num_workers: loader processes; None for the available cores, shared by the processes that train.
         img_size: images are scaled to this where it is not 32.
         in_chans: 3, or 1 for grayscale.
         val_fraction: share of each class of the train images that is held out for validation; 0 trains on all, and
@@ -72,7 +72,7 @@ class CIFAR10DataModule(VisionDataModule):
         self,
         root: str | os.PathLike[str] | None = None,
         batch_size: int = 128,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         img_size: int = 32,
         in_chans: int = 3,
         val_fraction: float = 0.1,

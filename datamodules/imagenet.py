@@ -35,7 +35,7 @@ class ImageNetDataModule(VisionDataModule):
         folder: the name of the set below `root`.
         train, val: sub-folders with the splits, in the first layout.
         batch_size: images per batch and process.
-        num_workers: loader processes.
+        num_workers: loader processes; None for the available cores, shared by the processes that train.
         img_size: H = W in pixels.
         in_chans: 3, or 1 for grayscale.
         train_transform, eval_transform: see :class:`.VisionDataModule`; timm's by default.
@@ -55,7 +55,7 @@ class ImageNetDataModule(VisionDataModule):
         train: str = "train",
         val: str = "val",
         batch_size: int = 256,
-        num_workers: int = 8,
+        num_workers: int | None = None,
         img_size: int = 224,
         in_chans: int = 3,
         train_transform: dict[str, Any] | None = None,

@@ -50,7 +50,7 @@ class SegmentationDataModule(ImageDataModule):
     def __init__(
         self,
         batch_size: int,
-        num_workers: int,
+        num_workers: int | None,
         crop_size: int,
         eval_batch_size: int | None,
         train_transform: dict[str, Any] | None,

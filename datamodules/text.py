@@ -181,8 +181,8 @@ class TextDataModule(DataModule):
             windows,
             batch_size=self.batch_size,
             sampler=sampler,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            num_workers=self.loader_workers,
+            persistent_workers=self.loader_workers > 0,
             collate_fn=_as_it_is,
             generator=torch.Generator(),
         )

@@ -42,7 +42,7 @@ class VisionDataModule(ImageDataModule):
     def __init__(
         self,
         batch_size: int,
-        num_workers: int,
+        num_workers: int | None,
         img_size: int,
         in_chans: int,
         train_transform: dict[str, Any] | None,

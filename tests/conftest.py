@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ATTNSWAP_NUM_WORKERS", "0")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
 

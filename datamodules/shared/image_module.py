@@ -29,7 +29,7 @@ class ImageDataModule(DataModule):
         ValueError: a number is below its limit.
     """
 
-    def __init__(self, batch_size: int, num_workers: int) -> None:
+    def __init__(self, batch_size: int, num_workers: int | None) -> None:
         super().__init__(batch_size, num_workers)
         self._images: dict[str, Any] = {}
         self._datasets: dict[str, ImageDataset] = {}
@@ -129,8 +129,8 @@ class ImageDataModule(DataModule):
             dataset,
             batch_size=batch_size,
             sampler=sampler,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            num_workers=self.loader_workers,
+            persistent_workers=self.loader_workers > 0,
             pin_memory=self._on_accelerator,
             collate_fn=collate,
             generator=torch.Generator(),

@@ -45,7 +45,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
         devices.put(device)
     others = set(multiprocessing.active_children())
     with (
-        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool,
+        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=(_shared(jobs), devices)) as pool,
         tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
     ):
         try:
@@ -63,6 +63,13 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
                 worker.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
             raise
     return failures
+
+
+def _shared(jobs: int) -> dict[str, str]:
+    """The environment of a worker, in which data loaders know that others share the machine."""
+    from attnswap.datamodules.shared.base import default_workers
+
+    return {"ATTNSWAP_NUM_WORKERS": str(default_workers(jobs)), **os.environ}
 
 
 def start_context() -> BaseContext:
