@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonargparse
 
+from attention_modules.function import FunctionAttention
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.working_folder import shadow_note
 
@@ -19,9 +20,13 @@ Spec = dict[str, Any]
 def import_path(target: Any) -> str:
     """The shortest dotted path under which a class or function can be imported again, e.g. ``torch.optim.AdamW``.
 
+    The class that stands for a function has the function's path.
+
     Raises:
         TypeError: if there is none (a lambda, a local class or function); the text names the cure.
     """
+    if isinstance(target, type) and issubclass(target, FunctionAttention):
+        target = target.function
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     packages = module.split(".")
     for size in range(1, len(packages) + 1):

@@ -125,11 +125,14 @@ def test_configurations_give_a_function_by_its_path_and_options():
         parser.parse_object({"callbacks": [{"class_path": "SwapAttention", "init_args": {"iterations": 3}}]})
 
 
-def test_a_task_takes_a_function(registered, tmp_path):
+def test_a_task_takes_a_function(registered):
     task = LanguageModelingTask(SMALL, vocab_size=VOCAB, attention=tempered, attention_options={"temperature": 3.0})
     assert task.hparams["attention"] == {"class_path": PATH, "init_args": {}}
     task.configure_model()
     assert {type(layer.attn.mechanism).__name__ for layer in task.model.layers} == {"tempered"}
+    by_name = {"class_path": "tempered", "init_args": {"temperature": 3.0}}
+    assert attention_spec(by_name) == {"class_path": PATH, "init_args": {"temperature": 3.0}}
+    assert SwapAttention(type(task.model.layers[0].attn.mechanism)).mechanism == PATH
     assert attention_spec(F.scaled_dot_product_attention) == "softmax"
     assert mechanism_from(attention_spec(PATH), {"temperature": 1.0}) == (tempered, {"temperature": 1.0})
     with pytest.raises(TypeError, match="no option 'temprature'"):
