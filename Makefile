@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal
 
-.PHONY: quickstart test test-mmseg docs clean
+.PHONY: quickstart test test-mmseg test-oldest docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -31,16 +31,24 @@ test-mmseg: $(VENV)/.installed-mmseg
 	$(BIN)/python -c "import mmseg"
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) -k mmseg
 
+# Swapping, mechanisms, hosts and callbacks with the oldest torch and torchvision that setup.cfg names, and what pip
+# finds beside them, in an environment of its own.
+OLDEST := sed -n 's/^ *\(torch\|torchvision\)>=\(.*\)/\1==\2.*/p' setup.cfg
+test-oldest:
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' $$($(OLDEST))
+	$(TEST_ENV) .venv-oldest/bin/python -m pytest $(PYTEST_ARGS) tests/attention_modules tests/lightning_tasks/callbacks
+
 # The site in build/docs. `make docs DOCS_ARGS="-D nb_execution_mode=off"` leaves the tutorials as they are written.
 docs: $(VENV)/.installed-docs
 	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto $(DOCS_ARGS) docs build/docs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -1,5 +1,6 @@
 """Lightning data modules that stand alone: nothing here knows about attention."""
 
+from . import needed as needed
 from .ade20k import ADE20KDataModule as ADE20KDataModule
 from .ag_news import AGNewsDataModule as AGNewsDataModule
 from .camvid import CamVidDataModule as CamVidDataModule

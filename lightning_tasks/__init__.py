@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,14 @@ if TYPE_CHECKING:
     from lightning_tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
     from lightning_tasks.segmentation import SegmentationTask as SegmentationTask
     from lightning_tasks.token_selection import TokenSelectionTask as TokenSelectionTask
+
+_NEEDED = ("lightning", "timm", "torchmetrics", "jsonargparse", "yaml", "matplotlib", "filelock")
+for _name in _NEEDED:
+    if find_spec(_name) is None:
+        raise ModuleNotFoundError(
+            f"callbacks, tasks and the command need {_name}, which is not installed: pip install 'attnswap[train]'",
+            name=_name,
+        )
 
 _HOMES = {
     "BaseTask": "lightning_tasks.base",

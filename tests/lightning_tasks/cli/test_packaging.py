@@ -81,7 +81,7 @@ def test_the_wheel_has_the_version_and_the_entry_points(wheel):
     info = wheel.name.replace("-py3-none-any.whl", ".dist-info")
     assert f"\nVersion: {version()}\n" in archive.read(f"{info}/METADATA").decode()
     entries = archive.read(f"{info}/entry_points.txt").decode()
-    assert "attnswap = lightning_tasks.__main__:main" in entries
+    assert "attnswap = attnswap.__main__:main" in entries
     assert "[attnswap.mechanisms]" in entries
 
 
@@ -152,9 +152,53 @@ def test_every_pin_is_exact():
     assert {"torch==2.14.1", "torchvision==0.29.2", "lightning==2.6.6"} <= set(pins)
 
 
-def test_scipy_comes_with_the_package_and_the_extra_of_before_is_still_known(wheel):
+def test_the_package_alone_needs_torch_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
-    assert any(each.startswith("scipy") and "extra" not in each for each in metadata.get_all("Requires-Dist"))
-    assert "analysis" in metadata.get_all("Provides-Extra")
+    needed = [each for each in metadata.get_all("Requires-Dist") if "extra ==" not in each]
+    assert [each.split(">=")[0] for each in needed] == ["torch"]
+    extras = {"train", "wandb", "hf", "mmseg", "robustness", "analysis", "docs", "test", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == extras
+
+
+# What an environment with torch alone lacks. (find_spec of what is set to None raises; a finder hides as pip would.)
+BARE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name.partition(".")[0] in {hidden} else found(name, *args)
+"""
+ALONE = """
+import torch, attnswap
+from attnswap import functional, analysis
+model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+attnswap.swap_attention(model, "rpc", iterations=2)
+attnswap.check_mechanism
+assert model(torch.randn(1, 5, 16)).isfinite().all()
+functional.uniform_attention(*torch.randn(3, 1, 2, 5, 4))
+for name in ("callbacks", "tasks", "datamodules", "load_swapped"):
+    try:
+        getattr(attnswap, name)
+    except ModuleNotFoundError as error:
+        assert "pip install 'attnswap[train]'" in str(error), error
+    else:
+        raise AssertionError(name)
+from attnswap.__main__ import main
+main()
+"""
+
+
+def test_with_torch_alone_models_are_swapped_and_the_rest_names_the_extra(installed, tmp_path):
+    hidden = {"lightning", "pytorch_lightning", "timm", "torchmetrics", "datasets", "torchvision", "jsonargparse"}
+    hidden |= {"yaml", "matplotlib", "sklearn", "scipy", "filelock", "transformers", "wandb", "jinja2"}
+    code = BARE.format(hidden=hidden) + ALONE
+    answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert answer.returncode == 2, answer.stderr
+    line = "attnswap: error: callbacks, tasks and the command need lightning, which is not installed: "
+    assert answer.stderr == f"{line}pip install 'attnswap[train]'\n"

@@ -1,0 +1,9 @@
+"""What the data modules need; where it is not installed, importing this says how to get it."""
+
+from importlib.util import find_spec
+
+for _name in ("lightning", "torchvision", "timm", "datasets", "sklearn", "filelock"):
+    if find_spec(_name) is None:
+        raise ModuleNotFoundError(
+            f"data modules need {_name}, which is not installed: pip install 'attnswap[train]'", name=_name
+        )
