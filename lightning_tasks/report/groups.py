@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,6 +22,13 @@ def read_all(folders: Sequence[Path]) -> Read:
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError(f"a folder is given twice: {', '.join(map(str, folders))}")
+    given, folders, below = folders, [], []
+    for folder in given:
+        found_below, said = every_run_below(folder)
+        folders += found_below or [folder]
+        below += said
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UsageError(f"a folder is given twice, by itself and below another: {', '.join(map(str, given))}")
     compared = [folder for folder in folders if is_comparison(folder)]
     alone, notes = group_runs([read_run(folder) for folder in folders if folder not in compared])
     found = [read_comparison(folder) for folder in compared]
@@ -30,8 +38,36 @@ def read_all(folders: Sequence[Path]) -> Read:
     return Read(
         runs,
         [row for read in found for row in read.summary],
-        [*notes, *(note for read in found for note in read.notes), *uneven_ends(runs)],
+        [*below, *notes, *(note for read in found for note in read.notes), *uneven_ends(runs)],
     )
+
+
+def every_run_below(folder: Path) -> tuple[list[Path], list[str]]:
+    """The folders of runs and comparisons below one that is neither, and sentences on them; links are not followed.
+
+    Raises:
+        UsageError: a folder below cannot be read.
+    """
+    if not folder.is_dir() or (folder / LOG).exists() or is_comparison(folder):
+        return [], []
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    found: list[Path] = []
+    links: list[str] = []
+    for name, inside, _ in os.walk(folder, onerror=refuse):
+        place = Path(name)
+        if (place / LOG).exists() or is_comparison(place):
+            found.append(place)
+            inside.clear()
+        inside.sort()
+        links += [str(place / child) for child in inside if (place / child).is_symlink()]
+    compared = sum(map(is_comparison, found))
+    notes = [f"{folder}: below it {len(found) - compared} runs and {compared} comparisons were found"] if found else []
+    if found and links:
+        notes.append(f"{folder}: links to folders, not followed (give them by themselves): {', '.join(links)}")
+    return found, notes
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:

@@ -14,11 +14,11 @@ import numpy as np
 import yaml
 
 from lightning_tasks.compare.reading import Read
-from lightning_tasks.compare.statistics import last_values
+from lightning_tasks.compare.statistics import SummaryRow, last_values
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.groups import read_all
-from lightning_tasks.report.svg import curves_svg, heat_map, heat_svg, layer_metrics
+from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
 from lightning_tasks.runs.log import by_metric
 from lightning_tasks.runs.metric_names import MetricName
@@ -100,6 +100,15 @@ def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[An
     return found
 
 
+def _drawable(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
+    """By metric, the rows whose difference and interval are numbers."""
+    found: dict[str, list[SummaryRow]] = {}
+    for row in summary:
+        if row.pairs and all(map(math.isfinite, (row.difference, row.low, row.high))):
+            found.setdefault(row.metric, []).append(row)
+    return dict(islice(found.items(), MOST_CURVES))
+
+
 def page(read: Read) -> str:
     """The HTML page; whatever comes from runs is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -138,6 +147,7 @@ def page(read: Read) -> str:
         differences=differences(settings),
         final=final_table(rows, configs, plain),
         summary=read.summary,
+        forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in _drawable(read.summary).items()],
         curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs),
@@ -156,7 +166,11 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="attnswap report", allow_abbrev=False, description=__doc__)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="folder of a run (with metrics.csv), or of `attnswap compare`"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=Path,
+        help="folder of a run (with metrics.csv), or of `attnswap compare`, or one above such folders",
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)")
     options = parser.parse_args(list(arguments))

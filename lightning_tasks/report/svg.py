@@ -4,27 +4,72 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
 from typing import Any
 
 import numpy as np
 
-from lightning_tasks.figures.curves import draw_curve, looks
+from lightning_tasks.compare.statistics import SummaryRow
+from lightning_tasks.figures.curves import curve, draw_curve, looks
 from lightning_tasks.runs.metric_names import MetricName
 
+_HOVERED = 24
 _INK = "#010203"  # no figure has this color: it stands for that of the page's text
 
 
 def curves_svg(rows: Sequence[dict[str, Any]], configs: Sequence[str], metric: str) -> str:
-    """The metric over the steps, one line per configuration and its standard deviation over seeds as a band."""
+    """The metric over the steps, one line per configuration and its standard deviation over seeds as a band.
+
+    Up to `_HOVERED` points of a line say their values where the pointer is over them.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _figure(4.6, 2.8)
-    for config, look in zip(configs, looks(len(configs)), strict=True):
+    titles = {}
+    for number, (config, look) in enumerate(zip(configs, looks(len(configs)), strict=True)):
         draw_curve(axes, rows, metric, config, look)
+        steps, means, _ = curve(rows, metric, config)
+        shown = np.flatnonzero(np.isfinite(means))
+        for place in shown[np.unique(np.linspace(0, len(shown) - 1, min(len(shown), _HOVERED)).astype(int))]:
+            name = f"point-{number}-{steps[place]}-{_digest(metric)}"
+            axes.plot(steps[place], means[place], "o", color=look[0], alpha=0.0, markersize=9, gid=name)
+            titles[name] = f"{config}, step {steps[place]:,}: {means[place]:.4g}"
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    return _svg(figure, metric)
+    return _titled(_svg(figure, metric), titles)
+
+
+def forest_svg(rows: Sequence[SummaryRow], metric: str) -> str:
+    """Paired differences with their 95% intervals, a row each, and a line at zero; estimates say their values."""
+    figure, axes = _figure(4.6, 0.8 + 0.32 * len(rows))
+    titles = {}
+    for place, row in enumerate(rows):
+        name = f"forest-{place}-{_digest(metric)}"
+        interval = [[row.difference - row.low], [row.high - row.difference]]
+        axes.errorbar([row.difference], [place], xerr=interval, fmt="none", ecolor=_INK, capsize=3)
+        axes.plot([row.difference], [place], "o", color=_INK, gid=name)
+        titles[name] = f"{row.config} - {row.reference}: {row.difference:.4g} [{row.low:.4g}, {row.high:.4g}]"
+    axes.axvline(0.0, color=_INK, linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(rows)), [f"{row.config} - {row.reference}" for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("difference")
+    axes.spines[["top", "right"]].set_visible(False)
+    return _titled(_svg(figure, f"forest {metric}"), titles)
+
+
+def _digest(metric: str) -> str:
+    """Letters for an id that no other metric of the page has."""
+    return sha256(metric.encode(errors="backslashreplace")).hexdigest()[:12]
+
+
+def _titled(svg: str, titles: dict[str, str]) -> str:
+    """The SVG whose groups of these ids have a title, which browsers show where the pointer is over them."""
+    for name, title in titles.items():
+        opened = f'<g id="{name}">'
+        svg = svg.replace(opened, f"{opened}<title>{escape(title)}</title>", 1)
+    return svg
 
 
 def layer_metrics(metrics: Sequence[str]) -> dict[str, list[str]]:

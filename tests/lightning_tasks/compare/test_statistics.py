@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from lightning_tasks.compare.statistics import (
+    SummaryRow,
     last_values,
+    latex,
     markdown,
     minimum_detectable_effect,
     paired_interval,
     summarize,
+    write_summary,
 )
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
@@ -165,3 +168,20 @@ def test_one_seed_has_no_interval():
     _, second = summarize(rows_of({"a": [1.0], "b": [2.0]}), ["a", "b"], ["m"])
     assert second.pairs == 0
     assert math.isnan(second.std)
+
+
+def test_latex_escapes_what_names_hold_and_has_every_row():
+    rows = [
+        SummaryRow("val/loss_a", "a_b & 50% #1 {x} ~^\\ $", 2, 1.0, 0.5),
+        SummaryRow("val/loss_a", "c", 2, 2.0, 0.5),
+    ]
+    text = latex(rows)
+    assert r"a\_b \& 50\% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} \$ & 2 & 1 $\pm$ 0.5 &" in text
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert r"{val/loss\_a} \\" in text
+    assert all(line.count(" & ") == 6 for line in text.splitlines() if " & " in line)
+
+
+def test_a_summary_is_written_as_latex_too(tmp_path):
+    write_summary([SummaryRow("val/loss", "c", 2, 2.0, 0.5)], {}, tmp_path)
+    assert (tmp_path / "tables.tex").read_text().startswith(r"\begin{tabular}")

@@ -1,9 +1,11 @@
 """A report of a comparison: its cells count, and tables that were written before them do not."""
 
 import json
+import re
 
-from lightning_tasks.compare.statistics import summarize, write_summary
+from lightning_tasks.compare.statistics import SummaryRow, summarize, write_summary
 from lightning_tasks.compare.tables import write_results
+from lightning_tasks.report.svg import curves_svg, forest_svg
 from tests.lightning_tasks.report.report_folders import report
 
 VALUES = {("plain", 0): 1.0, ("rpc", 0): 2.0, ("plain", 1): 3.0, ("rpc", 1): 4.5}
@@ -61,3 +63,17 @@ def test_where_no_cell_is_finished_the_older_table_is_shown_and_named_so(tmp_pat
     text, found = report(tmp_path, folder)
     assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
     assert "shown is results.csv, which is older than the cells: none of them is finished" in text
+
+
+def test_curves_and_differences_say_their_values_where_the_pointer_is():
+    rows = [
+        {"config": "a<b", "seed": 0, "step": step, "metric": "val/'loss", "value": 0.5 + step} for step in (0, 1000)
+    ]
+    svg = curves_svg(rows, ["a<b"], "val/'loss")
+    assert re.findall("<title>(.*?)</title>", svg) == ["a&lt;b, step 0: 0.5", "a&lt;b, step 1,000: 1000"]
+    summary = [
+        SummaryRow("m", name, 2, 1.0, 0.1, "plain", 2, 0.25, low, 0.5) for name, low in (("x", 0.0), ("y", -1.0))
+    ]
+    svg = forest_svg(summary, "m")
+    assert re.findall("<title>(.*?)</title>", svg) == ["x - plain: 0.25 [0, 0.5]", "y - plain: 0.25 [-1, 0.5]"]
+    assert all(f">{name} - plain<" in svg for name in "xy")

@@ -1,12 +1,12 @@
 """What a report shows as one configuration, what counts as a seed, and what a wrong folder is answered."""
 
 import os
-import re
 
 import pytest
 
-from lightning_tasks.report.groups import distinct_names
-from lightning_tasks.runs.run import runs_below
+from lightning_tasks.errors import UsageError
+from lightning_tasks.report.groups import distinct_names, read_all
+from lightning_tasks.runs.run import read_run, runs_below
 from tests.lightning_tasks.report.report_folders import report, run_folder
 
 
@@ -73,13 +73,26 @@ def test_runs_of_unlike_length_are_named(tmp_path):
     assert "step 5 of seed 1; step 10 of seed 0, 2" in text
 
 
-def test_a_wrong_folder_is_answered_with_the_runs_below(tmp_path, capsys):
+def test_every_run_below_a_folder_is_found_and_links_are_named(tmp_path):
+    inside = [run_folder(tmp_path / "runs" / "deep/er/and/deep/er" / f"version_{n}", seed=n) for n in range(2)]
+    comparison_folder(tmp_path / "runs" / "compared", 2)
+    run_folder(tmp_path / "elsewhere")
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
+    text, texts = report(tmp_path, tmp_path / "runs")
+    assert "below it 2 runs and 1 comparisons were found" in text
+    assert f"not followed (give them by themselves): {tmp_path / 'runs' / 'link'}" in text
+    assert all(any(str(place) in row for row in texts.rows) for place in inside)
+    assert not any("elsewhere" in row for row in texts.rows)
+    assert text.index("<h2>Curves") < text.index("<h2>What was swapped")
+    with pytest.raises(UsageError, match="given twice"):
+        read_all([tmp_path / "runs", inside[0]])
+
+
+def test_a_folder_of_no_run_is_answered_with_the_runs_below(tmp_path):
     runs = [run_folder(tmp_path / "runs" / "quickstart" / "recipe" / f"version_{n}") for n in range(4)]
     compared = comparison_folder(tmp_path / "runs" / "compared", 1)
-    with pytest.raises(SystemExit):
-        report(tmp_path, tmp_path / "runs")
-    said = " ".join(capsys.readouterr().err.split())
-    assert re.search(f"below it are {compared}, {runs[0]}, {runs[1]} and others, which can be given", said)
+    with pytest.raises(UsageError, match=f"below it are {compared}, {runs[0]}, {runs[1]} and others, which can"):
+        read_run(tmp_path / "runs")
     assert runs_below(tmp_path, 9) == [compared, *runs]
     assert runs_below(tmp_path, 9, depth=3) == [compared]
     assert runs_below(tmp_path, 9, width=0) == []
