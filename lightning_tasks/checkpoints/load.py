@@ -36,7 +36,7 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
             ``setup``, or its class is a subclass with a ``configure_model`` of its own.
     """
     weights_only = kwargs.get("weights_only") is not False
-    content = read_checkpoint(path, weights_only)
+    content = read_checkpoint(path, weights_only, cure="pass weights_only=False")
     trusted = trust_checkpoint or not weights_only
     allowed = None if trusted else allowed_packages(cls, kwargs)
     check_checkpoint(content, allowed, path, kwargs.get("hparams_file"))

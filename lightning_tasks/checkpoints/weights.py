@@ -19,10 +19,17 @@ _PREFIX = "model."
 _POSITIONS = "pos_embed"
 
 
-def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | Path, weights_only: bool = True, cure: str = "take a file of its state_dict alone"
+) -> dict[str, Any]:
     """The content of a checkpoint file, on the CPU: tensors and plain data, and no code that is run by reading it.
 
     What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.checkpoints.stored_names`.
+
+    Args:
+        path: the file.
+        weights_only: whether to refuse other objects than tensors and plain data.
+        cure: what the error advises for a file that holds other objects and is trusted.
 
     Raises:
         FileNotFoundError: no such file.
@@ -35,7 +42,7 @@ def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, An
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise ValueError(
                 f"{path} holds {found[1]}, which is neither tensor nor plain data: building it could run a program, "
-                "and it was not built; where you trust the file, take a file of its state_dict alone"
+                f"and it was not built; where you trust the file, {cure}"
             ) from error
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is another kind of file, is cut short, or holds more than "
