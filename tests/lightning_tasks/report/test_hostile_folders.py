@@ -195,7 +195,7 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
     victim.write_text("mine")
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("results.csv", "summary.csv", "summary.md", "curves.png"):
+    for name in ("results.csv", "summary.csv", "summary.md", "tables.tex", "curves.png"):
         (out / name).symlink_to(victim)
         (out / f"{name}.partial").symlink_to(victim)
     (out / "results.partial").symlink_to(victim)
@@ -204,7 +204,9 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
     write_summary([], {}, out)
     write_curves(rows, ["a"], ["val/loss"], out / "curves.png")
     assert victim.read_text() == "mine"
-    assert not any((out / name).is_symlink() for name in ("results.csv", "summary.csv", "summary.md", "curves.png"))
+    assert not any(
+        (out / name).is_symlink() for name in ("results.csv", "summary.csv", "summary.md", "tables.tex", "curves.png")
+    )
 
 
 def test_merge_keys_of_a_comparison_file_are_bounded(tmp_path):
