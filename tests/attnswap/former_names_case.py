@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_tasks.cli.former_names import know_former_names
 
-checkout = str(Path(__file__).resolve().parents[3])  # installed packages are found without it
+checkout = str(Path(__file__).resolve().parents[2])  # installed packages are found without it
 sys.path[:] = [os.getcwd(), *(path for path in sys.path if path != checkout)]
 know_former_names()
 know_former_names()

@@ -14,7 +14,7 @@ import pytest
 from lightning_tasks.__main__ import version
 from lightning_tasks.recipes import CONFIGS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention_modules", "attnswap", "lightning_tasks")
 SOURCES = (*PACKAGES, "datamodules", "configs", "setup.cfg", "pyproject.toml", "LICENSE")
 OWN = """

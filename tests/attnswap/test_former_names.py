@@ -8,7 +8,7 @@ from tests.lightning_tasks.programs import run_forked
 
 
 def look(folder):
-    answer = run_forked("tests.lightning_tasks.cli.former_names_case", cwd=folder)
+    answer = run_forked("tests.attnswap.former_names_case", cwd=folder)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
