@@ -47,7 +47,8 @@ def check_client(train: Callable[[str, Path], None], folder: Path, cls: type, la
     passes = [f"val/pursuit/sparsity/layer_{index:02d}/pass_1" for index in range(len(layers))]
     _check_logged(folder / "swapped", [*WATCHED, *per_layer, *passes, "locater/penalty"])
     for kind in ("monitors", "swapped"):
-        assert len(list((folder / kind).rglob("attention_maps_layer_*.png"))) == len(layers)
+        drawn = {path.stem.split("layer_")[1][:2] for path in (folder / kind).rglob("attention_maps_layer_*.png")}
+        assert drawn == {f"{index:02d}" for index in range(len(layers))}
 
     (plan,) = [state["plan"] for name, state in swapped["callbacks"].items() if name.startswith("SwapAttention")]
     assert plan["mechanism"] == "rpc"
