@@ -17,7 +17,7 @@ PAGES = sorted(
 )
 TUTORIALS = [page for page in PAGES if page.startswith("tutorials/") and page != "tutorials/index"]
 TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.S)
-PATH = re.compile(r"\b(?:attnswap|attention_modules|lightning_tasks)(?:\.\w+)+(?![\w/])")
+PATH = re.compile(r"(?<![\w.])(?:attnswap|attention_modules|lightning_tasks)(?:\.\w+)+(?![\w/])")
 CELL = re.compile(r"```\{code-cell\}.*?\n(?P<code>.*?)```", re.S)
 
 

@@ -1,4 +1,4 @@
-"""README's table of recipes; ``python -m tests.lightning_tasks.recipe_table`` writes it."""
+"""The table of recipes in the documentation; ``python -m tests.lightning_tasks.recipe_table`` writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_tasks.recipes import shipped_recipes
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "recipes.md"
 MARKS = ("<!-- recipes: made by `python -m tests.lightning_tasks.recipe_table` -->\n", "<!-- /recipes -->")
 
 
@@ -17,11 +17,11 @@ def table() -> str:
     return "\n".join(["| recipe | what |", "|---|---|", *rows]) + "\n"
 
 
-def readme() -> str:
-    """README with the table between its marks."""
-    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+def page() -> str:
+    """The page with the table between its marks."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
     return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
 
 
 if __name__ == "__main__":
-    README.write_text(readme(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -24,7 +24,7 @@ from lightning_tasks.recipes import (
     shipped_recipes,
 )
 from lightning_tasks.variants import find_file, find_variant, full_name
-from tests.lightning_tasks.recipe_table import README, readme
+from tests.lightning_tasks.recipe_table import PAGE, page
 from tests.lightning_tasks.twins import OVERLAYS, overlaid, twin
 
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
@@ -129,7 +129,7 @@ def test_every_shipped_recipe_says_what_it_is(recipe):
 
 
 def test_readme_lists_every_recipe():
-    assert README.read_text(encoding="utf-8") == readme(), "run python -m tests.lightning_tasks.recipe_table"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.lightning_tasks.recipe_table"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

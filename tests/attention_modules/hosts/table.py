@@ -9,8 +9,6 @@ from tests.attention_modules.hosts.timm import models as timm_models
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hosts.md"
-README = ROOT / "README.md"
-MARKS = ("<!-- hosts: made by `python -m tests.attention_modules.hosts.table` -->\n", "<!-- /hosts -->")
 REASONS = {"grouped keys": "¹", "q_norm": "²", "reduced image": "³"}
 
 NOTES = """\
@@ -103,12 +101,6 @@ size, and a small model of each family whole, forward and backward, on real tens
 """
 
 
-COUNTED = """
-Of {number} attention models of timm's, softmax goes into {softmax} ({part} of them in part: the table in docs/hosts.md
-says what is left), symmetric into {symmetric}, RPC into {rpc}.
-"""
-
-
 def table() -> str:
     """A row a host, a column a mechanism, made of the cases that the table test runs."""
     lines = [f"| Host | {' | '.join(MECHANISMS)} |", "|---" * (len(MECHANISMS) + 1) + "|"]
@@ -134,17 +126,6 @@ def timm_section() -> str:
     )
 
 
-def readme() -> str:
-    """README with the table and the count of timm's models between its marks."""
-    rows = timm_models.read()
-    totals = timm_models.totals(rows)
-    part = sum(bool(row.left) and row.takes("softmax") for row in rows)
-    counted = COUNTED.format(number=len(rows), part=part, **totals)
-    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
-    return before + MARKS[0] + table() + counted + MARKS[1] + rest.split(MARKS[1])[1]
-
-
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(markdown(), encoding="utf-8")
-    README.write_text(readme(), encoding="utf-8")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from tests.attention_modules.hosts.table import PAGE, README, markdown, readme
+from tests.attention_modules.hosts.table import PAGE, ROOT, markdown
+from tests.attention_modules.hosts.timm import models as timm_models
 
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run python -m tests.attention_modules.hosts.table"
 
 
-def test_the_readme_is_current() -> None:
-    assert README.read_text(encoding="utf-8") == readme(), "run python -m tests.attention_modules.hosts.table"
+def test_the_readme_counts_the_same_models() -> None:
+    rows = timm_models.read()
+    totals = timm_models.totals(rows)
+    part = sum(bool(row.left) and row.takes("softmax") for row in rows)
+    counted = f"softmax goes into {totals['softmax']} of {len(rows)} attention models ({part} of them in part), "
+    counted += f"symmetric into {totals['symmetric']}, RPC into {totals['rpc']}."
+    assert counted in (ROOT / "README.md").read_text(encoding="utf-8")
