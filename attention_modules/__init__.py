@@ -28,4 +28,4 @@ from attention_modules.swap import (
 for _name in ("pursuit", "rpc", "scaled", "softmax", "symmetric", "uniform"):
     sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.mechanisms.{_name}")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
