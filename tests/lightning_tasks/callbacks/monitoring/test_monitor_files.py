@@ -92,8 +92,11 @@ def test_figures_in_tensorboard_open_and_are_not_empty(run):
 
 
 def test_figures_as_files(run):
-    for name in (*MAPS, *HEAD_MAPS):
-        with Image.open(run / "csv/version_0" / f"{name.replace('/', '_')}.png") as figure:
+    folder = run / "csv/version_0"
+    figures = [path for name in MAPS for path in folder.glob(f"{name.replace('/', '_')}_step_*.png")]
+    assert len(figures) >= len(MAPS)
+    for path in (*figures, *(folder / f"{name.replace('/', '_')}.png" for name in HEAD_MAPS)):
+        with Image.open(path) as figure:
             assert min(figure.size) > 50
     assert not (run / "csv/version_0/qk_spectrum_eigenvalues.png").exists()
 
