@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from attention_modules.extras import needed_for
 from attention_modules.hosts.base import MARK, PLAN
 from attention_modules.hosts.query import lose_query
 from attention_modules.mechanism import Mechanism, available_mechanisms, short_name
@@ -38,6 +39,7 @@ def load_pretrained(
         ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism or
             another than ``mechanism``, or is of other weights than those in the folder.
         TypeError: if a mechanism does not take the options that the file holds.
+        ModuleNotFoundError: without the extra ``hf``.
 
     Example:
         >>> import tempfile, transformers
@@ -50,6 +52,8 @@ def load_pretrained(
         >>> type(loaded.encoder.layer[0].attention.self.mechanism).__name__
         'SymmetricAttention'
     """
+    with needed_for("load_pretrained", "hf"):
+        import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     swaps = _swaps(folder, _read_plan(folder, hub), mechanism)
     _refuse_other_weights(folder, hub)

@@ -2,7 +2,10 @@
 
 from importlib.util import find_spec
 
-for _name in ("lightning", "torchvision", "timm", "datasets", "sklearn", "filelock"):
+for _name in (
+    *("lightning", "torchvision", "timm", "datasets", "pyarrow", "sklearn", "numpy", "PIL", "matplotlib", "tqdm"),
+    "filelock",
+):
     if find_spec(_name) is None:
         raise ModuleNotFoundError(
             f"data modules need {_name}, which is not installed: pip install 'attnswap[train]'", name=_name

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from lightning_tasks.segmentation import SegmentationTask as SegmentationTask
     from lightning_tasks.token_selection import TokenSelectionTask as TokenSelectionTask
 
-_NEEDED = ("lightning", "timm", "torchmetrics", "jsonargparse", "yaml", "matplotlib", "filelock")
-for _name in _NEEDED:
+for _name in (
+    *("lightning", "timm", "torchmetrics", "jsonargparse", "yaml", "numpy", "scipy", "matplotlib", "PIL", "tqdm"),
+    *("jinja2", "filelock"),
+):
     if find_spec(_name) is None:
         raise ModuleNotFoundError(
             f"callbacks, tasks and the command need {_name}, which is not installed: pip install 'attnswap[train]'",

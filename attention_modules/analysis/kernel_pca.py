@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_modules.extras import needed_for
 from attention_modules.masks import combine_masks, visible
 from attention_modules.precision import to_float64
 
@@ -248,7 +249,8 @@ def _gaussian(gram: Tensor) -> Tensor:
 
 
 def _matched(cosines: Tensor) -> Tensor:
-    from scipy.optimize import linear_sum_assignment
+    with needed_for("compare_values", "analysis"):
+        from scipy.optimize import linear_sum_assignment
 
     flat = cosines.flatten(0, 1).cpu().numpy()
     means = [matrix[linear_sum_assignment(matrix, maximize=True)].mean() for matrix in flat]

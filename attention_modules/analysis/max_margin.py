@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.extras import needed_for
 from attention_modules.precision import to_float64
 
 _ACTIVE = 1e-6  # how far above its right side a constraint still counts as active
@@ -78,7 +79,8 @@ def _least_norm(rows: Tensor, right: Tensor, what: str) -> Tensor:
 
 def _dual(rows: Tensor, right: Tensor, what: str) -> Tensor:
     """y >= 0 with ⟨y, right⟩ = 1 and the least ‖Σ y_j rows_j‖, 1 / ‖p‖ (Lawson and Hanson 1974, chapter 23)."""
-    from scipy.optimize import nnls
+    with needed_for("a max-margin direction", "analysis"):
+        from scipy.optimize import nnls
 
     columns = torch.cat([rows.T, right.unsqueeze(0)])
     target = torch.zeros(len(columns), dtype=torch.float64)

@@ -14,6 +14,7 @@ from attnswap.datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsData
 from attnswap.datamodules.shared.tokenizers import DEFAULT_BPE_SIZE
 from torch import Tensor, nn
 
+from attention_modules.extras import needed_for
 from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
 from lightning_tasks.errors import UsageError
 
@@ -103,6 +104,7 @@ def token_stream(
         root: folder with data sets, as the data module takes it.
 
     Raises:
+        ModuleNotFoundError: if a Hugging Face tokenizer is asked for, and the extra ``hf`` is not installed.
         ValueError: if the text is empty, the tokenizer does not load or does not know most of the text, or the model
             has no embedding for an id.
         FileNotFoundError: if the text is missing.
@@ -139,9 +141,9 @@ def token_stream(
 
 def _pretrained_tokenizer(name: str) -> tuple[Callable[[Sequence[str]], list[list[int]]], int | None]:
     """What encodes lines, and the id of unknown words, if there is one."""
-    try:
+    with needed_for(f"the tokenizer {name}", "hf"):
         from transformers import AutoTokenizer
-
+    try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many kinds, as for models
         raise ValueError(

@@ -201,7 +201,7 @@ class AttnswapCLI(LightningCLI):
         self.trainer_defaults["callbacks"].append(SaveOnStop())
         if self.config.subcommand == "predict":
             self.trainer_defaults["callbacks"].append(PredictionTable())
-        trainer = section.trainer
+        trainer, wandb_runs = section.trainer, wandb_arguments(section.trainer.logger)
         if trainer.logger is False or trainer.fast_dev_run:
             return
         root = Path(trainer.default_root_dir or RUNS)
@@ -209,7 +209,7 @@ class AttnswapCLI(LightningCLI):
         kept = existing_part(runs_folder(trainer.logger if own_place else None, self._recipe, root))
         trainer.logger, folder = with_csv_logger(trainer.logger, self._recipe, root, own_place)
         self._claimed = folder, kept
-        self._prepare_wandb(wandb_arguments(trainer.logger), section)
+        self._prepare_wandb(wandb_runs, section)
 
     def after_fit(self) -> None:
         """Say of a loss that is not finite, where no RunSummary does."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_tasks.models as own_models
+from attention_modules.extras import needed_for
 from attention_modules.mechanism import Mechanism
 from attention_modules.swap import swap_attention
 from lightning_tasks.errors import reason
@@ -76,7 +77,8 @@ def build_causal_lm(
 
 
 def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with needed_for("a Hugging Face model", "hf"):
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(spec, dict):
         return AutoModelForCausalLM.from_config(

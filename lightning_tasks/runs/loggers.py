@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from attention_modules.extras import needed_for
+
 BINS = 64
 _MOST_ROWS = 10_000  # of a table behind a chart of W&B's
 Curve = tuple[list[int], list[float]]
@@ -17,6 +19,18 @@ Curve = tuple[list[int], list[float]]
 def loggers_named(trainer: Any, name: str) -> list[Any]:
     """The trainer's loggers of the class ``name`` or one derived from it, of either Lightning package."""
     return [logger for logger in trainer.loggers if name in {kind.__name__ for kind in type(logger).__mro__}]
+
+
+def wandb_library() -> Any:
+    """The package `wandb`.
+
+    Raises:
+        ModuleNotFoundError: without the extra ``wandb``.
+    """
+    with needed_for("a WandbLogger", "wandb"):
+        import wandb
+
+    return wandb
 
 
 def keeps_history(trainer: Any) -> bool:
@@ -30,9 +44,8 @@ def log_histogram(trainer: Any, name: str, values: np.ndarray, step: int) -> Non
     if not len(values):
         return
     for logger in loggers_named(trainer, "WandbLogger"):
-        from wandb import Histogram
-
-        logger.log_metrics({name: Histogram(np_histogram=np.histogram(values, BINS))}, step=step)
+        histogram = wandb_library().Histogram
+        logger.log_metrics({name: histogram(np_histogram=np.histogram(values, BINS))}, step=step)
     for logger in loggers_named(trainer, "TensorBoardLogger"):
         logger.experiment.add_histogram(name, values, step)
 
@@ -52,23 +65,19 @@ def log_charts(trainer: Any, owner: str, charts: Mapping[str, Mapping[str, Curve
 
 def _chart(name: str, lines: Mapping[str, Curve]) -> Any:
     """The chart of those lines that have a point; None where none has."""
-    from wandb import plot
-
     known = {key: _thinned(curve, _MOST_ROWS // len(lines)) for key, curve in lines.items()}
     known = {key: curve for key, curve in known.items() if curve[0]}
     if not known:
         return None
     xs, ys = zip(*known.values(), strict=True)
-    return plot.line_series(list(xs), list(ys), keys=list(known), title=name, xname="step")
+    return wandb_library().plot.line_series(list(xs), list(ys), keys=list(known), title=name, xname="step")
 
 
 def _log_tables(run: Any, owner: str, tables: Mapping[str, Any]) -> None:
     """Log tables as one artifact, and bind them to the run, which then makes none of its own of them."""
-    import wandb
-
     if run.disabled:
         return
-    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", f"run-{run.id}-charts-{owner}"), "charts")
+    artifact = wandb_library().Artifact(re.sub(r"[^\w.-]", "_", f"run-{run.id}-charts-{owner}"), "charts")
     for name, table in tables.items():
         artifact.add(table, name)
     run.log_artifact(artifact)

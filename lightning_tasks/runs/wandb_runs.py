@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.loggers import loggers_named
+from lightning_tasks.runs.loggers import loggers_named, wandb_library
 
 RUN = "wandb_run"  # in a checkpoint: the run's id and project
 _ID = re.compile(r"(?!\s)[^/\\#?%:;,'\x00-\x1f]{1,128}(?<!\s)")
@@ -38,9 +38,16 @@ class RunLabels:
 
 
 def wandb_arguments(loggers: Any) -> list[Any]:
-    """The ``init_args`` of each W&B logger of a ``trainer.logger`` value."""
+    """The ``init_args`` of each W&B logger of a ``trainer.logger`` value.
+
+    Raises:
+        ModuleNotFoundError: there is one, and the extra ``wandb`` is not installed.
+    """
     given = loggers if isinstance(loggers, list) else [loggers]
-    return [one["init_args"] for one in given if str(_class_path(one)).endswith(".WandbLogger")]
+    found = [one["init_args"] for one in given if str(_class_path(one)).endswith(".WandbLogger")]
+    if found:
+        wandb_library()
+    return found
 
 
 def _class_path(logger: Any) -> Any:
@@ -52,6 +59,7 @@ def check_cell_loggers(loggers: Any) -> None:
 
     Raises:
         UsageError: there is no logger, or a W&B logger names its run, which all cells would write into.
+        ModuleNotFoundError: there is a W&B logger without the extra ``wandb``.
     """
     if loggers is False:
         raise UsageError("trainer.logger is false, so that there is nothing to compare; leave it out")
@@ -107,8 +115,7 @@ def go_offline_without_key() -> None:
     """
     if "WANDB_MODE" in os.environ:
         return
-    import wandb
-
+    wandb = wandb_library()
     settings = wandb.setup().settings
     try:
         needs_none = settings.mode in ("offline", "dryrun", "disabled")

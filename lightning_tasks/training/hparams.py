@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonargparse
 
+from attention_modules.extras import EXTRA_OF
 from attention_modules.function import FunctionAttention
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.working_folder import shadow_note
@@ -77,7 +78,9 @@ def find_module(path: str) -> tuple[ModuleType, list[str]]:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue
             raise
-    raise ValueError(f"{path!r} was not found: there is no module {parts[0]!r}; check the spelling or install it")
+    extra = EXTRA_OF.get(parts[0])
+    cure = "check the spelling or install it" if extra is None else f"pip install 'attnswap[{extra}]'"
+    raise ValueError(f"{path!r} was not found: there is no module {parts[0]!r}; {cure}")
 
 
 def plain_data(value: Any, what: str = "hyper-parameter", specs: bool = True) -> Any:

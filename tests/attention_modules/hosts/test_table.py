@@ -80,7 +80,12 @@ def test_mechanism_is_called(host: str, mechanism: str, mode: str) -> None:
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("host", ["timm-vit", "encoder", "gpt2"])
+GPT2 = pytest.param(
+    "gpt2", marks=pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 cannot compile the whole GPT-2")
+)
+
+
+@pytest.mark.parametrize("host", ["timm-vit", "encoder", GPT2])
 def test_whole_model_compiles(host: str) -> None:
     case, model = HOSTS[host], built(host)
     swap_attention(model, "softmax")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from tests.attention_modules.swap.models import (
     NoisyWithoutQuery,
     state_of,
 )
+
+no_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 of torch 2.6 does not run on a CPU")
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
         swap_attention(model, "softmax")
 
 
+@no_fsdp2
 def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -75,26 +79,39 @@ def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> N
         restore_attention(fully_shard(swapped, mesh=mesh))
 
 
-def test_what_monitors_put_in_comes_out_of_whatever_the_model_became(one_process: None) -> None:
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+def shard(module: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("cpu", (1,))
-    x = torch.randn(1, 3, DIM)
-    for wrap, alone in [
-        (nn.parallel.DistributedDataParallel, False),
-        (lambda model: torch.compile(model, backend="eager"), False),
-        (lambda model: fully_shard(model, mesh=mesh), False),
-        (lambda model: fully_shard(model.attn, mesh=mesh), True),
-        (lambda model: nn.utils.parametrize.register_parametrization(model.attn, "in_proj_bias", nn.Tanh()), True),
-    ]:
-        model = Block()
-        make_observable(model, ["attn"])
-        wrap(model)
-        expected = model(x)
-        make_plain(model, ["attn"])
-        assert isinstance(getattr(model.attn, "mechanism", None), SoftmaxAttention) == alone
-        assert isinstance(model.attn, FSDPModule) == (alone and not nn.utils.parametrize.is_parametrized(model.attn))
-        torch.testing.assert_close(model(x), expected)
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "alone"),
+    [
+        pytest.param(nn.parallel.DistributedDataParallel, False, id="ddp"),
+        pytest.param(lambda model: torch.compile(model, backend="eager"), False, id="compile"),
+        pytest.param(shard, False, id="fsdp2", marks=no_fsdp2),
+        pytest.param(lambda model: shard(model.attn), True, id="fsdp2 of the layer", marks=no_fsdp2),
+        pytest.param(
+            lambda model: nn.utils.parametrize.register_parametrization(model.attn, "in_proj_bias", nn.Tanh()),
+            True,
+            id="parametrization",
+        ),
+    ],
+)
+def test_what_monitors_put_in_comes_out_of_whatever_the_model_became(
+    one_process: None, wrap: Callable[[nn.Module], object], alone: bool
+) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    model, x = Block(), torch.randn(1, 3, DIM)
+    make_observable(model, ["attn"])
+    wrap(model)
+    expected = model(x)
+    make_plain(model, ["attn"])
+    assert isinstance(getattr(model.attn, "mechanism", None), SoftmaxAttention) == alone
+    assert isinstance(model.attn, FSDPModule) == (alone and not nn.utils.parametrize.is_parametrized(model.attn))
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_no_parameter_goes_unused_under_ddp(one_process: None) -> None:
