@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
@@ -34,35 +34,72 @@ def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[st
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures.
 
+    A cell that ends its process, as one does for which memory is too small, fails alone.
+
     Raises:
         KeyboardInterrupt: as it came, with the workers ended; what they were at is not finished.
     """
     waiting = [cell for cell in cells if not cell.is_finished()]
+    devices = worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE))
     failures: list[tuple[Cell, str]] = []
+    with tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar:
+
+        def end(cell: Cell, error: BaseException | None) -> None:
+            if error is not None:
+                failures.append((cell, failure(cell, error)))
+                tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
+            bar.set_postfix_str(cell.label)
+            bar.update()
+
+        pools = [(waiting, devices)] if waiting else []
+        while pools:
+            asked, given = pools.pop(0)
+            begun, others = _run_in_pool(asked, given, end)
+            if len(begun) == 1:
+                end(*begun.popitem())
+            pools += [([cell], given[:1]) for cell in begun]  # which of them ended its process is seen one by one
+            pools += [(others, given)] if others else []
+    return failures
+
+
+def _run_in_pool(
+    cells: Sequence[Cell], devices: Sequence[str | None], end: Callable[[Cell, BaseException | None], None]
+) -> tuple[dict[Cell, BaseException], list[Cell]]:
+    """Run `cells` in a process for each of the `devices`, and call `end` with each that returned or raised.
+
+    Returns:
+        where a process ended, which ends all: the cells that had begun (all that are left if none had), and the others.
+    """
     context = start_context()
-    devices = context.SimpleQueue()
-    for device in worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE)):
-        devices.put(device)
+    queue = context.SimpleQueue()
+    for device in devices:
+        queue.put(device)
     others = set(multiprocessing.active_children())
-    with (
-        ProcessPoolExecutor(jobs, context, initializer=start_worker, initargs=(_shared(jobs), devices)) as pool,
-        tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar,
-    ):
+    before = {cell: _last_start(cell) for cell in cells}
+    lost: dict[Cell, BaseException] = {}
+    initial = _shared(len(devices)), queue
+    with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
-            futures = {pool.submit(run_cell, cell): cell for cell in waiting}
+            futures = {pool.submit(run_cell, cell): cell for cell in cells}
             for future in as_completed(futures):
-                cell = futures[future]
-                if (error := future.exception()) is not None:
-                    failures.append((cell, failure(cell, error)))
-                    tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
-                bar.set_postfix_str(cell.label)
-                bar.update()
+                if isinstance(error := future.exception(), BrokenProcessPool):
+                    lost[futures[future]] = error
+                else:
+                    end(futures[future], error)
+        except BrokenProcessPool as error:  # before all were submitted
+            lost = {cell: error for cell in cells}
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
             raise
-    return failures
+    begun = {cell: error for cell, error in lost.items() if _last_start(cell) != before[cell]} or lost
+    return begun, [cell for cell in cells if cell in lost and cell not in begun]
+
+
+def _last_start(cell: Cell) -> int | None:
+    """Another number after each start of the cell, which makes its folder anew."""
+    return cell.folder.stat().st_ctime_ns if cell.folder.is_dir() else None
 
 
 def _shared(jobs: int) -> dict[str, str]:
@@ -92,6 +129,8 @@ def start_worker(environment: Mapping[str, str], devices: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; Lightning makes it the end of a fit
     os.environ.clear()
     os.environ.update(environment)  # a server keeps that of its own start
+    # Else data loaders too would start theirs from a server of their own, which outlives a worker that is killed.
+    multiprocessing.set_start_method(None, force=True)
     if (device := devices.get()) is not None:
         os.environ[VISIBLE] = device
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,6 +1,7 @@
 """Processes of a comparison: devices, interrupts, the end with the parent, and why one failed."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -67,7 +68,8 @@ def seen_by_a_worker(folder, together):
     deadline = time.monotonic() + 60
     while len(list(folder.iterdir())) < together and time.monotonic() < deadline:
         time.sleep(0.01)
-    return os.environ.get(VISIBLE), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    return os.environ.get(VISIBLE), ignored, multiprocessing.get_start_method(allow_none=True)
 
 
 def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
@@ -77,7 +79,7 @@ def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
     for device in worker_devices(2, 3, os.environ[VISIBLE]):
         devices.put(device)
     with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool:
-        assert set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2)) == {("4", True), ("7", True)}
+        assert set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2)) == {("4", True, None), ("7", True, None)}
     assert os.environ[VISIBLE] == "4,7,9"
 
 
@@ -89,6 +91,21 @@ def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
     cell = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(seen)}",))
     assert run_cells([cell], 1) == []
     assert (cell.folder / "device.txt").read_text() == "6"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills its own process")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, capfd):
+    """As one that runs out of memory is killed; a pool of processes ends with any of its own."""
+    kill = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": 9, "step": 1}}
+    slow, fast, watched = cells
+    killed = replace(fast, overrides=(f"--trainer.callbacks+={json.dumps(kill)}",))
+    ((cell, text),) = run_cells([killed, slow, watched], jobs)
+    assert cell == killed
+    assert "BrokenProcessPool" in text
+    assert slow.is_finished()
+    assert watched.is_finished()
+    assert capfd.readouterr().err.count("failed: ") == 1
 
 
 def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):
