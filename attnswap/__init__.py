@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from attnswap import (
         analysis as analysis,
         callbacks as callbacks,
+        datamodules as datamodules,
         functional as functional,
         tasks as tasks,
     )
