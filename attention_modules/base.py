@@ -25,6 +25,11 @@ class AttentionSpec:
 
     Raises:
         ValueError: if a size is not a positive integer.
+
+    Example:
+        >>> from attnswap import AttentionSpec
+        >>> AttentionSpec(dim=192, num_heads=3, head_dim=64).is_causal
+        False
     """
 
     dim: int
@@ -51,6 +56,18 @@ class AttentionMechanism(nn.Module):
     Subclasses implement :meth:`forward` with the signature of
     :func:`torch.nn.functional.scaled_dot_product_attention`. Where ``uses_query`` is False the
     host drops its query projection, and :meth:`forward` ignores ``q`` (it may be ``k`` itself).
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> from attnswap import AttentionMechanism, register_mechanism, swap_attention
+        >>> @register_mechanism("halved")
+        ... class Halved(AttentionMechanism):
+        ...     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+        ...         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale) / 2
+        >>> layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        >>> swap_attention(layer, "halved")[0].mechanism
+        'Halved'
     """
 
     uses_query: ClassVar[bool] = True

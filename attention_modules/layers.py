@@ -43,6 +43,13 @@ class SelfAttention(nn.Module):
         ValueError: if a size is below 1, the width is not a multiple of the head count, a norm is asked for without
             ``norm_layer``, or an option of the mechanism is out of its limits.
         TypeError: if options do not fit the mechanism.
+
+    Example:
+        >>> import torch
+        >>> from attnswap import SelfAttention
+        >>> layer = SelfAttention(16, num_heads=2, mechanism="rpc", mechanism_options={"iterations": 2})
+        >>> layer(torch.randn(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
     """
 
     def __init__(

@@ -31,6 +31,14 @@ def register_mechanism(name: str) -> Callable[[_T], _T]:
     Raises:
         ValueError: if the name already stands for another class or function.
         TypeError: if what is decorated is neither.
+
+    Example:
+        >>> from attnswap import available_mechanisms, register_mechanism
+        >>> @register_mechanism("mean_of_values")
+        ... def mean_of_values(q, k, v):
+        ...     return v.mean(-2, keepdim=True).expand_as(q)
+        >>> "mean_of_values" in available_mechanisms()
+        True
     """
 
     def register(mechanism: _T) -> _T:
@@ -71,7 +79,13 @@ def _load_entry_points() -> None:
 
 
 def available_mechanisms() -> list[str]:
-    """Short names of all known mechanisms, those of other installed packages included, sorted."""
+    """Short names of all known mechanisms, those of other installed packages included, sorted.
+
+    Example:
+        >>> from attnswap import available_mechanisms
+        >>> {"softmax", "rpc"} <= set(available_mechanisms())
+        True
+    """
     _load_entry_points()
     return sorted(_REGISTRY)
 

@@ -42,6 +42,7 @@ def load_pretrained(
         ModuleNotFoundError: without the extra ``hf``.
 
     Example:
+        >>> from attnswap import load_pretrained, swap_attention
         >>> import tempfile, transformers
         >>> config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
         >>> model = transformers.BertModel(config)

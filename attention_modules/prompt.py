@@ -56,6 +56,14 @@ def prompt_attention(x: Tensor, keys: Tensor, p: Tensor, v: Tensor, *, form: str
     Raises:
         ValueError: if the shapes do not fit or the form is unknown.
         TypeError: if something is no tensor of floating-point numbers, or of another dtype than the others.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import prompt_attention
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        >>> p, v = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
+        >>> prompt_attention(x, x, p, v)
+        tensor(0.5000, dtype=torch.float64)
     """
     _check(x, keys, p, v, form)
     if form == "plain":

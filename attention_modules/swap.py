@@ -181,6 +181,13 @@ def swapped(
     """The model itself after :func:`swap_attention`: for a configuration file, around what builds the network.
 
     As in ``_target_: attention_modules.swapped``, with the network's own ``_target_`` below ``model``.
+
+    Example:
+        >>> import torch
+        >>> from attnswap import swapped
+        >>> model = swapped(torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True), "symmetric")
+        >>> type(model.self_attn.mechanism).__name__
+        'SymmetricAttention'
     """
     swap_attention(model, mechanism, where=where, layers=layers, exclude=exclude, **mechanism_options)
     return model
@@ -197,6 +204,14 @@ def restore_attention(model: nn.Module) -> list[str]:
 
     Raises:
         AttentionSwapError: if the model is wrapped, or a projection can no longer take its query rows back.
+
+    Example:
+        >>> import torch
+        >>> from attnswap import restore_attention, swap_attention
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> report = swap_attention(model, "rpc")
+        >>> restore_attention(model)
+        ['self_attn']
     """
     _refuse_wrapped(model)
     swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]

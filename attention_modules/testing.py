@@ -377,6 +377,10 @@ def check_mechanism(
         MechanismCheckError: naming the first check that fails, and how.
         ValueError: if ``only`` names an unknown check.
         TypeError: if the options do not fit the mechanism.
+
+    Example:
+        >>> from attnswap import check_mechanism
+        >>> check_mechanism("rpc", iterations=2, only=["causality", "gradients"])
     """
     names = list(CHECKS) if only is None else list(only)
     unknown = sorted(set(names) - set(CHECKS))

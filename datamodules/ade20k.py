@@ -33,6 +33,11 @@ class ADE20KDataModule(SegmentationDataModule):
         ValueError: as :class:`.SegmentationDataModule`.
         NotADirectoryError: `root` is a file.
         FileNotFoundError: on setup, where a folder, or one of a pair, is missing.
+
+    Example:
+        >>> from attnswap.datamodules import ADE20KDataModule
+        >>> data = ADE20KDataModule(root="/data", crop_size=512)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     transform_defaults = MappingProxyType({"short_side": 512})

@@ -33,6 +33,11 @@ class AGNewsDataModule(TextDataModule):
     Raises:
         ValueError: an unknown tokenizer, or a number below its limit.
         NotADirectoryError: `root` or `cache_dir` is a file.
+
+    Example:
+        >>> from attnswap.datamodules import AGNewsDataModule
+        >>> data = AGNewsDataModule(root="/data", num_tokens=64)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     text_name = "ag_news"

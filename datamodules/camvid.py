@@ -25,6 +25,11 @@ class CamVidDataModule(SegmentationDataModule):
         ValueError: as :class:`.SegmentationDataModule`.
         NotADirectoryError: `root` is a file.
         FileNotFoundError: on setup, where a folder, or one of a pair, is missing.
+
+    Example:
+        >>> from attnswap.datamodules import CamVidDataModule
+        >>> data = CamVidDataModule(root="/data", batch_size=8)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     class_names = (

@@ -64,6 +64,11 @@ class CIFAR10DataModule(VisionDataModule):
     Raises:
         ValueError: `val_fraction` is not in [0, 1), and as :class:`.VisionDataModule`.
         NotADirectoryError: `root` is a file.
+
+    Example:
+        >>> from attnswap.datamodules import CIFAR10DataModule
+        >>> data = CIFAR10DataModule(root="/data", img_size=32)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

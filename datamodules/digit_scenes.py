@@ -108,6 +108,14 @@ class DigitScenesDataModule(SegmentationDataModule):
 
     Raises:
         ValueError: as :class:`.SegmentationDataModule`.
+
+    Example:
+        >>> from attnswap.datamodules import DigitScenesDataModule
+        >>> data = DigitScenesDataModule(batch_size=2, num_train=4, num_val=2, num_test=2)
+        >>> data.setup("fit")
+        >>> image, mask = next(iter(data.train_dataloader()))
+        >>> image.shape, mask.shape
+        (torch.Size([2, 3, 32, 32]), torch.Size([2, 32, 32]))
     """
 
     class_names = ("background", *"0123456789")

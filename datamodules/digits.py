@@ -26,6 +26,13 @@ class DigitsDataModule(VisionDataModule):
 
     Raises:
         ValueError: as :class:`.VisionDataModule`.
+
+    Example:
+        >>> from attnswap.datamodules import DigitsDataModule
+        >>> data = DigitsDataModule(batch_size=4)
+        >>> data.setup("fit")
+        >>> next(iter(data.train_dataloader()))[0].shape
+        torch.Size([4, 1, 8, 8])
     """
 
     class_names = tuple("0123456789")

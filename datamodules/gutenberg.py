@@ -31,6 +31,11 @@ class GutenbergDataModule(TextDataModule):
     Raises:
         ValueError: an unknown tokenizer, a number below its limit, or a name with a path in it.
         NotADirectoryError: `root` or `cache_dir` is a file.
+
+    Example:
+        >>> from attnswap.datamodules import GutenbergDataModule
+        >>> data = GutenbergDataModule("carroll-alice", root="/data")
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     def __init__(

@@ -46,6 +46,11 @@ class ImageNetDataModule(VisionDataModule):
             or 1,000 WordNet ids are not those of ImageNet-1k in its order.
         NotADirectoryError: `root` or `cache_dir` is a file.
         FileNotFoundError: on setup, where no layout is found; the text says what was looked for.
+
+    Example:
+        >>> from attnswap.datamodules import ImageNetDataModule
+        >>> data = ImageNetDataModule(root="/data", img_size=224)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     def __init__(

@@ -33,6 +33,10 @@ class PythonSourceDataModule(TextDataModule):
     Raises:
         ValueError: a number is below its limit.
         NotADirectoryError: `folder` or `cache_dir` is no folder.
+
+    Example:
+        >>> from attnswap.datamodules import PythonSourceDataModule
+        >>> data = PythonSourceDataModule(num_tokens=64, max_bytes=100_000)  # the source of Python's own library
     """
 
     text_name = "python-source"

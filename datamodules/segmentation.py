@@ -39,6 +39,11 @@ class SegmentationDataModule(ImageDataModule):
     Raises:
         ValueError: a number is out of its limits; on setup and when an image is read, if its mask has another size, is
             coded in colors or has a label that is no class, or the crop is larger; the text names the file.
+
+    Example:
+        >>> from attnswap.datamodules import CamVidDataModule, SegmentationDataModule
+        >>> issubclass(CamVidDataModule, SegmentationDataModule)
+        True
     """
 
     class_names: Sequence[str]

@@ -50,6 +50,11 @@ class TextDataModule(DataModule):
     Raises:
         ValueError: a number is below its limit, or the tokenizer is unknown.
         NotADirectoryError: `cache_dir` is a file.
+
+    Example:
+        >>> from attnswap.datamodules import TextDataModule, WikiTextDataModule
+        >>> issubclass(WikiTextDataModule, TextDataModule)
+        True
     """
 
     text_name: str

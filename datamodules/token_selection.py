@@ -96,6 +96,10 @@ class TokenSelectionDataModule(DataModule):
 
     Raises:
         ValueError: a number is outside its limits, the construction is unknown, or has sizes of its own.
+
+    Example:
+        >>> from attnswap.datamodules import TokenSelectionDataModule
+        >>> data = TokenSelectionDataModule("single", steps_per_epoch=1)
     """
 
     def __init__(

@@ -34,6 +34,11 @@ class VisionDataModule(ImageDataModule):
 
     Raises:
         ValueError: a number is below its limit, or a transform has arguments that timm does not know or the task has.
+
+    Example:
+        >>> from attnswap.datamodules import CIFAR10DataModule, VisionDataModule
+        >>> issubclass(CIFAR10DataModule, VisionDataModule)
+        True
     """
 
     class_names: Sequence[str]

@@ -34,6 +34,11 @@ class WikiTextDataModule(TextDataModule):
     Raises:
         ValueError: an unknown name or tokenizer, or a number below its limit.
         NotADirectoryError: `root` or `cache_dir` is a file.
+
+    Example:
+        >>> from attnswap.datamodules import WikiTextDataModule
+        >>> data = WikiTextDataModule("wikitext-2-v1", root="/data", num_tokens=64)
+        >>> data.prepare_data()  # says which files it looked for, and where to get them  # doctest: +SKIP
     """
 
     def __init__(

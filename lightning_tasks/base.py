@@ -50,6 +50,12 @@ class BaseTask(LightningModule):
     Raises:
         TypeError: if something cannot be stored in a checkpoint (a lambda, a local class); the text names the cure.
         ValueError: if a name or path stands for nothing.
+
+    Example:
+        >>> from attnswap.tasks import BaseTask, LanguageModelingTask
+        >>> task = LanguageModelingTask(vocab_size=100, optimizer={"class_path": "SGD", "init_args": {"lr": 0.1}})
+        >>> isinstance(task, BaseTask), task.hparams["optimizer"]["class_path"]
+        (True, 'torch.optim.SGD')
     """
 
     def __init__(

@@ -69,6 +69,11 @@ class ImageClassificationTask(VisionTask):
         ValueError: if timm has no such model (the nearest names are given), a mechanism is unknown, or a value is out
             of its limits; on building, if the number of classes, the channels or the size do not fit the data, or
             timm's weights cannot be had.
+
+    Example:
+        >>> from attnswap.tasks import ImageClassificationTask
+        >>> options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+        >>> task = ImageClassificationTask(num_classes=10, attention="rpc", attention_layers=[0], model_options=options)
     """
 
     image_mean: Tensor

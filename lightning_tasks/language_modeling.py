@@ -55,6 +55,10 @@ class LanguageModelingTask(BaseTask):
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
         ValueError: if a name stands for nothing; on building, if the vocabulary is unknown or too large.
+
+    Example:
+        >>> from attnswap.tasks import LanguageModelingTask
+        >>> task = LanguageModelingTask(vocab_size=4000, attention="symmetric")
     """
 
     def __init__(

@@ -62,6 +62,10 @@ class SegmentationTask(VisionTask):
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
         ValueError: if a backbone or mechanism is unknown (the nearest names are given), or a value is out of its
             limits; on building, if the number of classes or the size of crops does not fit the data.
+
+    Example:
+        >>> from attnswap.tasks import SegmentationTask
+        >>> task = SegmentationTask("deit_tiny_patch16_224", num_classes=11, attention="rpc", attention_layers=[0])
     """
 
     def __init__(

@@ -85,6 +85,10 @@ class TokenSelectionTask(BaseTask):
     Raises:
         ValueError: if a name stands for nothing or a width is below 1; on building, if the width is unknown or not the
             data module's; on setup, if the trainer's precision would cast float64.
+
+    Example:
+        >>> from attnswap.tasks import TokenSelectionTask
+        >>> task = TokenSelectionTask(dim=2)
     """
 
     def __init__(

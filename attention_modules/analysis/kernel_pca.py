@@ -27,6 +27,13 @@ class ProjectionLoss:
         absolute: of ``|‖φ(q_i)‖² - ‖h_i‖²|``.
         phi: of ‖φ(q_i)‖².
         h: of ‖h_i‖².
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import projection_loss
+        >>> projection_loss(q, k, torch.zeros(1, 3, 5, 8)).absolute.shape
+        torch.Size([1, 3])
     """
 
     signed: Tensor
@@ -59,6 +66,13 @@ def projection_loss(
     Raises:
         ValueError: if shapes do not fit, or a number is not finite.
         TypeError: if a mask is neither boolean nor floating.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import projection_loss
+        >>> projection_loss(q, k, torch.zeros(1, 3, 5, 8)).absolute.shape
+        torch.Size([1, 3])
     """
     _check(q=q, k=k, h=h)
     if q.shape != k.shape:
@@ -92,6 +106,13 @@ class KernelPCA:
         eigenvalues: of the centered K_φ, largest first, ``[B, H, components]``.
         vectors: A, its eigenvectors, of unit norm, the largest entry positive, ``[B, H, N, components]``.
         values: V̂ = G A - G 1_N A, ``[B, H, N, components]``.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import kernel_pca
+        >>> found = kernel_pca(torch.randn(1, 3, 10, 8), components=4)
+        >>> found.values.shape
+        torch.Size([1, 3, 10, 4])
     """
 
     eigenvalues: Tensor
@@ -114,6 +135,13 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
     Raises:
         ValueError: if a centered kernel of N tokens has fewer components that are not zero: N - 1; if a head's keys are
             all alike; if one is so long that 1/g is 0 in float64.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import kernel_pca
+        >>> found = kernel_pca(torch.randn(1, 3, 10, 8), components=4)
+        >>> found.eigenvalues.shape
+        torch.Size([1, 3, 4])
     """
     _check(k=k)
     tokens, components = k.shape[2], k.shape[3] if components is None else components
@@ -154,6 +182,13 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import compare_values
+        >>> v = torch.randn(1, 3, 5, 8)
+        >>> compare_values(v, v)["direct_cosine"].round(decimals=3)
+        tensor([[1., 1., 1.]])
     """
     _check(v=v, predicted=predicted)
     if v.shape != predicted.shape:
@@ -192,6 +227,13 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
 
     Raises:
         ValueError: if shapes do not fit, or a key is so long that 1/g is 0 in float64.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import gamma_constancy
+        >>> k, v = torch.randn(2, 1, 3, 10, 8)
+        >>> gamma_constancy(k, v)["eigen_residual"].shape
+        torch.Size([1, 3])
     """
     _check(k=k, v=v)
     kernel, log_g = _kernel(to_float64(k), scale)

@@ -29,6 +29,13 @@ class LipschitzEstimate:
             lies within it of ``value``.
         converged: whether ``residual`` came to ``tol * value``, ``[B]``, after 8 iterations at least or all that there
             are: at the first ones a singular value that lies above a cluster of others does not show in it.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import local_lipschitz
+        >>> estimate = local_lipschitz(lambda x: 3 * x, torch.randn(2, 5, 4))
+        >>> estimate.value.round(decimals=2), estimate.converged.all()
+        (tensor([3., 3.]), tensor(True))
     """
 
     value: Tensor
@@ -38,7 +45,17 @@ class LipschitzEstimate:
 
 
 class NotFiniteError(ValueError):
-    """An input, an output or a Jacobian holds NaN or infinite numbers: what the data did, not an argument."""
+    """An input, an output or a Jacobian holds NaN or infinite numbers: what the data did, not an argument.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import NotFiniteError, local_lipschitz
+        >>> try:
+        ...     local_lipschitz(lambda x: x / 0, torch.randn(1, 5, 4))
+        ... except NotFiniteError:
+        ...     print("not finite")
+        not finite
+    """
 
 
 def local_lipschitz(
@@ -74,6 +91,12 @@ def local_lipschitz(
         ValueError: if an option is out of its limits, a shape does not fit, samples are mixed, or the output does not
             depend on ``x``.
         RuntimeError: if ``fn``, or a part of it, cannot be differentiated twice.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import local_lipschitz
+        >>> local_lipschitz(lambda x: 3 * x, torch.randn(2, 5, 4)).value.round(decimals=2)
+        tensor([3., 3.])
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function of x, got {fn!r}")

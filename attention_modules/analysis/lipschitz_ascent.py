@@ -47,6 +47,14 @@ def ascend_lipschitz(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`local_lipschitz`, and if ``steps`` or ``length`` is out of its
             limits.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import ascend_lipschitz, local_lipschitz
+        >>> x = torch.randn(1, 4, 3)
+        >>> steepest = ascend_lipschitz(lambda x: x.softmax(1) @ x.mT, x, steps=3)
+        >>> torch.allclose(steepest.norm(dim=-1), x.norm(dim=-1))
+        True
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")

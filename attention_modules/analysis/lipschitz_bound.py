@@ -56,6 +56,13 @@ def lipschitz_bound(
     Raises:
         TypeError: if a weight is no tensor, or radius or scale no number.
         ValueError: if shapes do not fit, a number is out of its limits, a weight is not finite, or the bound is not.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import lipschitz_bound
+        >>> w_q, w_k, w_v = torch.randn(3, 2, 4, 8)  # two heads of width 4, of 8 features
+        >>> bool(lipschitz_bound(w_q, w_k, w_v, radius=1.0, num_tokens=10) > 0)
+        True
     """
     _check(w_q, w_k, w_v, w_o, b_q)
     if _number("radius", radius) < 0:
@@ -92,6 +99,14 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     Raises:
         ValueError: if the bound does not cover the layer (another mechanism, rope, q/k norm, position bias, gate, norm
             of the output), or its weights are not read; else as :func:`lipschitz_bound`.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.hosts import attention_layers
+        >>> from attnswap.analysis import layer_lipschitz_bound
+        >>> (layer,) = attention_layers(torch.nn.MultiheadAttention(16, 2, batch_first=True))
+        >>> bool(layer_lipschitz_bound(layer, radius=4.0, num_tokens=10) > 0)
+        True
     """
     reason = _not_covered(layer)
     if reason is not None:

@@ -35,6 +35,13 @@ def attention_map(
 
     Raises:
         TypeError, ValueError: as :func:`attention_modules.masks.combine_masks`.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_map
+        >>> attention_map(q, k, is_causal=True).sum(-1).round(decimals=4).unique()
+        tensor([1.])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     attn_mask = hide(attn_mask)
@@ -64,6 +71,13 @@ def attention_rollout(maps: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError: if there are none, or they are not square and of one shape.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_map, attention_rollout
+        >>> attention_rollout([attention_map(q, k).mean(1), attention_map(k, q).mean(1)]).shape
+        torch.Size([1, 5, 5])
     """
     shapes = {tuple(one.shape) for one in maps}
     if len(shapes) != 1 or maps[0].ndim != 3 or maps[0].shape[1] != maps[0].shape[2]:

@@ -23,6 +23,15 @@ class NotSeparableError(ValueError):
         message: what was asked for, and the proof in words.
         multipliers: y >= 0, one a constraint ⟨a_j, p⟩ >= b_j, with Σ y_j b_j = 1 and Σ y_j a_j = 0 (Farkas), to within
             rounding.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import NotSeparableError, max_margin_head
+        >>> try:
+        ...     max_margin_head(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1]))
+        ... except NotSeparableError as error:
+        ...     print(len(error.multipliers))
+        2
     """
 
     def __init__(self, message: str, multipliers: Tensor) -> None:
@@ -178,6 +187,13 @@ def max_margin_direction(keys: Tensor, selected: Tensor, *, relaxed: Tensor | No
         ValueError: if shapes or indices do not fit, or keys are not finite.
         TypeError: if ``selected`` holds no integers, or something is no tensor or complex.
         RuntimeError: if float64 does not hold the solution, or the solver gives up.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import max_margin_direction
+        >>> keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+        >>> max_margin_direction(keys, torch.tensor([0])).round(decimals=3)
+        tensor([ 0.5000, -0.5000], dtype=torch.float64)
     """
     _check(keys, selected)
     others = _others(keys, selected)
@@ -200,6 +216,13 @@ def max_margin_head(tokens: Tensor, labels: Tensor) -> Tensor:
         ValueError: if shapes do not fit, tokens are not finite, or labels are others than 1 and -1.
         TypeError: if something is no tensor or complex, or labels are bool.
         RuntimeError: as :func:`max_margin_direction`.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import max_margin_head
+        >>> tokens = torch.tensor([[2.0, 0.0], [-2.0, 0.0]], dtype=torch.float64)
+        >>> max_margin_head(tokens, torch.tensor([1, -1])).round(decimals=3) + 0.0
+        tensor([0.5000, 0.0000], dtype=torch.float64)
     """
     _check_tensors(tokens=tokens, labels=labels)
     if tokens.ndim != 2 or labels.shape != tokens.shape[:1]:
@@ -224,6 +247,13 @@ def margin(keys: Tensor, selected: Tensor, p: Tensor) -> Tensor:
     Raises:
         ValueError: if shapes or indices do not fit, or keys or p are not finite.
         TypeError: if ``selected`` holds no integers, or something is no tensor or complex.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import margin
+        >>> keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+        >>> margin(keys, torch.tensor([0]), torch.tensor([1.0, -1.0]))
+        tensor([2.], dtype=torch.float64)
     """
     _check(keys, selected)
     lead = _differences(keys, selected) @ _check_direction(p, keys)
@@ -251,6 +281,13 @@ def locally_optimal(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`max_margin_direction`; ValueError also if scores are
             not finite, or ``p`` separates nothing.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import locally_optimal, max_margin_direction
+        >>> keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+        >>> locally_optimal(keys, torch.tensor([[2.0, 1.0]], dtype=torch.float64), torch.tensor([0]))
+        tensor([True])
     """
     _check(keys, selected)
     _check_tensors(scores=scores)

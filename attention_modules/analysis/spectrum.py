@@ -15,6 +15,14 @@ class QKSpectrum:
     Args:
         eigenvalues: complex ``[H, d]``, the eigenvalues of the d x d product G = W_k W_qᵀ.
         dim: width of W, d_model; the other ``dim - d`` eigenvalues of W are exactly zero.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import qk_spectrum
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12)  # three heads of width 4, of 12 features
+        >>> spectrum = qk_spectrum(w_q, w_k)
+        >>> spectrum.eigenvalues.shape, spectrum.dim
+        (torch.Size([3, 4]), 12)
     """
 
     eigenvalues: Tensor
@@ -79,12 +87,27 @@ def frobenius_squared(w_q: Tensor, w_k: Tensor) -> Tensor:
 
     Returns:
         ``[H]``.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import frobenius_squared
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12, dtype=torch.float64)  # three heads of width 4, of 12 features
+        >>> torch.allclose(frobenius_squared(w_q, w_k), (w_q.mT @ w_k).square().sum((-2, -1)))
+        True
     """
     return ((w_q @ w_q.mT) * (w_k @ w_k.mT)).sum((-2, -1))
 
 
 def trace(w_q: Tensor, w_k: Tensor) -> Tensor:
-    """tr W, the sum of the eigenvalues, of every head, ``[H]``; arguments as :func:`frobenius_squared`."""
+    """tr W, the sum of the eigenvalues, of every head, ``[H]``; arguments as :func:`frobenius_squared`.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import trace
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12, dtype=torch.float64)  # three heads of width 4, of 12 features
+        >>> torch.allclose(trace(w_q, w_k), (w_q * w_k).sum((-2, -1)))
+        True
+    """
     return (w_q * w_k).sum((-2, -1))
 
 
@@ -92,6 +115,13 @@ def trace_squared(w_q: Tensor, w_k: Tensor) -> Tensor:
     """tr W² of every head, ``[H]``; arguments as :func:`frobenius_squared`; differentiable.
 
     It is the sum of the squared eigenvalues, negative for many W that are not symmetric.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import trace_squared
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12)  # three heads of width 4, of 12 features
+        >>> trace_squared(w_q, w_k).shape
+        torch.Size([3])
     """
     product = w_k @ w_q.mT  # [H, d, d]
     return (product * product.mT).sum((-2, -1))
@@ -106,6 +136,13 @@ def qk_spectrum(w_q: Tensor, w_k: Tensor) -> QKSpectrum:
 
     Raises:
         ValueError: if the shapes differ or d exceeds dim.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import qk_spectrum
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12)  # three heads of width 4, of 12 features
+        >>> qk_spectrum(w_q, w_k).eigenvalues.shape
+        torch.Size([3, 4])
     """
     _check(w_q, w_k)
     product = w_k @ w_q.mT
@@ -129,6 +166,13 @@ def qk_statistics(w_q: Tensor, w_k: Tensor, spectrum: QKSpectrum | None = None) 
 
     Raises:
         ValueError: if the shapes differ or d exceeds dim.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import qk_statistics
+        >>> w_q, w_k = torch.randn(2, 3, 4, 12)  # three heads of width 4, of 12 features
+        >>> {name: tuple(value.shape) for name, value in qk_statistics(w_q, w_k).items()}["mean"]
+        (3,)
     """
     spectrum = qk_spectrum(w_q, w_k) if spectrum is None else spectrum
     total = trace(w_q, w_k)

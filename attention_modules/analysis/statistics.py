@@ -179,6 +179,13 @@ def attention_statistics(
 
     Raises:
         ValueError: if a name is unknown, shapes do not fit, or heads, rows, keys or width are 0; the batch may be.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_statistics
+        >>> attention_statistics(q * 0, k, statistics=["effective_support"])["effective_support"]
+        tensor([[5., 5., 5.]])
     """
     sums = attention_row_sums(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=statistics)
     return {name: total / count for name, (total, count) in sums.items()}
@@ -198,6 +205,14 @@ def attention_row_sums(
     Returns:
         By name, the sum over rows, fp32 ``[B, H]``, and their number, int64 ``[B, H]``; arguments and errors are the
         same.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_row_sums
+        >>> total, rows = attention_row_sums(q, k, statistics=["entropy"])["entropy"]
+        >>> total.shape, rows.unique()
+        (torch.Size([1, 3]), tensor([5]))
     """
     _check(q, k, attn_mask, statistics)
     names = set(statistics) | ({"entropy"} if "normalised_entropy" in statistics else set())
@@ -231,7 +246,15 @@ def attention_row_sums(
 def attention_entropy(
     q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Mean attention entropy in nats, fp32 ``[B, H]``; arguments and source as :func:`attention_statistics`."""
+    """Mean attention entropy in nats, fp32 ``[B, H]``; arguments and source as :func:`attention_statistics`.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_entropy
+        >>> attention_entropy(q * 0, k).exp()  # uniform attention
+        tensor([[5., 5., 5.]])
+    """
     return attention_statistics(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=("entropy",))[
         "entropy"
     ]
@@ -262,6 +285,13 @@ def attention_sink(
 
     Raises:
         ValueError: if shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> from attnswap.analysis import attention_sink
+        >>> attention_sink(q * 0, k)  # no key takes more than another
+        tensor([[0.2000, 0.2000, 0.2000]])
     """
     _check(q, k, attn_mask, STATISTICS)
     number, columns = q.shape[2], k.shape[2]
@@ -302,6 +332,12 @@ def token_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Raises:
         ValueError: if shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import token_similarity
+        >>> token_similarity(torch.ones(1, 5, 8))
+        tensor([1.])
     """
     if x.ndim != 3 or (valid is not None and valid.shape != x.shape[:2]):
         shape = None if valid is None else tuple(valid.shape)

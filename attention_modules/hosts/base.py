@@ -314,4 +314,14 @@ class AttentionLayer:
 
 
 class AttentionSwapError(ValueError):
-    """A swap or its undoing was refused; nothing of the model was changed."""
+    """A swap or its undoing was refused; nothing of the model was changed.
+
+    Example:
+        >>> import torch
+        >>> import attnswap
+        >>> try:
+        ...     attnswap.swap_attention(torch.nn.Linear(4, 4), "softmax")
+        ... except attnswap.AttentionSwapError as error:
+        ...     print(str(error).split(";")[0])
+        the model has no attention layer
+    """

@@ -57,6 +57,14 @@ class SwapReport(Sequence[SwapRow]):
 
     ``skipped`` lists the attention-like modules that were not, and why; ``new`` names the Parameters that no optimizer
     from before the swap can hold.
+
+    Example:
+        >>> import torch
+        >>> from attnswap import swap_attention
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> report = swap_attention(model, "symmetric")
+        >>> report[0].name, report[0].before - report[0].after
+        ('self_attn', 272)
     """
 
     def __init__(self, rows: Sequence[SwapRow], skipped: Sequence[Skipped], new: Sequence[str] = ()) -> None:

@@ -150,6 +150,13 @@ def rpc_attention(
     Raises:
         TypeError: if there is a query, or the mask is neither boolean nor floating.
         ValueError: if an option is out of its limits, or shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import rpc_attention
+        >>> k, v = torch.randn(2, 1, 3, 5, 8)
+        >>> rpc_attention(k, v, iterations=4, is_causal=True).shape
+        torch.Size([1, 3, 5, 8])
     """
     check_rpc_options(iterations, lam, threshold)
     check_rpc_shapes(k, v)

@@ -75,6 +75,13 @@ def scaled_attention(
 
     Raises:
         TypeError, ValueError: if the mask's dtype or a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import scaled_attention, softmax_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> torch.equal(scaled_attention(q, k, v, torch.zeros(3, 5, 5)), softmax_attention(q, k, v))
+        True
     """
     check_self_attention("scaled", q, k)
     heads, tokens = k.shape[-3:-1]

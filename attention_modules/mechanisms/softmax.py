@@ -41,6 +41,14 @@ def softmax_attention(
     Raises:
         TypeError: if the mask is neither boolean nor floating.
         ValueError: if its shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import softmax_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> torch.equal(softmax_attention(q, k, v), expected)
+        True
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     return attend(q, k, v, attn_mask, is_causal, dropout_p, scale)

@@ -78,6 +78,13 @@ def symmetric_attention(
     Raises:
         TypeError: if there is a query, or the mask's dtype does not fit.
         ValueError: if the mask's shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import symmetric_attention
+        >>> k, v = torch.randn(2, 1, 3, 5, 8)
+        >>> symmetric_attention(k, v).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, k, k, scale)
     return attend(k, k, v, hide(attn_mask), is_causal, dropout_p, scale)

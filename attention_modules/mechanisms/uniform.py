@@ -39,6 +39,13 @@ def uniform_attention(
 
     Raises:
         TypeError, ValueError: if the mask's dtype or shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import uniform_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> torch.allclose(uniform_attention(q, k, v)[:, :, 0], v.mean(-2), atol=1e-6)
+        True
     """
     check_dropout(dropout_p)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)

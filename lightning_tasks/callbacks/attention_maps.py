@@ -62,6 +62,11 @@ class AttentionMapLogger(MechanismObserver):
         ValueError: if a number is out of its limits; when a trainer starts, if no layer matches, one has too few
             heads, or the trainer has a second ``AttentionMapLogger``; when it first fires or tries, if a sample has too
             few tokens, or the layers' maps do not fit a rollout.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import AttentionMapLogger
+        >>> trainer = Trainer(callbacks=[AttentionMapLogger(every_n_epochs=5, num_samples=4)], logger=False)
     """
 
     def __init__(

@@ -84,6 +84,11 @@ class AttentionMonitor(MechanismObserver):
     Raises:
         ValueError: if a value is out of its limits; when a trainer starts, if it has a second ``AttentionMonitor``;
             when the model is configured, if no layer matches.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import AttentionMonitor
+        >>> trainer = Trainer(callbacks=[AttentionMonitor(every_n_steps=100)], logger=False)
     """
 
     def __init__(

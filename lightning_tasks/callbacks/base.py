@@ -24,6 +24,14 @@ class Callback(*_BASES):  # type: ignore[misc]
 
     The two are separate class trees, each of which refuses the other's callbacks; this class belongs to both where
     both are installed.
+
+    Example:
+        >>> from attnswap.callbacks import Callback
+        >>> class PrintLoss(Callback):  # for the trainers of both trees
+        ...     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        ...         print(outputs["loss"].item())
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[PrintLoss()], logger=False)
     """
 
 

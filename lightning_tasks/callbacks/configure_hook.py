@@ -62,6 +62,15 @@ def swap_now(pl_module: pl.LightningModule) -> None:
                 self.model = build()
                 swap_now(self)
                 fully_shard(self.model, mesh=self.device_mesh["data_parallel"])  # or torch.compile
+
+    Example:
+        >>> from lightning.pytorch import LightningModule
+        >>> from attnswap.callbacks import before_sharding
+        >>> class Module(LightningModule):
+        ...     def configure_model(self):
+        ...         self.net = build_network()
+        ...         before_sharding(self)  # callbacks swap now, as the lines below shard what they find
+        ...         fully_shard(self.net)
     """
     for _, action in list((_pending_actions(pl_module) or {}).values()):
         action(pl_module)

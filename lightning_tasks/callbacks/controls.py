@@ -70,6 +70,11 @@ class QKWeightDecay(_QKControl):
     Raises:
         ValueError: if ``weight_decay`` is no finite number, or negative; when a fit starts, if the strategy is FSDP1 or
             DeepSpeed, no layer matches or its weights cannot be decayed alone, see :func:`qk_entries`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import QKWeightDecay
+        >>> trainer = Trainer(callbacks=[QKWeightDecay(0.1)], logger=False)
     """
 
     def __init__(
@@ -106,6 +111,11 @@ class FreezeQK(_QKControl):
     Raises:
         ValueError: when a fit starts, if the strategy is FSDP1 or DeepSpeed, :class:`LocAteR` trains one of the same
             layers, no layer matches, or its weights cannot be told apart, see :func:`qk_entries`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import FreezeQK
+        >>> trainer = Trainer(callbacks=[FreezeQK(layers=[0])], logger=False)
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

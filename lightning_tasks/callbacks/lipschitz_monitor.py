@@ -64,6 +64,11 @@ class LipschitzMonitor(LayerObserver):
         ValueError: if a number is out of its limits; when a fit or validation starts, if no layer matches, or the
             trainer has a second ``LipschitzMonitor``; when it first fires or tries, if a layer's input is no sequence
             of tokens, or it is no function of it alone, sample by sample.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import LipschitzMonitor
+        >>> trainer = Trainer(callbacks=[LipschitzMonitor(num_samples=2)], logger=False)
     """
 
     def __init__(

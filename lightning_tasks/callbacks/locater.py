@@ -49,6 +49,11 @@ class LocAteR(Callback):
     Raises:
         ValueError: if a number is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
             matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import LocAteR
+        >>> trainer = Trainer(callbacks=[LocAteR(0.01)], logger=False)
     """
 
     def __init__(

@@ -16,6 +16,11 @@ class WarnOfMissedValidation(Callback):
 
     `ModelCheckpoint` saves by `every_n_train_steps` before Lightning validates, and on resuming Lightning starts with
     the next step; so it does where SIGTERM cut the validation short (:class:`~.callbacks.save_on_stop.SaveOnStop`).
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import WarnOfMissedValidation
+        >>> trainer = Trainer(callbacks=[WarnOfMissedValidation()], logger=False)
     """
 
     def __init__(self) -> None:

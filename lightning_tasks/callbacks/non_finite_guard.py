@@ -84,6 +84,11 @@ class NonFiniteGuard(Callback):
     Raises:
         ValueError: if an argument is none of these; at the start, if the strategy is DeepSpeed, which keeps gradients
             in buffers of its own.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import NonFiniteGuard
+        >>> trainer = Trainer(callbacks=[NonFiniteGuard(action="skip")], logger=False)
     """
 
     def __init__(

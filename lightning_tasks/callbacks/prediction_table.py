@@ -31,6 +31,11 @@ class PredictionTable(BasePredictionWriter):
     and in 16 elsewhere, and the table has its path. Where nothing is logged the table goes into the trainer's
     ``default_root_dir``, under a name that is still free. With several processes each sample is there once, and each
     needs to see the same folder. The table is there whole or not at all.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import PredictionTable
+        >>> trainer = Trainer(callbacks=[PredictionTable()], logger=False)
     """
 
     def __init__(self) -> None:

@@ -57,6 +57,11 @@ class PursuitMonitor(LayerObserver):
     Raises:
         ValueError: if ``num_samples`` is no integer of at least 1; when a trainer starts, if it has a second
             ``PursuitMonitor``; when a fit, validation or test starts, if no layer matches.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import PursuitMonitor
+        >>> trainer = Trainer(callbacks=[PursuitMonitor(num_samples=8)], logger=False)
     """
 
     def __init__(

@@ -67,6 +67,12 @@ class RobustnessEvaluation(Callback):
     Raises:
         ValueError: for what is unknown or out of its limits, before anything runs.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import RobustnessEvaluation
+        >>> evaluation = RobustnessEvaluation(attacks=["fgsm"], eps=["4/255"], corruptions=[])
+        >>> trainer = Trainer(callbacks=[evaluation], logger=False)
     """
 
     def __init__(

@@ -30,6 +30,11 @@ class RunSummary(Callback):
 
     Args:
         metric: the logged metric to report.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import RunSummary
+        >>> trainer = Trainer(callbacks=[RunSummary(metric="val/loss")], logger=False)
     """
 
     def __init__(self, metric: str = "val/perplexity") -> None:

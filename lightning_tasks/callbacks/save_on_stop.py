@@ -22,6 +22,11 @@ class SaveOnStop(Callback):
     the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
     callback nothing is saved. On several processes neither, as they may be told at different steps: the process that is
     told ends at once, and with it the others.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import SaveOnStop
+        >>> trainer = Trainer(callbacks=[SaveOnStop()], logger=False)
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

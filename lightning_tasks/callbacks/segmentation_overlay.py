@@ -27,6 +27,11 @@ class SegmentationOverlay(Callback):
 
     Raises:
         ValueError: if a number is below 1; when a trainer starts, if it has a second ``SegmentationOverlay``.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import SegmentationOverlay
+        >>> trainer = Trainer(callbacks=[SegmentationOverlay(every_n_epochs=5)], logger=False)
     """
 
     def __init__(self, every_n_epochs: int = 1, num_images: int = 4) -> None:

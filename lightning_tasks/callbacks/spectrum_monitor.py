@@ -56,6 +56,11 @@ class SpectrumMonitor(Callback):
     Raises:
         ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches, or the
             trainer has a second ``SpectrumMonitor``, or the strategy is FSDP1 or DeepSpeed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import SpectrumMonitor
+        >>> trainer = Trainer(callbacks=[SpectrumMonitor(every_n_steps=100)], logger=False)
     """
 
     def __init__(

@@ -57,6 +57,11 @@ class SwapAttention(Callback):
             before the module's ``setup`` built more.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import SwapAttention
+        >>> trainer = Trainer(callbacks=[SwapAttention("rpc", iterations=4, layers=[0])], logger=False)
     """
 
     def __init__(

@@ -34,6 +34,12 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
     Raises:
         ValueError: if the checkpoint holds no swap or names what it may not, the network is not there before
             ``setup``, or its class is a subclass with a ``configure_model`` of its own.
+
+    Example:
+        The checkpoint of a foreign module that trained with ``SwapAttention``:
+
+        >>> from attnswap import load_swapped
+        >>> module = load_swapped(MyModule, "runs/version_0/checkpoints/last.ckpt")  # doctest: +SKIP
     """
     weights_only = kwargs.get("weights_only") is not False
     content = read_checkpoint(path, weights_only, cure="pass weights_only=False")

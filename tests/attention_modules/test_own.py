@@ -1,7 +1,6 @@
 """Somebody's own mechanism: a function with the signature of F.scaled_dot_product_attention, or a path to one."""
 
 import copy
-import doctest
 import functools
 import io
 import pickle
@@ -229,10 +228,3 @@ def test_functions_of_keys_and_values_take_no_query(function):
         with pytest.raises(TypeError, match=rf"{function.__name__} takes \(k, v\), there is no query"):
             function(*given, **named)
     pickle.loads(pickle.dumps(function))
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 compiles no function of a doctest's __main__")
-def test_the_example_of_a_mechanism_of_ones_own():
-    (example,) = doctest.DocTestFinder(recurse=False).find(swap_attention, "swap_attention", globs={})
-    assert len(example.examples) > 5
-    assert doctest.DocTestRunner().run(example).failed == 0
