@@ -98,7 +98,7 @@ class ArrayImages(Images):
         return Image.fromarray(self.pixels[index])
 
     def name(self, index: int) -> str:
-        return f"picture {index}"  # as `attnswap predict` writes it into its table
+        return f"image {index}"  # as `attnswap predict` writes it into its table
 
 
 class FileImages(Images):

@@ -32,7 +32,7 @@ LIBRARIES = (
 
 # These draw from generators of their own, which numpy's global seed does not reach.
 _TAKES_SEED = ("impulse_noise", "glass_blur")
-_GREY = (0.299, 0.587, 0.114)  # ITU-R 601, what PIL and the library use
+_GRAY = (0.299, 0.587, 0.114)  # ITU-R 601, what PIL and the library use
 
 
 def check_corruption(name: str, severity: int) -> None:
@@ -105,7 +105,7 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first_in
             result[index] = library.corrupt(np.ascontiguousarray(image), severity, name, **options)
     corrupted = torch.from_numpy(result).permute(0, 3, 1, 2).to(images) / 255
     if channels == 1:
-        corrupted = (corrupted * corrupted.new_tensor(_GREY).view(3, 1, 1)).sum(1, keepdim=True).clamp(max=1)
+        corrupted = (corrupted * corrupted.new_tensor(_GRAY).view(3, 1, 1)).sum(1, keepdim=True).clamp(max=1)
     return corrupted
 
 

@@ -147,7 +147,7 @@ def test_damaged_images_are_left_out_counted_and_named(workers):
     loader = data.train_dataloader()
     with pytest.warns(
         UserWarning,
-        match=r"2 of 20 images cannot be read and are left out: picture 3, picture 11 \(the first: OSError",
+        match=r"2 of 20 images cannot be read and are left out: image 3, image 11 \(the first: OSError",
     ):
         ((images, labels),) = batches(loader)
     assert (len(images), len(labels), data.skipped) == (18, 18, {"train": 2})
@@ -165,7 +165,7 @@ def test_a_batch_with_damaged_images_alone_is_empty():
 def test_a_data_set_of_damaged_images_alone_is_an_error():
     with (
         pytest.warns(UserWarning, match="images cannot be read"),
-        pytest.raises(ValueError, match=r"none of the 20 images can be read, e\.g\. picture 0"),
+        pytest.raises(ValueError, match=r"none of the 20 images can be read, e\.g\. image 0"),
     ):
         batches(ready(broken=range(20)).val_dataloader())
 
@@ -243,7 +243,7 @@ def test_bad_arguments(options, text):
 
 @pytest.mark.parametrize("labels", [[0, 2], [-1, 1]])
 def test_labels_out_of_range(labels):
-    says = r"labels from -?\d to \d, but 2 classes are known: .* 0 to 1.* is (2 of picture 1|-1 of picture 0)"
+    says = r"labels from -?\d to \d, but 2 classes are known: .* 0 to 1.* is (2 of image 1|-1 of image 0)"
     with pytest.raises(ValueError, match=says):
         ready(count=2, labels=labels)
 

@@ -168,7 +168,7 @@ def test_output_that_is_a_file_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["kernel"], "unknown analysis 'kernel'; the analyses are kernel-pca, lipschitz, token-selection"),
+        (["kernel"], f"unknown analysis 'kernel'; the analyses are {', '.join(ANALYSES)}"),
         (["token-selection", "--output", "x", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["token-selection", "--output", "x", "--experiment", "triple"], "invalid choice"),
     ],

@@ -36,7 +36,7 @@ def test_predictions_of_digits_are_those_of_the_model(tmp_path, capsys):
     rows = read(path)
     assert list(rows[0]) == ["index", "sample", "class", "name", "probability", "top5", "top5_probabilities"]
     assert [row["index"] for row in rows] == [str(index) for index in range(360)]
-    assert rows[7]["sample"] == "picture 7"
+    assert rows[7]["sample"] == "image 7"
     best = probabilities.topk(5)
     for row, shares, classes in zip(rows, best.values.tolist(), best.indices.tolist(), strict=True):
         assert (row["class"], row["name"]) == (str(classes[0]), str(classes[0]))
