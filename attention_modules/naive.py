@@ -76,7 +76,7 @@ def naive_scaled(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) (I - S) v, S a matrix a head or a number times softmax(k kᵀ · scale)."""
+    """softmax(q kᵀ · scale) (I - S) v, S a matrix per head or a number times softmax(k kᵀ · scale)."""
     if s.dim() == 3:
         seen = visibility(k.shape[-2], attn_mask, is_causal)
         corrected = v - torch.where(seen, s, torch.zeros_like(s)) @ v

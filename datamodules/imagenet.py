@@ -1,4 +1,4 @@
-"""ImageNet-1k and sets of images in its layouts: a folder a class, or the hub's parquet files."""
+"""ImageNet-1k and sets of images in its layouts: one folder per class, or the hub's parquet files."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""What data modules of images with a class a pixel share."""
+"""What data modules of images with a class per pixel share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ _CHECKED = 5
 
 
 class SegmentationDataModule(ImageDataModule):
-    """Images with a class a pixel.
+    """Images with a class per pixel.
 
     Batches are (images `[B, 3, H, W]`, float32 in [0, 1], masks `[B, H, W]`, int64). Masks hold classes 0, 1, ...
     and 255 where a pixel does not count. Training images are scaled, cropped, flipped and distorted together with

@@ -55,7 +55,7 @@ def class_folders(root: str | os.PathLike[str]) -> list[str]:
     entries = os.scandir(root) if os.path.isdir(root) else ()
     names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise ValueError(f"{root} must be a folder with one folder of images a class: it has no class folders")
+        raise ValueError(f"{root} must be a folder with one folder of images per class: it has no class folders")
     return names
 
 

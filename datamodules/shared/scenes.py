@@ -1,4 +1,4 @@
-"""Images with a class a pixel, in files, and the data set that transforms both together."""
+"""Images with a class per pixel, in files, and the data set that transforms both together."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def regularization_path(
 ) -> Path:
     """argmin of the loss over ‖p‖ = R (and ‖v‖ = R where ``joint``) for each R, ``[radii, d]``.
 
-    Each is sought from the one before by steps along the sphere whose length decays from 0.3 R by a tenth a step: the
+    Each is sought from the one before by steps along the sphere whose length decays from 0.3 R by a tenth per step: the
     branch that starts at the best of a small sphere, no search over all of the sphere.
     """
     v = unit((problem.labels.unsqueeze(-1) * problem.x.mean(1)).sum(0)) if joint else problem.v

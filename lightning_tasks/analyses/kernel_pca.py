@@ -311,7 +311,7 @@ def draw(path: Path, means: Mapping[str, Mapping[str, Sequence[float]]], publish
 
     Args:
         path: the file.
-        means: by kind of values, then by measure: one mean a layer.
+        means: by kind of values, then by measure: one mean per layer.
         published: by measure, the largest that was published.
     """
     from matplotlib.figure import Figure

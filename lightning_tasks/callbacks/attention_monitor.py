@@ -54,7 +54,7 @@ class AttentionMonitor(MechanismObserver):
     sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
 
     The entropy of each head, its mean over the same rows, goes into ``attention_heads.csv`` in the run's folder (a row
-    a step, name and layer, a column a head; written after validations and when training ends), and is drawn as heat
+    per step, name and layer, a column per head; written after validations and when training ends), and is drawn as heat
     maps of heads by layers at up to six steps: ``attention_entropy_heads.png`` and ``val_attention_entropy_heads.png``.
     In W&B and TensorBoard they are ``attention/entropy_heads``, drawn after validation 1, 2, 4, 8, ... and at the end;
     in W&B each name also has a chart of all its layers then, ``charts/attention/entropy``.

@@ -1,4 +1,4 @@
-"""What `attnswap predict` leaves: a table with a row a sample, and an image of each predicted mask."""
+"""What `attnswap predict` leaves: a table with a row per sample, and an image of each predicted mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = "predictions.csv"
 class PredictionTable(BasePredictionWriter):
     """Write what a task predicts to `predictions.csv` in the run's folder, and print where.
 
-    A task says what a row holds: ``prediction_rows(prediction, batch)`` gives a dictionary a sample of the batch, in
+    A task says what a row holds: ``prediction_rows(prediction, batch)`` gives a dictionary per sample of the batch, in
     order, of what ``predict_step`` returned for it. Before that stand ``index``, the sample's place in its data set,
     and ``sample``, its name (the file, say) where the data set's ``images.name(index)`` tells it. A mask of classes
     ``[H, W]`` in a row becomes a PNG file of these numbers, ``predictions/INDEX_NAME.png``, in 8 bits where they fit

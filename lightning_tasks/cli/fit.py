@@ -48,7 +48,7 @@ _CKPT_WORDS = ("best", "hpc", *(("registry",) if find_spec("litmodels") else ())
 
 
 class AttnswapCLI(LightningCLI):
-    """LightningCLI with `--init_from`, one folder a run, and checkpoints that override nothing and run no code."""
+    """LightningCLI with `--init_from`, one folder per run, and checkpoints that override nothing and run no code."""
 
     def __init__(self, *args: Any, recipe: str | None = None, labels: RunLabels | None = None, **kwargs: Any) -> None:
         """Parse, build and run `recipe`; a run that cannot begin leaves no folder."""

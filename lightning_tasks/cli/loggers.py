@@ -1,4 +1,4 @@
-"""What the command does about loggers: a CSV log always, and one folder a run."""
+"""What the command does about loggers: a CSV log always, and one folder per run."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
 
 
 def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], title: str) -> Any:
-    """A Matplotlib figure: a sample a row, a head a column; queries downwards, keys to the right.
+    """A Matplotlib figure: a row per sample, a column per head; queries downwards, keys to the right.
 
     Args:
         maps: ``[S, K, R, M]`` for K heads and R queries.

@@ -11,7 +11,7 @@ MOST_PANELS = 6
 
 
 def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, label: str) -> Any:
-    """A Matplotlib figure: a panel a step (up to six, from the first to the last), heads to the right, layers down.
+    """A Matplotlib figure: a panel per step (up to six, from the first to the last), heads to the right, layers down.
 
     Args:
         steps: when it was observed.

@@ -13,7 +13,7 @@ _MOST_NAMED = 24
 
 
 def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequence[str]) -> Any:
-    """A Matplotlib figure: an image a row, its true and its predicted classes over it, and a legend.
+    """A Matplotlib figure: a row per image, its true and its predicted classes over it, and a legend.
 
     Args:
         rows: image ``[3, H, W]`` in [0, 1], truth and prediction ``[H, W]``; labels that are no class stay unpainted.

@@ -11,7 +11,7 @@ _BINS = 64
 
 
 def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> Any:
-    """A Matplotlib figure: histograms side by side, one a step, in a panel a layer; white where nothing is finite.
+    """A Matplotlib figure: histograms side by side, one per step, in a panel per layer; white where nothing is finite.
 
     Args:
         steps: when the spectra were taken.

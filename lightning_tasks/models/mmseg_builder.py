@@ -31,7 +31,7 @@ _IGNORED = 255  # by every head of mmsegmentation's
 # Embeddings of positions and classes, which mmsegmentation's own schedules spare weight decay by name.
 _NO_WEIGHT_DECAY = ("pos_embed", "absolute_pos_embed", "relative_position_bias_table", "cls_token", "cls_emb")
 
-# What of mmsegmentation's heads has a row or a channel a class, by the ends of its name (PointRend's `fcs` apart).
+# What of mmsegmentation's heads has a row or a channel per class, by the ends of its name (PointRend's `fcs` apart).
 _CLASS_PARTS = ("_seg", "cls_emb", "cls_embed", "mask_norm", "se_layer")
 
 

@@ -97,7 +97,7 @@ def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[li
 def heat_svg(
     steps: Sequence[int], values: np.ndarray, metrics: Sequence[str], limits: tuple[float, float], label: str
 ) -> str:
-    """A row a layer, a column a step that was logged, in the colors from `limits[0]` to `limits[1]`."""
+    """A row per layer, a column per step that was logged, in the colors from `limits[0]` to `limits[1]`."""
     figure, axes = _figure(4.6, 1.1 + 0.2 * min(len(metrics), 24))
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 5)).round().astype(int))

@@ -41,7 +41,7 @@ def class_subset(root: str | Path, wnids: Sequence[str]) -> list[int]:
     releases of those data sets do.
 
     Args:
-        root: a folder with one folder a class.
+        root: a folder with one folder per class.
         wnids: the model's class names, in the order of its logits.
 
     Raises:
@@ -78,7 +78,7 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
     An image that cannot be read is None, and counted. Sub-folders of a class count too.
 
     Args:
-        root: a folder with one folder a class; labels are the places of the folders in alphabetical order.
+        root: a folder with one folder per class; labels are the places of the folders in alphabetical order.
         size: height and width.
         channels: 3 or 1.
 

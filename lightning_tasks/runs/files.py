@@ -16,7 +16,7 @@ def run_folder(trainer: Any) -> Path | None:
     """The folder of the run; None where nothing is logged, the trainer only tries the code, and beyond rank zero.
 
     That of the first logger, found without asking the other processes: figures are rank zero's alone. Loggers that
-    have no folder a run, as W&B's, share ``save_dir``: there it is ``save_dir/name/version``, where the trainer puts
+    have no folder per run, as W&B's, share ``save_dir``: there it is ``save_dir/name/version``, where the trainer puts
     their checkpoints (below ``default_root_dir`` where they have no ``save_dir`` either).
     """
     if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:

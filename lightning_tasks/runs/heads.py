@@ -1,4 +1,4 @@
-"""The table of what was observed of each head: a row a step, name and layer, a column a head."""
+"""The table of what was observed of each head: a row per step, name and layer, a column per head."""
 
 from __future__ import annotations
 

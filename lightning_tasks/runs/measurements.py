@@ -62,7 +62,7 @@ class Measurement(Generic[R]):
 
 
 class RowStore(Generic[R]):
-    """Rows that are done, one measurement a line of a file that is only ever appended to.
+    """Rows that are done, one measurement per line of a file that is only ever appended to.
 
     Args:
         path: the file; it is made with the first rows.

@@ -1,1 +1,1 @@
-"""Attacks on images: one file a kind, and the table that names them."""
+"""Attacks on images: one file per kind, and the table that names them."""

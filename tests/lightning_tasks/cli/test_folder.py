@@ -1,4 +1,4 @@
-"""The command: one folder a run."""
+"""The command: one folder per run."""
 
 import csv
 import json

@@ -74,7 +74,7 @@ def test_folders_that_name_no_class_are_an_error(folder, tmp_path):
     with pytest.raises(ValueError, match="1 folders that name no class of the model's 1, 'n01531178' first"):
         class_subset(folder, ["n01498041"])
     for nothing in (tmp_path / "nothing", folder / "n01498041"):
-        with pytest.raises(ValueError, match="must be a folder with one folder of images a class"):
+        with pytest.raises(ValueError, match="must be a folder with one folder of images per class"):
             class_subset(nothing, imagenet_wnids())
 
 
