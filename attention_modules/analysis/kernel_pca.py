@@ -188,7 +188,7 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
         >>> from attnswap.analysis import compare_values
         >>> v = torch.randn(1, 3, 5, 8)
         >>> compare_values(v, v)["direct_cosine"].round(decimals=3)
-        tensor([[1., 1., 1.]])
+        tensor([[1., 1., 1.]], dtype=torch.float64)
     """
     _check(v=v, predicted=predicted)
     if v.shape != predicted.shape:
