@@ -31,7 +31,7 @@ class Inputs:
 
     Args:
         values: token ids ``[count, length]``, or images ``[count, C, H, W]`` in [0, 1].
-        kind: "text" or "pictures".
+        kind: "text" or "images".
         described: what they are, in words.
     """
 
@@ -70,7 +70,7 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
         FileNotFoundError: missing data.
     """
     wanted = TEXTS if subject.img_size is None else IMAGES
-    kind = "text" if subject.img_size is None else "pictures"
+    kind = "text" if subject.img_size is None else "images"
     if options.data not in wanted:
         name = type(subject.model).__name__
         raise UsageError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")

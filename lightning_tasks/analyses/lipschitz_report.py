@@ -27,7 +27,7 @@ class Row:
 
     Args:
         layer: name of the layer.
-        input: "text", "pictures" or "adversarial".
+        input: "text", "images" or "adversarial".
         length: n, tokens.
         sequence: its number; a shorter sequence is the beginning of the longer one of this number, and all windows of
             an image have the image's.

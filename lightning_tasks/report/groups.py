@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_tasks.compare.reading import Read, prefixed, read_comparison
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.run import LOG, Run, is_comparison, read_run
 from lightning_tasks.runs.settings import same_but_for_the_run, saved_seed
 
+MOST_FOLDERS = 20_000  # that are looked into below one; walking a whole disk would take minutes
+_T = TypeVar("_T")
+
 
 def read_all(folders: Sequence[Path]) -> Read:
     """Read run folders and folders of comparisons; runs that differ in their seed alone are one configuration.
+
+    One that cannot be read and was found below a folder, beside others, is left out and said.
 
     Raises:
         UsageError: a folder that is neither, a file in it that cannot be read, or one folder twice; it is named.
@@ -30,10 +37,20 @@ def read_all(folders: Sequence[Path]) -> Read:
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError(f"a folder is given twice, by itself and below another: {', '.join(map(str, given))}")
     compared = [folder for folder in folders if is_comparison(folder)]
-    alone, notes = group_runs([read_run(folder) for folder in folders if folder not in compared])
-    found = [read_comparison(folder) for folder in compared]
+    read_runs, damaged = readable_ones(read_run, [folder for folder in folders if folder not in compared])
+    comparisons, damaged_too = readable_ones(read_comparison, compared)
+    damaged.update(damaged_too)
+    if damaged and not (read_runs or comparisons):
+        raise next(iter(damaged.values()))
+    for folder, error in damaged.items():
+        if folder in given:
+            raise error
+        below.append(f"{folder} cannot be read and is left out: {error}")
+        warnings.warn(below[-1], stacklevel=2)
+    alone, notes = group_runs(list(read_runs.values()))
+    found = list(comparisons.values())
     if len(folders) > 1:
-        found = [prefixed(read, name) for read, name in zip(found, distinct_names(compared), strict=True)]
+        found = [prefixed(read, name) for read, name in zip(found, distinct_names(list(comparisons)), strict=True)]
     runs = [*alone, *(run for read in found for run in read.runs)]
     return Read(
         runs,
@@ -42,11 +59,23 @@ def read_all(folders: Sequence[Path]) -> Read:
     )
 
 
+def readable_ones(read: Callable[[Path], _T], folders: Sequence[Path]) -> tuple[dict[Path, _T], dict[Path, UsageError]]:
+    """What `read` gives of each folder, and the errors of those that it cannot read."""
+    found: dict[Path, _T] = {}
+    damaged: dict[Path, UsageError] = {}
+    for folder in folders:
+        try:
+            found[folder] = read(folder)
+        except UsageError as error:
+            damaged[folder] = error
+    return found, damaged
+
+
 def every_run_below(folder: Path) -> tuple[list[Path], list[str]]:
     """The folders of runs and comparisons below one that is neither, and sentences on them; links are not followed.
 
     Raises:
-        UsageError: a folder below cannot be read.
+        UsageError: a folder below cannot be read, or there are more than `MOST_FOLDERS`.
     """
     if not folder.is_dir() or (folder / LOG).exists() or is_comparison(folder):
         return [], []
@@ -56,7 +85,9 @@ def every_run_below(folder: Path) -> tuple[list[Path], list[str]]:
 
     found: list[Path] = []
     links: list[str] = []
-    for name, inside, _ in os.walk(folder, onerror=refuse):
+    for number, (name, inside, _) in enumerate(os.walk(folder, onerror=refuse)):
+        if number == MOST_FOLDERS:
+            raise UsageError(f"{folder} has more than {MOST_FOLDERS:,} folders below it: give those that hold the runs")
         place = Path(name)
         if (place / LOG).exists() or is_comparison(place):
             found.append(place)
@@ -64,10 +95,20 @@ def every_run_below(folder: Path) -> tuple[list[Path], list[str]]:
         inside.sort()
         links += [str(place / child) for child in inside if (place / child).is_symlink()]
     compared = sum(map(is_comparison, found))
-    notes = [f"{folder}: below it {len(found) - compared} runs and {compared} comparisons were found"] if found else []
+    notes = (
+        [
+            f"{folder}: below it {_counted(len(found) - compared, 'run')} and {_counted(compared, 'comparison')} were found"
+        ]
+        if found
+        else []
+    )
     if found and links:
         notes.append(f"{folder}: links to folders, not followed (give them by themselves): {', '.join(links)}")
     return found, notes
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from lightning_tasks.errors import UsageError
+from lightning_tasks.report import groups
 from lightning_tasks.report.groups import distinct_names, read_all
 from lightning_tasks.runs.run import read_run, runs_below
 from tests.lightning_tasks.report.report_folders import report, run_folder
@@ -79,7 +80,7 @@ def test_every_run_below_a_folder_is_found_and_links_are_named(tmp_path):
     run_folder(tmp_path / "elsewhere")
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
     text, texts = report(tmp_path, tmp_path / "runs")
-    assert "below it 2 runs and 1 comparisons were found" in text
+    assert "below it 2 runs and 1 comparison were found" in text
     assert f"not followed (give them by themselves): {tmp_path / 'runs' / 'link'}" in text
     assert all(any(str(place) in row for row in texts.rows) for place in inside)
     assert not any("elsewhere" in row for row in texts.rows)
@@ -96,3 +97,34 @@ def test_a_folder_of_no_run_is_answered_with_the_runs_below(tmp_path):
     assert runs_below(tmp_path, 9) == [compared, *runs]
     assert runs_below(tmp_path, 9, depth=3) == [compared]
     assert runs_below(tmp_path, 9, width=0) == []
+
+
+def test_what_is_damaged_among_others_is_left_out_by_name(tmp_path):
+    whole = run_folder(tmp_path / "runs" / "whole")
+    damaged = run_folder(tmp_path / "runs" / "damaged")
+    (damaged / "metrics.csv").write_text("step,loss\n0,nought\n")
+    compared = tmp_path / "runs" / "compared"
+    compared.mkdir()
+    (compared / "results.csv").write_text("config,seed\nrpc,0\n")
+    with pytest.warns(UserWarning, match="is left out") as warned:
+        text, found = report(tmp_path, tmp_path / "runs")
+    for folder in (damaged, compared):
+        assert f"{folder} cannot be read and is left out: " in text
+        assert any(str(folder) in str(each.message) for each in warned)
+    assert any(str(whole) in row for row in found.rows)
+    (whole / "metrics.csv").unlink()
+    with pytest.raises(UsageError, match=r"metrics\.csv cannot be read: ValueError.*nought"):
+        read_all([tmp_path / "runs"])
+
+
+def test_a_name_that_is_wrong_is_an_error_among_others(tmp_path):
+    with pytest.raises(UsageError, match="no such folder"):
+        read_all([run_folder(tmp_path / "a"), tmp_path / "b"])
+
+
+def test_a_whole_disk_is_not_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "MOST_FOLDERS", 3)
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match="more than 3 folders below it: give those that hold the runs"):
+        read_all([tmp_path])
