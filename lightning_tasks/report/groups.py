@@ -95,13 +95,8 @@ def every_run_below(folder: Path) -> tuple[list[Path], list[str]]:
         inside.sort()
         links += [str(place / child) for child in inside if (place / child).is_symlink()]
     compared = sum(map(is_comparison, found))
-    notes = (
-        [
-            f"{folder}: below it {_counted(len(found) - compared, 'run')} and {_counted(compared, 'comparison')} were found"
-        ]
-        if found
-        else []
-    )
+    runs, comparisons = _counted(len(found) - compared, "run"), _counted(compared, "comparison")
+    notes = [f"{folder}: below it {runs} and {comparisons} were found"] if found else []
     if found and links:
         notes.append(f"{folder}: links to folders, not followed (give them by themselves): {', '.join(links)}")
     return found, notes

@@ -26,7 +26,7 @@ def import_path(target: Any) -> str:
     Raises:
         TypeError: if there is none (a lambda, a local class or function); the text names the cure.
     """
-    if isinstance(target, type) and issubclass(target, FunctionAttention):
+    if isinstance(target, type) and issubclass(target, FunctionAttention) and target is not FunctionAttention:
         target = target.function
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     packages = module.split(".")

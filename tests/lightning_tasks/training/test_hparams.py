@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import optim
 
+from attention_modules.function import FunctionAttention
 from lightning_tasks.training import hparams
 
 
@@ -106,6 +107,7 @@ def test_build_shows_what_did_not_fit():
 def test_shortest_path_that_names_the_same_object():
     assert hparams.import_path(collections.OrderedDict) == "collections.OrderedDict"
     assert hparams.import_path(os.path.join).endswith("path.join")
+    assert hparams.import_path(FunctionAttention) == "attention_modules.function.FunctionAttention"
 
 
 def test_error_inside_an_imported_module_is_not_hidden(tmp_path, monkeypatch):
