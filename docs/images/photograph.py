@@ -16,7 +16,7 @@ from attnswap.analysis import attention_map
 from attnswap.tasks import SegmentationTask
 
 SIZE, PATCH = 240, 16
-LAYERS = (0, 3)
+LAYERS = (0, 3)  # of four
 POINT = (40, 150)  # row and column of the pixel whose patch asks: the sky beside the roof
 
 
