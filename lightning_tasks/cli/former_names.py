@@ -9,6 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _FORMER, _PACKAGE = "datamodules", "attnswap.datamodules"
 _CHECKOUT = Path(__file__).resolve().parents[2] / _FORMER
@@ -41,6 +42,17 @@ def know_former_names() -> None:
     """From now on, `datamodules` is found in this process as before 0.2, unless the user has a package of that name."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerNames())  # before the finder that sees the folder of a checkout
+
+
+def with_present_names(settings: Any) -> Any:
+    """Plain settings with the present path for each `class_path` of before 0.2; a package of the user's stays hers."""
+    if isinstance(settings, dict):
+        found = {key: with_present_names(value) for key, value in settings.items()}
+        path = found.get("class_path")
+        if isinstance(path, str) and path.startswith(f"{_FORMER}.") and not _is_users_own():
+            found["class_path"] = f"attnswap.{path}"
+        return found
+    return [with_present_names(each) for each in settings] if isinstance(settings, list) else settings
 
 
 def _is_users_own() -> bool:
