@@ -6,7 +6,8 @@ for _name in (
     *("lightning", "torchvision", "timm", "datasets", "pyarrow", "sklearn", "numpy", "PIL", "matplotlib", "tqdm"),
     "filelock",
 ):
-    if find_spec(_name) is None:
+    _spec = find_spec(_name)
+    if _spec is None or _spec.origin is None:  # nothing, or a folder without __init__.py, such as one of data
         raise ModuleNotFoundError(
             f"data modules need {_name}, which is not installed: pip install 'attnswap[train]'", name=_name
         )

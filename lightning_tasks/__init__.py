@@ -18,7 +18,8 @@ for _name in (
     *("lightning", "timm", "torchmetrics", "jsonargparse", "yaml", "numpy", "scipy", "matplotlib", "PIL", "tqdm"),
     *("jinja2", "filelock"),
 ):
-    if find_spec(_name) is None:
+    _spec = find_spec(_name)
+    if _spec is None or _spec.origin is None:  # nothing, or a folder without __init__.py, such as one of data
         raise ModuleNotFoundError(
             f"callbacks, tasks and the command need {_name}, which is not installed: pip install 'attnswap[train]'",
             name=_name,

@@ -1,6 +1,9 @@
 """The command finds modules of the working folder, after all that is installed."""
 
+import importlib.util
+import runpy
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,24 @@ def test_a_checkpoint_of_the_folders_class_needs_the_configuration(own, capsys):
     with pytest.raises(SystemExit):
         main(["validate", "--model", "tests.lightning_tasks.demo.DemoModule", "--ckpt_path", str(checkpoint)])
     assert own not in sys.modules
+
+
+def test_a_folder_without_code_hides_no_installed_package(tmp_path):
+    """Also with PYTHONPATH=. and `python -m`, which put the working folder first."""
+    names = ["wandb", "datasets", "timm", "lightning"]
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+    for name in names:
+        spec = PathFinder.find_spec(name, [str(tmp_path), *sys.path])
+        assert Path(spec.origin).name == "__init__.py"
+        assert not Path(spec.origin).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("module", ["lightning_tasks", "attnswap.datamodules.needed"])
+def test_a_folder_without_code_is_no_installed_package(module, monkeypatch):
+    place = importlib.util.find_spec(module).origin
+    found = importlib.util.find_spec
+    folder = ModuleSpec("timm", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder if name == "timm" else found(name))
+    with pytest.raises(ModuleNotFoundError, match=r"timm, which is not installed: pip install 'attnswap\[train\]'"):
+        runpy.run_path(place)
