@@ -74,7 +74,8 @@ def read_settings(
     radii = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
     if chosen and not radii:
         raise ValueError("eps is empty, and attacks need a radius: give eps=['4/255'], say, or attacks=[] for none")
-    if corruptions is None or (isinstance(corruptions, str) and corruptions not in ("common", "all")):
+    known = corruptions in ("common", "all") if isinstance(corruptions, str) else _are_names(corruptions)
+    if not known:
         raise ValueError(f"corruptions must be 'common', 'all' or a list of names, empty for none; got {corruptions!r}")
     if isinstance(corruptions, str):
         corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
@@ -106,3 +107,7 @@ def read_settings(
         num_workers=num_workers,
         seed=seed,
     )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes) and all(isinstance(each, str) for each in value)
