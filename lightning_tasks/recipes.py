@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,10 @@ def find_recipe(name: str, root: Path = CONFIGS) -> Path:
             shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
             if shipped.is_file() and shipped.resolve().is_relative_to(root):
                 return shipped
+    if os.path.isdir(name):
+        inside = Path(name, "config.yaml")
+        cure = f"give {inside}" if inside.is_file() else "give a YAML file, or the name of a shipped recipe"
+        raise UsageError(f"{name!r} is a folder; {cure}")
     recipes = shipped_recipes(root)
     names = [name for recipe in recipes for name in (recipe.name, *recipe.variant_names)] + shipped_parts(root)
     raise UsageError(f"{name!r} is neither a file nor a shipped recipe; {_suggestion(name, names)}")
@@ -137,6 +142,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # of a date that is none, say
         raise UsageError(f"{path} is no YAML: {error}") from error
     check_size(content, path)
+    if content is None:
+        raise UsageError(f"{path} is empty; settings (`name: value`) are needed")
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds {type(content).__name__} where settings (`name: value`) are needed")
     if strange := [key for key in content if not isinstance(key, str)]:

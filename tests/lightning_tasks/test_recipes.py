@@ -95,6 +95,14 @@ def test_nothing_near_points_to_the_list(configs):
         find_recipe("zzzzzzzz", configs)
 
 
+def test_a_folder_is_called_one(configs, tmp_path):
+    with pytest.raises(UsageError, match=r"paper' is a folder; give a YAML file, or the name of a shipped recipe"):
+        find_recipe(str(tmp_path / "paper"), configs)
+    (tmp_path / "paper" / "config.yaml").write_text("model: {}\n")  # that of a run
+    with pytest.raises(UsageError, match=r"paper' is a folder; give .*/paper/config\.yaml"):
+        find_recipe(str(tmp_path / "paper"), configs)
+
+
 def test_names_do_not_leave_the_folder(configs):
     (configs.parent / "outside.yaml").write_text("a: 1\n")
     with pytest.raises(UsageError):
@@ -106,7 +114,8 @@ def test_names_do_not_leave_the_folder(configs):
     [
         ("model: [\n", "is no YAML"),
         ("- model\n", "holds list"),
-        ("", "holds NoneType"),
+        ("", "is empty; settings .* are needed"),
+        ("# only a comment\n", "is empty"),
         ("modle: {}\n", "unknown section 'modle'; did you mean model"),
         ("zzz: 1\n", "the sections are seed_everything, model, data, trainer"),
         ("base: a\nvariants: {}\n", "attnswap compare"),
