@@ -83,10 +83,16 @@ def _run(command: str, arguments: list[str]) -> None:
 
         until_closed(print_recipes)
     elif command == "compare":
+        from lightning_tasks.compare.arguments import parser
+
+        parser().parse_args(arguments[1:])  # its help and refusals come at once
         from lightning_tasks.compare.command import main as compare
 
         compare(arguments[1:])
     elif command == "report":
+        from lightning_tasks.report.arguments import parser
+
+        parser().parse_args(arguments[1:])  # its help and refusals come at once
         from lightning_tasks.report.page import main as report
 
         report(arguments[1:])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lightning_tasks.compare.arguments import parser
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.plan import (
     check_cells,
@@ -26,36 +27,6 @@ from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.variants import full_name, read_variants
 
 LOCK = ".compare.lock"
-FILE_FORM = """\
-a comparison file:
-  base: RECIPE                              (or RECIPE/VARIANT) what every variant starts from
-  variants: {NAME: {KEY: VALUE}}            what each changes, spelled as on the command line without the dashes
-  settings: {KEY: VALUE}                    for all variants
-  references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
-  test: true                                test each model after its fit
-  metrics: [METRIC]                         of the summary
-"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="attnswap compare",
-        allow_abbrev=False,
-        description=__doc__,
-        epilog=FILE_FORM,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
-    parser.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
-    parser.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
-    parser.add_argument(
-        "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
-    )
-    return parser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
             again resumes.
     """
-    options = _parser().parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]

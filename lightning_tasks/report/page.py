@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lightning_tasks.compare.reading import Read
 from lightning_tasks.compare.statistics import SummaryRow, last_values
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
+from lightning_tasks.report.arguments import parser
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
@@ -164,16 +164,7 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: a folder that cannot be read, or an output that is a folder or lies in none.
         SystemExit: arguments that the parser refuses.
     """
-    parser = argparse.ArgumentParser(prog="attnswap report", allow_abbrev=False, description=__doc__)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        type=Path,
-        help="folder of a run (with metrics.csv), or of `attnswap compare`, or one above such folders",
-    )
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)")
-    options = parser.parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     if options.output.is_dir():
         raise UsageError(f"--output {options.output} is a folder: give a file, as {options.output / 'report.html'}")
     if not options.output.parent.is_dir():

@@ -68,16 +68,23 @@ def test_a_file_of_the_user_runs(demo):
     assert saved_config()["trainer"]["max_steps"] == 1
 
 
-def test_refusals_do_without_torch():
+def test_refusals_and_help_do_without_torch():
     program = (
         "import sys\nfrom lightning_tasks.__main__ import main\n"
         "for rest in ([], ['nothing/here'], ['quickstart/classification', '--ckpt_path', 'x.ckpt']):\n"
         "    try:\n        main(['fit', *rest])\n"
         "    except SystemExit as stop:\n        assert stop.code == 2\n"
         "    else:\n        raise AssertionError(rest)\n"
+        "for command in ('compare', 'report'):\n"
+        "    for rest, code in ((['--help'], 0), (['--unknown'], 2)):\n"
+        "        try:\n            main([command, *rest])\n"
+        "        except SystemExit as stop:\n            assert stop.code == code\n"
+        "        else:\n            raise AssertionError(rest)\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("attnswap: error:") == 3
+    for command in ("compare", "report"):
+        assert f"usage: attnswap {command}" in done.stdout
     assert not Path("runs").exists()

@@ -1,0 +1,41 @@
+"""The arguments of `attnswap compare`, known before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = (
+    "`attnswap compare`: configurations x seeds, paired by seed, resumable, into one long table and one summary."
+)
+FILE_FORM = """\
+a comparison file:
+  base: RECIPE                              (or RECIPE/VARIANT) what every variant starts from
+  variants: {NAME: {KEY: VALUE}}            what each changes, spelled as on the command line without the dashes
+  settings: {KEY: VALUE}                    for all variants
+  references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
+  test: true                                test each model after its fit
+  metrics: [METRIC]                         of the summary
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of `attnswap compare`."""
+    arguments = argparse.ArgumentParser(
+        prog="attnswap compare",
+        allow_abbrev=False,
+        description=DESCRIPTION,
+        epilog=FILE_FORM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    arguments.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
+    arguments.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
+    arguments.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
+    arguments.add_argument(
+        "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
+    )
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
+    arguments.add_argument(
+        "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
+    )
+    return arguments
