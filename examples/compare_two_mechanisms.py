@@ -24,7 +24,7 @@ def top1(attention, seed):
     task = ImageClassificationTask(
         num_classes=10,
         attention=attention,
-        model_options={**SIZE, "class_token": False, "global_pool": "avg"},
+        model_options=SIZE,
         optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
     )
     trainer = L.Trainer(max_epochs=4, accelerator="cpu", **QUIET)

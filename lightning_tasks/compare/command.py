@@ -21,7 +21,7 @@ from lightning_tasks.compare.plan import (
 )
 from lightning_tasks.compare.record import record_of, write_record
 from lightning_tasks.compare.tables import write_tables
-from lightning_tasks.compare.workers import run_cells
+from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.variants import full_name, read_variants
@@ -86,7 +86,7 @@ def _run_and_write(
     if summary == []:
         raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
     if failures:
-        reasons = "".join(f"\n  {cell.label}: {text}" for cell, text in failures)
+        reasons = "".join(f"\n  {line}" for line in failures_by_reason(failures))
         raise SystemExit(
             f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again:{reasons}"
         )

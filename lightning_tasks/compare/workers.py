@@ -46,8 +46,11 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
 
         def end(cell: Cell, error: BaseException | None) -> None:
             if error is not None:
-                failures.append((cell, failure(cell, error)))
-                tqdm.write(f"failed: {cell.label}: {failures[-1][1]}", file=sys.stderr)
+                text = failure(cell, error)
+                alike = next((other for other, known in failures if known == text), None)
+                failures.append((cell, text))
+                said = f"{text}; log: {cell.log}" if alike is None else f"as {alike.label}"
+                tqdm.write(f"failed: {cell.label}: {said}", file=sys.stderr)
             bar.set_postfix_str(cell.label)
             bar.update()
 
@@ -144,12 +147,23 @@ def _end_with_parent() -> None:
 
 
 def failure(cell: Cell, error: BaseException) -> str:
-    """Why a cell failed, in one line, and where its log is; what only ends a process says why in the log."""
+    """Why a cell failed, in one line; what only ends a process says why in the log."""
     text = reason(error)
     if isinstance(error, (SystemExit, BrokenProcessPool)):
         printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
         text = f"{last_error(printed) or 'nothing was printed'} ({text})"
-    return f"{text}; log: {cell.log}"
+    return text
+
+
+def failures_by_reason(failures: Sequence[tuple[Cell, str]]) -> list[str]:
+    """A line for each reason, with the first cell that failed of it and its log: missing data end every cell."""
+    cells: dict[str, list[Cell]] = {}
+    for cell, text in failures:
+        cells.setdefault(text, []).append(cell)
+    return [
+        f"{first.label}{f' and {len(others)} more' if others else ''}: {text}; log: {first.log}"
+        for text, (first, *others) in cells.items()
+    ]
 
 
 def _cuda_count() -> int:

@@ -108,6 +108,17 @@ def test_a_failed_cell_leaves_the_others(comparison, demo, tmp_path, capfd):
     assert states == {"slow": "finished", "fast 1e-1": "finished", "watched": "finished", "broken": "failed"}
 
 
+def test_a_reason_for_which_every_cell_fails_is_said_once(demo, tmp_path, capfd):
+    """As where the data set is missing: the others are named without it."""
+    with pytest.raises(SystemExit, match="2 of 2 cells failed") as stop:
+        main(["compare", str(demo), "--seeds", "0,1", "--set", "model.rate=-1.0", "--output", str(tmp_path / "out")])
+    (line,) = str(stop.value).splitlines()[1:]
+    assert "demo seed 0 and 1 more: ValueError: Invalid learning rate: -1.0" in line
+    said = capfd.readouterr().err
+    assert said.count("Invalid learning rate") == 1
+    assert "failed: demo seed 1: as demo seed 0" in said
+
+
 def test_a_typing_error_in_any_configuration_is_refused_before_the_first_runs(comparison, tmp_path, capsys):
     content = yaml.safe_load(comparison.read_text())
     content["variants"] |= {"mistyped": {"model.nothing": 1}, "unbuilt": {"model.note": "fail"}}

@@ -110,7 +110,7 @@ def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, capfd):
 
 def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):
     (cell,) = plan_cells([Variant("a", str(demo))], [0], tmp_path)
-    assert failure(cell, SystemExit(2)) == f"nothing was printed (SystemExit: 2); log: {cell.log}"
+    assert failure(cell, SystemExit(2)) == "nothing was printed (SystemExit: 2)"
     cell.folder.mkdir(parents=True)
     cell.log.write_text("usage: x\nerror: no room\n")
-    assert failure(cell, SystemExit(2)) == f"error: no room (SystemExit: 2); log: {cell.log}"
+    assert failure(cell, SystemExit(2)) == "error: no room (SystemExit: 2)"
