@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import set_dumper
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -33,6 +34,7 @@ from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
+from lightning_tasks.cli.plain_yaml import dump_plain
 from lightning_tasks.cli.predict_images import arguments_of_run
 from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
@@ -340,6 +342,7 @@ def _command_line(
 ) -> AttnswapCLI:
     build_typed_classes_only()
     know_former_names()
+    set_dumper("yaml", dump_plain)
     arguments = arguments_of_run(arguments) if arguments[0] == "predict" else arguments
     expanded = spell_out_classes(expand_recipe_names(arguments))
     with quiet():
