@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
+
+NEEDS = ("x", "first_value", "previous_value")
+Cache = Literal["keys and values", "whole sequence"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,15 @@ class AttentionMechanism(nn.Module):
     """The same under its former name, in which a subclass may still set it."""
     gives_weights: ClassVar[bool] = False
     """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]`` that mixed the values."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What ``forward`` takes as further keywords: ``"x"``, the layer's input ``[B, N, C]`` (that of the queries);
+    ``"first_value"`` and ``"previous_value"``, the values ``[B, H, M, d]`` of the first layer of the same stack and of
+    the one before, None in the first layer."""
+    neutral: ClassVar[Mapping[str, object] | None] = None
+    """Options with which a new layer gives what softmax attention gives; None where none do."""
+    cache: ClassVar[Cache]
+    """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
+    than queries, else the whole sequence."""
     built_with: Mapping[str, object] | None = None
     """The options it was built with by name or class; None where a callable or hand built it."""
 
@@ -85,6 +97,11 @@ class AttentionMechanism(nn.Module):
         if "one_query_a_key" in vars(cls) and "one_query_per_key" not in vars(cls):
             cls.one_query_per_key = cls.one_query_a_key
         cls.one_query_a_key = cls.one_query_per_key
+        unknown = set(cls.needs) - set(NEEDS)
+        if isinstance(cls.needs, str) or unknown:
+            raise TypeError(f"{cls.__name__}.needs must be a tuple of {', '.join(NEEDS)}, got {cls.needs!r}")
+        if "cache" not in vars(cls):
+            cls.cache = "keys and values" if cls.uses_query and not cls.one_query_per_key else "whole sequence"
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()

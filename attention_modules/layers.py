@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
+from attention_modules.sharing import Link, from_the_layer
 
 
 class SelfAttention(nn.Module):
@@ -51,6 +52,8 @@ class SelfAttention(nn.Module):
         >>> layer(torch.randn(1, 5, 16)).shape
         torch.Size([1, 5, 16])
     """
+
+    link: Link | None = None
 
     def __init__(
         self,
@@ -152,7 +155,10 @@ class SelfAttention(nn.Module):
         k = self.k_norm(k)
         q = self.q_norm(queries[0]) if queries else k
         dropout_p = self.attn_drop.p if self.training else 0.0
-        y = self.mechanism(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None)
+        further = from_the_layer(self, self.mechanism.needs, x, v)
+        y = self.mechanism(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=None, **further
+        )
         y = self.norm(y.transpose(1, 2).flatten(2))
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()

@@ -14,6 +14,7 @@ from torch import nn
 from attention_modules.base import options_text
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Swapped, hook_refusal, swapped_class
+from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
@@ -147,10 +148,11 @@ def _swap(
     before = [_count(layer.module) for layer, _ in plan]
     modules = {layer.name: layer.module for layer, _ in plan}
     owned = owned_parameters(modules)
+    shared = any(map(shares_values, modules.values()))
     with _AllOrNothing(model):
         for layer, built in plan:
             layer.host.insert(layer.module, built)
-        _settle(model)
+        _settle(model, shared or any(map(shares_values, modules.values())))
     new = remember_made(modules, owned)
     _warn_of_adapters(model, new)
     rows = [
@@ -227,10 +229,11 @@ def restore_attention(model: nn.Module) -> list[str]:
 def _restore(model: nn.Module, swapped: Sequence[Found]) -> None:
     modules = {layer.name: layer.module for layer in swapped}
     owned = owned_parameters(modules)
+    shared = any(map(shares_values, modules.values()))
     with _AllOrNothing(model):
         for layer in swapped:
             layer.host.remove(layer.module)
-        _settle(model)
+        _settle(model, shared)
     remember_made(modules, owned)
 
 
@@ -289,11 +292,14 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
     """Refuse, before anything changes, what any layer cannot take."""
     paths = _paths(model)
     sharded = is_sharded(model)
+    check_connections(found, {place.name: built for place, (_, built) in zip(chosen, plan, strict=True)})
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
         _raise_for(layer.name, host.refusal(module))
         _raise_for(layer.name, host.mechanism_refusal(module, built))
+        if "x" in built.needs:
+            _raise_for(layer.name, host.input_refusal(module))
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:
@@ -341,9 +347,12 @@ def _raise_for(name: str, reason: str | None) -> None:
         raise AttentionSwapError(f"cannot swap {name or 'the model'!r}: {reason}")
 
 
-def _settle(model: nn.Module) -> None:
+def _settle(model: nn.Module, shared: bool) -> None:
+    """Bring the model in line with its layers, some of which read, or read before, the values of others where ``shared``."""
     for host in loaded_hosts():
         host.settle(model)
+    if shared:
+        connect_layers(model)
 
 
 def _count(module: nn.Module) -> int:

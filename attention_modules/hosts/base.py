@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
+from attention_modules.sharing import Link, from_the_layer
 
 PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
 MARK = "saved_by_attnswap_load_with_load_pretrained"  # key, below "mechanism.", of a swapped layer's file
@@ -28,6 +29,19 @@ class Swapped(nn.Module):
     plain_class: ClassVar[type[nn.Module]]
     mechanism: AttentionMechanism
     dropped_query: tuple[QueryPart, ...]
+    link: Link | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **given: Any) -> Tensor:
+        """The mechanism's output, with what it needs beside q, k and v.
+
+        Args:
+            q: queries ``[B, H, N, d]``.
+            k: keys ``[B, H, M, d]``.
+            v: values ``[B, H, M, d]``.
+            x: what the queries were made of, ``[B, N, C]``.
+            **given: of the mechanism's other arguments.
+        """
+        return self.mechanism(q, k, v, **given, **from_the_layer(self, self.mechanism.needs, x, v))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         kept = [part for part in self.dropped_query if part.filled(self)]
@@ -143,6 +157,14 @@ class Host(ABC):
         """Why this mechanism, of all, cannot be put into this layer, if so."""
         return None
 
+    def input_refusal(self, layer: Any) -> str | None:
+        """Why no mechanism can be given the layer's input, if so."""
+        return None
+
+    def sharing_refusal(self, layer: Any) -> str | None:
+        """Why the layer's tokens are not those of the other layers of its stack, if so."""
+        return None
+
     def query_refusal(self, layer: Any) -> str | None:
         """Why the query of this plain layer cannot be dropped, if so."""
         if self.groups(layer) > 1:
@@ -189,6 +211,7 @@ class Host(ABC):
         """Make a swapped layer plain again."""
         self._restore_query(layer)
         del layer.dropped_query
+        layer.__dict__.pop("link", None)
         self._take_mechanism(layer)
         layer.__class__ = layer.plain_class
 

@@ -26,6 +26,7 @@ from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
 INTERFACE = "attnswap"
+_INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
 _UNDERSTOOD = (None, "eager", "sdpa")  # implementations whose masks are None, boolean or additive
 _UNSEEN = ("softcap", "position_bias", "cache")  # arguments that change the logits or the keys
 # Classes of transformers.models that the tests swap; others share the interface, not all share what lies before it.
@@ -105,8 +106,9 @@ def mechanism_attention_forward(
     # A mechanism with a query that cannot take more keys than queries says so itself.
     weights: list[Tensor] = []
     asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(kwargs) else {}
-    out = mechanism(
-        query, key, value, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
+    x: Any = kwargs.get(_INPUT)
+    out = module.mix(
+        query, key, value, x, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
     )
     return out.transpose(1, 2).contiguous(), weights[0] if weights else out.new_empty(*out.shape[:-1], 0)
 
@@ -144,6 +146,11 @@ class SwappedHuggingFace(Swapped):
     config: PretrainedConfig
     plain_config: PretrainedConfig
     num_groups: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "x" in self.mechanism.needs:
+            kwargs[_INPUT] = args[0] if args else kwargs["hidden_states"]
+        return super().forward(*args, **kwargs)
 
 
 class KeyValueConv1D(WithoutQuery):
@@ -249,6 +256,11 @@ class HuggingFaceHost(Host):
                 'model.set_attn_implementation("sdpa") first'
             )
         return None
+
+    def input_refusal(self, layer: Any) -> str | None:
+        if "kwargs" in _forward_arguments(layer):
+            return None
+        return "its forward hands nothing further to the attention interface (it takes no **kwargs)"
 
     def query_refusal(self, layer: Any) -> str | None:
         norm = self._query_norm(layer)

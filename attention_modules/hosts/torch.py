@@ -127,7 +127,8 @@ class SwappedMultiheadAttention(Swapped):
         hinted = is_causal and key_padding_mask is None and not need_weights
         mask = _merge_masks(None if hinted else attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
-        out = self.mechanism(q, k, v, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
+        x = query if self.batch_first and batched else self._turned(query).transpose(0, 1)  # [B, N, C]
+        out = self.mix(q, k, v, x, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
         batch, _, tokens, _ = out.shape
         out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
         shown = (weights[0].mean(dim=1) if average_attn_weights else weights[0]) if weights else None

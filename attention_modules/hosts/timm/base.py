@@ -20,24 +20,26 @@ class SwappedTimm(Swapped):
 
     host: ClassVar[TimmHost]  # type: ignore[misc]
 
-    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """q (None where it was dropped), k, v ``[B, H, N, d]``."""
-        return self.host.projections(self).split(self, x, self.host.widths(self))
+    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """q (None where it was dropped), k, v ``[B, H, N, d]``, and the tokens that they are made of."""
+        return *self.host.projections(self).split(self, x, self.host.widths(self)), x
 
     def _mix(
         self: Any,
         q: Tensor | None,
         k: Tensor,
         v: Tensor,
+        x: Tensor,
         mask: Tensor | None = None,
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
         """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``."""
-        out = self.mechanism(
+        out = self.mix(
             k if q is None else q,
             k,
             v,
+            x,
             attn_mask=mask,
             is_causal=causal,
             dropout_p=self._dropout(),

@@ -58,9 +58,9 @@ class SwappedRelPos(SwappedTimm):
     """vision_transformer_relpos' ``[B, N, C]``."""
 
     def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        q, k, v = self._split(x)
+        q, k, v, x = self._split(x)
         q = None if q is None else self.q_norm(q)
-        return self._leave(self._mix(q, self.k_norm(k), v, _module_bias(self, shared_rel_pos)))
+        return self._leave(self._mix(q, self.k_norm(k), v, x, _module_bias(self, shared_rel_pos)))
 
 
 def _module_bias(layer: Any, shared: Tensor | None) -> Tensor | None:
@@ -84,7 +84,7 @@ class SwappedSam(SwappedTimm):
         from timm.models import vision_transformer_sam as sam  # in memory: the layer is its
 
         height, width = x.shape[1:3]
-        q, k, v = self._split(x.flatten(1, 2))
+        q, k, v, tokens = self._split(x.flatten(1, 2))
         q = None if q is None else self.q_norm(q)
         k, bias = self.k_norm(k), None
         if self.use_rel_pos and q is not None:
@@ -95,7 +95,7 @@ class SwappedSam(SwappedTimm):
             rope = self.rope.get_embed()
             q = None if q is None else sam.apply_rot_embed_cat(q, rope).type_as(v)
             k = sam.apply_rot_embed_cat(k, rope).type_as(v)
-        return self._leave(self._mix(q, k, v, bias)).unflatten(1, (height, width))
+        return self._leave(self._mix(q, k, v, tokens, bias)).unflatten(1, (height, width))
 
 
 class SamHost(BiasedHost):

@@ -29,9 +29,9 @@ class SwappedTimmAttention(SwappedMasked):
     """The swapped ``Attention``."""
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        q, k, v = self._split(x)
+        q, k, v, x = self._split(x)
         q = None if q is None else self.q_norm(q)
-        return self._normed_gated(x, self._mix(q, self.k_norm(k), v, attn_mask, is_causal))
+        return self._normed_gated(x, self._mix(q, self.k_norm(k), v, x, attn_mask, is_causal))
 
 
 class TimmAttentionHost(TimmHost):
@@ -223,12 +223,12 @@ class TwinsLocalHost(TimmHost):
 class SwappedImage(SwappedTimm):
     """``[B, C, h, w]``; projections are 1 x 1 convolutions."""
 
-    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """q, k, v contiguous as timm makes them, features last, which fused attention asks for."""
-        q, k, v = super()._split(x)
+    def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """q, k, v contiguous as timm makes them, features last, which fused attention asks for; and the tokens."""
+        q, k, v, x = super()._split(x)
         if x.dim() != 4:
-            return q, k, v
-        return None if q is None else q.contiguous(), k.contiguous(), v.contiguous()
+            return q, k, v, x
+        return None if q is None else q.contiguous(), k.contiguous(), v.contiguous(), x.flatten(2).transpose(1, 2)
 
     def _imaged(self: Any, out: Tensor, x: Tensor) -> Tensor:
         """``[B, C, h, w]`` of ``[B, N, C]``, contiguous as timm makes it: the dropout after it goes by the layout."""

@@ -28,11 +28,11 @@ class SwappedTimmAttentionRope(SwappedMasked):
     def forward(
         self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        q, k, v = self._split(x)
+        q, k, v, x = self._split(x)
         q = None if q is None else self._rotate(self.q_norm(q), rope, v)
         k = self._rotate(self.k_norm(k), rope, v)
         k, v = self._ungroup(k, v)
-        return self._normed_gated(x, self._mix(q, k, v, attn_mask, is_causal))
+        return self._normed_gated(x, self._mix(q, k, v, x, attn_mask, is_causal))
 
     def _ungroup(self: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values repeated for each query head."""
@@ -81,10 +81,10 @@ class SwappedGemma(SwappedTimmAttentionRope):
         def rotate(heads: Tensor) -> Tensor:
             return turn(heads.transpose(1, 2), rope_cos, rope_sin, ndim=2, unsqueeze_dim=2).transpose(1, 2)
 
-        q, k, v = self._split(x)
+        q, k, v, x = self._split(x)
         q = None if q is None else rotate(self.q_norm(q))
         k, v = self._ungroup(rotate(self.k_norm(k)), self.v_norm(v))
-        return self.proj_drop(self.o_proj(self._mix(q, k, v, attn_mask)))
+        return self.proj_drop(self.o_proj(self._mix(q, k, v, x, attn_mask)))
 
 
 class GemmaHost(TimmHost):

@@ -43,7 +43,14 @@ class WindowHost(BiasedHost):
         return layer.window_size[0] * layer.window_size[1]
 
 
-class SwinHost(WindowHost):
+class ShiftedHost(WindowHost):
+    """A layer whose windows are shifted in every other block."""
+
+    def sharing_refusal(self, layer: Any) -> str | None:
+        return "its windows are shifted from block to block, so that its tokens are not those of the other layers"
+
+
+class SwinHost(ShiftedHost):
     """Swin's ``WindowAttention``."""
 
     name = "timm swin WindowAttention"
@@ -59,10 +66,10 @@ class SwappedCosine(SwappedTimm):
     """
 
     def _cosine(self: Any, x: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self._split(x)
+        q, k, v, x = self._split(x)
         root = self.logit_scale.clamp(max=_HOTTEST).div(2).exp().view(-1, 1, 1)  # [H, 1, 1]
         q, k = (None if part is None else (F.normalize(part, dim=-1) * root).type_as(v) for part in (q, k))
-        return self._leave(self._mix(q, k, v, windows_bias(bias, mask, x.shape[0])))
+        return self._leave(self._mix(q, k, v, x, windows_bias(bias, mask, x.shape[0])))
 
 
 class SwappedSwinV2(SwappedCosine):
@@ -74,7 +81,7 @@ class SwappedSwinV2(SwappedCosine):
         return self._cosine(x, 16 * bias.sigmoid().unsqueeze(0), mask)
 
 
-class SwinV2Host(WindowHost):
+class SwinV2Host(ShiftedHost):
     """Swin v2's ``WindowAttention``."""
 
     name = "timm swin_v2 WindowAttention"

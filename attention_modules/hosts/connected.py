@@ -1,0 +1,103 @@
+"""Which layers of a model read each other's values, and whether they can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import AttentionSwapError, acting_mechanism
+from attention_modules.hosts.discovery import Found, Survey, survey
+from attention_modules.sharing import READS, connect, read_by, stack_of, stacks
+
+
+def reads_others(mechanism: AttentionMechanism | None) -> bool:
+    """Whether a mechanism reads the values of other layers."""
+    return mechanism is not None and any(need in READS for need in mechanism.needs)
+
+
+def shares_values(layer: nn.Module) -> bool:
+    """Whether a layer reads the values of others, or did so."""
+    return getattr(layer, "link", None) is not None or reads_others(_mechanism(layer))
+
+
+def connect_layers(model: nn.Module) -> None:
+    """Let a model's layers share values where their mechanisms read those of other layers.
+
+    :func:`attention_modules.swap_attention` does so by itself. A model that is built of ``SelfAttention`` layers with
+    such a mechanism calls it once, when it is built.
+
+    Args:
+        model: what holds the layers, and is called to run them.
+
+    Raises:
+        AttentionSwapError: if a layer reads the values of one that has no mechanism or other heads, or of none at all.
+    """
+    found = survey(model)
+    check_connections(found, {})
+    layers = {layer.name: layer for layer in found.layers if not layer.cross}
+    needs = {name: mechanism.needs for name, layer in layers.items() if (mechanism := _mechanism(layer.module))}
+    connect(model, {name: layer.module for name, layer in layers.items()}, needs)
+
+
+def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) -> None:
+    """Refuse a mechanism that reads another layer's values where it cannot have them.
+
+    Args:
+        found: the model's layers as they are.
+        planned: the mechanisms that are to be put into some of them, by the layer's name.
+
+    Raises:
+        AttentionSwapError: if one cannot; the text names the layer and the reason.
+    """
+    mechanisms = {layer.name: planned.get(layer.name, _mechanism(layer.module)) for layer in found.layers}
+    asking = {layer.name: layer for layer in found.layers if reads_others(mechanisms[layer.name])}
+    if not asking:
+        return
+    names = [layer.name for layer in found.layers if not layer.cross]
+    layers = {layer.name: layer for layer in found.layers}
+    needs = {name: mechanism.needs for name, mechanism in mechanisms.items() if mechanism is not None}
+    reads = {name: sources for stack in stacks(names).values() for name, sources in read_by(needs, stack).items()}
+    for name, layer in asking.items():
+        what = f"{type(mechanisms[name]).__name__} reads the values of"
+        if layer.cross:
+            _refuse(name, f"{what} other layers, and this is cross-attention: leave it out of `where`")
+        for source in sorted(reads.get(name, ())):
+            if mechanisms[source] is None:
+                _refuse(
+                    name,
+                    f"{what} {source!r}, which nothing was put into: swap that layer too, with 'softmax' where it is "
+                    "to stay as it is",
+                )
+            reason = _misfit(layer, layers[source])
+            if reason is not None:
+                _refuse(name, f"{what} {source!r}: {reason}")
+    for stack in {stack_of(name) for name in asking}:
+        members = [name for name in asking if stack_of(name) == stack]
+        if not any(name in reads for name in members):
+            _refuse(
+                members[0],
+                f"{type(mechanisms[members[0]]).__name__} reads the values of an earlier layer, and this is the first "
+                f"of its stack, {stack!r}: nothing would change",
+            )
+
+
+def _mechanism(layer: nn.Module) -> AttentionMechanism | None:
+    return acting_mechanism(getattr(layer, "mechanism", None))
+
+
+def _misfit(layer: Found, source: Found) -> str | None:
+    """Why a layer cannot read the values of another, if so."""
+    sizes = [
+        (spec.num_heads, spec.value_dim or spec.head_dim)
+        for spec in (each.host.spec(each.module, None) for each in (layer, source))
+    ]
+    if sizes[0] != sizes[1]:
+        own, other = (f"{heads} heads of width {width}" for heads, width in sizes)
+        return f"it has {own}, the other {other}"
+    return layer.host.sharing_refusal(layer.module)
+
+
+def _refuse(name: str, reason: str) -> None:
+    raise AttentionSwapError(f"cannot swap {name or 'the model'!r}: {reason}")

@@ -1,0 +1,1 @@
+"""Mechanisms that read the values of another layer."""
