@@ -86,6 +86,10 @@ class AttentionMechanism(nn.Module):
     the one before, None in the first layer."""
     neutral: ClassVar[Mapping[str, object] | None] = None
     """Options with which a new layer gives what softmax attention gives; None where none do."""
+    row_masks: ClassVar[bool] = True
+    """Whether rows may see different keys; where False, it takes padding masks alone, and refuses causality."""
+    surrogate_gradient: ClassVar[bool] = False
+    """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence."""
@@ -106,6 +110,16 @@ class AttentionMechanism(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+
+    def needed(self, name: str, value: Tensor | None) -> Tensor:
+        """One of ``needs`` that was given.
+
+        Raises:
+            ValueError: if it was not, as where the mechanism is called by hand.
+        """
+        if value is None:
+            raise ValueError(f"{type(self).__name__} needs {name}, which the layer gives it: pass {name}=")
+        return value
 
     def forward(
         self,

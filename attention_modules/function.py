@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeGuard, cast
 
 from torch import Tensor, nn
 
-from attention_modules.base import AttentionMechanism, AttentionSpec
+from attention_modules.base import NEEDS, AttentionMechanism, AttentionSpec
 from attention_modules.masks import combine_masks
 
 AttentionFunction = Callable[..., Tensor]
@@ -37,7 +37,8 @@ class FunctionAttention(AttentionMechanism):
     """The mechanism of a function; :func:`function_class` makes the subclass for each.
 
     The function gets q, k and v by position. Of ``attn_mask``, ``is_causal``, ``dropout_p`` and ``scale`` it gets by
-    keyword those that it takes, the first two never together; and its options, likewise.
+    keyword those that it takes, the first two never together; and its options, likewise. Parameters named ``x``,
+    ``first_value`` and ``previous_value`` are no options: they are what it ``needs`` of the layer.
 
     Args:
         spec: the layer that it serves.
@@ -53,10 +54,11 @@ class FunctionAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, **options: object) -> None:
         super().__init__(spec)
-        for name in FROM_THE_LAYER:
+        for name in (*FROM_THE_LAYER, *NEEDS):
             if name in options:
                 raise TypeError(f"{name} is no option, as the layer gives it to the function: set it in the layer")
-        inspect.signature(self.function).bind(None, None, None, **dict.fromkeys(self.takes), **options)
+        from_the_layer = dict.fromkeys((*self.takes, *self.needs))
+        inspect.signature(self.function).bind(None, None, None, **from_the_layer, **options)
         if spec.is_causal and self.takes.isdisjoint(("is_causal", "attn_mask")):
             raise ValueError(
                 f"{type(self).__name__} takes neither is_causal nor attn_mask, and this layer hides the future; add "
@@ -76,6 +78,7 @@ class FunctionAttention(AttentionMechanism):
         is_causal: bool = False,
         dropout_p: float = 0.0,
         scale: float | None = None,
+        **needed: Tensor | None,
     ) -> Tensor:
         """Call the function.
 
@@ -92,7 +95,8 @@ class FunctionAttention(AttentionMechanism):
             self._require("dropout_p", f"{dropout_p}, the attention dropout in training (a layer with 0 needs none)")
         if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1.0) > 1e-6:
             self._require("scale", f"{scale}, and not the usual 1/sqrt(d)")
-        return self.function(q, k, v, **{name: given[name] for name in given if name in self.takes}, **self.options)
+        given = {name: given[name] for name in given if name in self.takes}
+        return self.function(q, k, v, **given, **needed, **self.options)
 
     def _require(self, parameter: str, value: str) -> None:
         if parameter not in self.takes:
@@ -124,15 +128,17 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     """The mechanism of a function, under the function's name: the same class for the same function."""
     parameters = list(inspect.signature(function).parameters.values())[3:]
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    needs = tuple(name for name in NEEDS if name in {each.name for each in parameters})
     spec = inspect.Parameter("spec", inspect.Parameter.POSITIONAL_ONLY)
     options = [
         each if each.kind is each.VAR_KEYWORD else each.replace(kind=each.KEYWORD_ONLY)
         for each in parameters
-        if each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY) and each.name not in FROM_THE_LAYER
+        if each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY) and each.name not in (*FROM_THE_LAYER, *NEEDS)
     ]
     options.sort(key=lambda each: each.kind)
     members = {
         "function": staticmethod(function),
+        "needs": needs,
         "takes": frozenset(FROM_THE_LAYER)
         & (set(FROM_THE_LAYER) if everything else {each.name for each in parameters}),
         "__signature__": inspect.Signature([spec, *options]),

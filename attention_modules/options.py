@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> str:
+    """An option that is one of a few words.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
 
 
 def check_number(name: str, value: object, *, at_least: float | None = None, above: float | None = None) -> float:

@@ -29,9 +29,10 @@ class SharedValueError(RuntimeError):
 class _Pass:
     """What the layers of one stack gave in one forward pass."""
 
-    def __init__(self, task: int, thread: int) -> None:
+    def __init__(self, task: int, thread: int, part: Any) -> None:
         self.task = task
         self.thread = thread
+        self.part = part  # of activation checkpointing, which computes this pass again as a whole
         self.values: dict[int, Tensor] = {}
 
 
@@ -53,7 +54,7 @@ class SharedValues:
 
     def begin(self, module: nn.Module, args: object) -> None:
         """A forward of a module that holds the stack begins: a pre-hook."""
-        self.passes.append(_Pass(_graph_task(), _thread()))
+        self.passes.append(_Pass(_graph_task(), _thread(), _checkpoint_frame()))
 
     def end(self, module: nn.Module, args: object, output: object) -> None:
         """That forward ends, by an error too: a hook."""
@@ -106,7 +107,7 @@ class Link:
             )
         elif source in found.values:
             value = found.values[source]
-            self._remember(source, value)
+            self._remember(source, value, found.part)
         else:
             raise SharedValueError(
                 f"{self._name(self.position)} reads the values of {self._name(source)}, which has not run in this "
@@ -135,12 +136,12 @@ class Link:
             )
         return passes[-1]
 
-    def _remember(self, source: int, value: Tensor) -> None:
-        """Leave what was read with the part that activation checkpointing will compute again."""
-        frame = None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _checkpoint_frame()
-        if frame is not None:
+    def _remember(self, source: int, value: Tensor, part: Any) -> None:
+        """Leave what was read with the part of the pass that activation checkpointing will compute again."""
+        frame = _checkpoint_frame()
+        if frame is not part:
             kept = vars(frame).setdefault("attnswap_values", {})
-            if kept.setdefault((self.position, source), value) is not value:
+            if kept.setdefault((self.shared, self.position, source), value) is not value:
                 raise SharedValueError(
                     f"{self._name(self.position)} runs twice in one part of the model that activation checkpointing "
                     "computes again, with other values each time: checkpoint smaller parts"
@@ -148,7 +149,9 @@ class Link:
 
     def _recalled(self, source: int) -> Tensor:
         frame = _checkpoint_frame()
-        value = None if frame is None else vars(frame).get("attnswap_values", {}).get((self.position, source))
+        value = (
+            None if frame is None else vars(frame).get("attnswap_values", {}).get((self.shared, self.position, source))
+        )
         if value is None:
             raise SharedValueError(
                 f"{self._name(self.position)} is computed again during backward, where the values of "
@@ -199,6 +202,8 @@ def _checkpoint_frame() -> Any:
 
     PyTorch has no public name for it. Where its private ones change, None is found, and the second run is an error.
     """
+    if torch.compiler.is_compiling():
+        return None
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     if hooks is None:

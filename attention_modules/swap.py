@@ -348,7 +348,7 @@ def _raise_for(name: str, reason: str | None) -> None:
 
 
 def _settle(model: nn.Module, shared: bool) -> None:
-    """Bring the model in line with its layers, some of which read, or read before, the values of others where ``shared``."""
+    """Bring the model in line with its layers; ``shared``: some read the values of others, or did so before."""
     for host in loaded_hosts():
         host.settle(model)
     if shared:

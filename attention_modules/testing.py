@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class MechanismCheckError(AssertionError):
         self.check = check
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """The mechanism under test: how to build it, and inputs for it."""
 
@@ -45,13 +46,21 @@ class Subject:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return built.to(dtype).eval()
 
+    @cached_property
+    def kind(self) -> type[AttentionMechanism]:
+        """The mechanism's class."""
+        return type(self.build())
+
     def inputs(self, tokens: int = TOKENS, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-        """Random q, k, v ``[B, H, N, d]`` that ask for gradients."""
+        """Random q, k, v ``[B, H, N, d]``, and what else the mechanism needs, that ask for gradients."""
         generator = torch.Generator().manual_seed(seed)
-        shape = (BATCH, self.spec.num_heads, tokens, self.spec.head_dim)
+        heads = (BATCH, self.spec.num_heads, tokens, self.spec.head_dim)
+        shapes: dict[str, tuple[int, ...]] = {name: heads for name in ("q", "k", "v", *self.kind.needs)}
+        if "x" in shapes:
+            shapes["x"] = (BATCH, tokens, self.spec.dim)
         return {
             name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-            for name in ("q", "k", "v")
+            for name, shape in shapes.items()
         }
 
 
@@ -119,6 +128,10 @@ def check_samples(subject: Subject, check: str = "samples") -> None:
 def check_causality(subject: Subject, check: str = "causality") -> None:
     """No row depends on later tokens, and the three ways to say so give one answer."""
     module, inputs = subject.build(), subject.inputs()
+    if not module.row_masks:
+        for case in ({"is_causal": True}, {"attn_mask": _past()}):
+            _require_refused(module, inputs, case, check, "row_masks is False")
+        return
     ways: dict[str, dict[str, Any]] = {
         "is_causal=True": {"is_causal": True},
         "a boolean mask": {"attn_mask": _past()},
@@ -140,22 +153,30 @@ def check_causality(subject: Subject, check: str = "causality") -> None:
 def check_masks(subject: Subject, check: str = "masks") -> None:
     """Boolean and additive masks agree in every broadcastable shape, and a wrong shape is an error."""
     module, inputs = subject.build(), subject.inputs()
-    heads = subject.spec.num_heads
+    heads, rows = subject.spec.num_heads, TOKENS if module.row_masks else 1
     seen = torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.4
-    seen |= torch.eye(TOKENS, dtype=torch.bool)
+    seen = (seen | torch.eye(TOKENS, dtype=torch.bool))[:rows]
     expected = module(**inputs, attn_mask=seen.expand(BATCH, heads, -1, -1))
     for shape in ((), (1,), (heads,), (1, 1), (1, heads), (BATCH, 1), (BATCH, heads)):
-        mask = seen.expand(*shape, TOKENS, TOKENS)
+        mask = seen.expand(*shape, rows, TOKENS)
         for name, form in (("boolean", mask), ("additive", _additive(mask))):
             out = module(**inputs, attn_mask=form)
             _require_close(out, expected, check, f"{name} masks of shapes {tuple(mask.shape)} and [B, H, N, N]")
     unseen = module(**inputs)
     _require((expected - unseen).abs().max() > 1e-6, check, "a mask changes nothing: is it ignored?")
+    wrong = torch.ones(rows, TOKENS + 1, dtype=torch.bool)
+    _require_refused(module, inputs, {"attn_mask": wrong}, check, f"there are {TOKENS} keys")
+
+
+def _require_refused(
+    module: nn.Module, inputs: dict[str, Tensor], case: dict[str, Any], check: str, reason: str
+) -> None:
     try:
-        module(**inputs, attn_mask=torch.ones(TOKENS, TOKENS + 1, dtype=torch.bool))
+        module(**inputs, **case)
     except (ValueError, RuntimeError):
         return
-    raise MechanismCheckError(check, f"a mask of {TOKENS} x {TOKENS + 1} for {TOKENS} keys raised no ValueError")
+    shown = {name: tuple(value.shape) if torch.is_tensor(value) else value for name, value in case.items()}
+    raise MechanismCheckError(check, f"{reason}, and {shown} raised no ValueError")
 
 
 def check_padding(subject: Subject, check: str = "padding") -> None:
@@ -179,7 +200,10 @@ def check_hidden_rows(subject: Subject, check: str = "hidden rows") -> None:
     module = subject.build()
     seen = _past()
     seen[0] = seen[3] = False
-    for name, mask in (("boolean", seen), ("additive", _additive(seen)), ("all hidden", torch.zeros_like(seen))):
+    cases = {"boolean": seen, "additive": _additive(seen), "all hidden": torch.zeros_like(seen)}
+    if not module.row_masks:
+        cases = {"all hidden": torch.zeros(1, TOKENS, dtype=torch.bool)}
+    for name, mask in cases.items():
         inputs = subject.inputs()
         _require_finite(module(**inputs, attn_mask=mask), inputs, module, check, f"hidden rows ({name} mask)")
 
@@ -188,18 +212,22 @@ def check_zero_keys(subject: Subject, check: str = "zero keys") -> None:
     """Keys of zero norm, all or in some rows, give finite values and gradients."""
     module = subject.build()
     for case, kept in (("all keys zero", torch.zeros(TOKENS)), ("first keys zero", torch.arange(TOKENS) > 2)):
-        for is_causal in (False, True):
+        for is_causal in (False, True)[: 1 + module.row_masks]:
             inputs = {n: (x.detach() * kept[:, None]).requires_grad_() for n, x in subject.inputs().items()}
             out = module(**inputs, is_causal=is_causal)
             _require_finite(out, inputs, module, check, f"{case} and is_causal={is_causal}")
 
 
 def check_gradients(subject: Subject, check: str = "gradients") -> None:
-    """Every gradient equals a central difference in float64, by name."""
+    """Every gradient equals a central difference in float64, by name; a surrogate one is finite."""
     module, inputs = subject.build(dtype=torch.float64), subject.inputs(dtype=torch.float64)
     step = 1e-6
-    for case in ({}, {"is_causal": True}):
-        grads = _gradients(module(**inputs, **case), inputs, module)
+    for case in _cases(module):
+        out = module(**inputs, **case)
+        if module.surrogate_gradient:
+            _require_finite(out, inputs, module, check, f"random inputs ({case})")
+            continue
+        grads = _gradients(out, inputs, module)
         for index, (name, x) in enumerate({**inputs, **dict(module.named_parameters())}.items()):
             generator = torch.Generator().manual_seed(index)
             direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -216,20 +244,26 @@ def check_gradients(subject: Subject, check: str = "gradients") -> None:
             _require_close(slope, expected, check, f"gradient of {name} and central difference ({case})", 1e-5)
 
 
+def _cases(module: AttentionMechanism) -> list[dict[str, Any]]:
+    """No mask, and causality where the mechanism knows it."""
+    return [{}, {"is_causal": True}][: 1 + module.row_masks]
+
+
 def check_single_token(subject: Subject, check: str = "single token") -> None:
     """One token gives finite values and gradients."""
     module, inputs = subject.build(1), subject.inputs(1)
-    for is_causal in (False, True):
-        out = module(**inputs, is_causal=is_causal)
+    for case in _cases(module):
+        out = module(**inputs, **case)
         _require(out.shape == inputs["v"].shape, check, f"got {tuple(out.shape)} for {tuple(inputs['v'].shape)}")
         _require_finite(out, inputs, module, check, "one token")
 
 
 def check_dtypes(subject: Subject, check: str = "dtypes") -> None:
     """Half precision, as inputs and under autocast, with and without a mask, is finite both ways and near float32."""
-    masked = _past() & (torch.arange(TOKENS) != 1)
+    rows = subject.kind.row_masks
+    masked = (_past() if rows else torch.ones(1, 1, dtype=torch.bool)) & (torch.arange(TOKENS) != 1)
     masks: dict[str, dict[str, Any]] = {
-        "is_causal": {"is_causal": True},
+        **({"is_causal": {"is_causal": True}} if rows else {}),
         "a boolean mask": {"attn_mask": masked},
         "an additive mask": {"attn_mask": _additive(masked)},
         "a mask of -1e4": {"attn_mask": torch.zeros(masked.shape).masked_fill(~masked, -1e4)},
@@ -282,8 +316,8 @@ def check_scale(subject: Subject, check: str = "scale") -> None:
 def check_query(subject: Subject, check: str = "query") -> None:
     """The query acts exactly where ``uses_query`` says so."""
     module, inputs = subject.build(), subject.inputs()
-    other = subject.inputs(seed=1)["q"]
-    change = (module(other, inputs["k"], inputs["v"]) - module(**inputs)).abs().max()
+    other = {**inputs, "q": subject.inputs(seed=1)["q"]}
+    change = (module(**other) - module(**inputs)).abs().max()
     if module.uses_query:
         _require(change > 1e-6, check, "uses_query is True, but another query changes nothing")
     else:
@@ -314,7 +348,7 @@ def check_compile(subject: Subject, check: str = "compile") -> None:
     """``torch.compile`` (backend ``aot_eager``) keeps outputs and gradients."""
     module, inputs = subject.build(), subject.inputs()
     mask = torch.arange(TOKENS).expand(BATCH, 1, 1, -1) < TOKENS - 1
-    for case in ({}, {"is_causal": True}, {"attn_mask": mask}):
+    for case in (*_cases(module), {"attn_mask": mask}):
         expected = module(**inputs, **case)
         with _fresh_compiler():
             out = torch.compile(module, backend="aot_eager")(**inputs, **case)

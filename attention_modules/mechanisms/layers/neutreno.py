@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from attention_modules.kernels import attend
@@ -63,7 +65,7 @@ class NeutrenoAttention(AttentionMechanism):
 
     one_query_per_key = True
     needs = ("first_value",)
-    neutral = {"alpha": 0.0}
+    neutral: ClassVar = {"alpha": 0.0}
 
     def __init__(self, spec: AttentionSpec, alpha: float = 0.6) -> None:
         super().__init__(spec)
@@ -82,7 +84,7 @@ class NeutrenoAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
         *,
-        first_value: Tensor | None,
+        first_value: Tensor | None = None,
     ) -> Tensor:
         """Mix the values, and pull the result toward the first layer's.
 

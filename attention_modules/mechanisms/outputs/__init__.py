@@ -1,0 +1,1 @@
+"""Mechanisms that change the output of softmax attention."""

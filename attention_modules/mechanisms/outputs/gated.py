@@ -1,0 +1,106 @@
+"""Gated attention: a gate on each head's output, made of the layer's input (Qiu et al., NeurIPS 2025)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor, nn
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.options import check_choice, check_number
+
+Gate = Literal["head", "element"]
+
+
+def gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v ⊙ σ(gate) (gated attention, Qiu et al., NeurIPS 2025).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        gate: logits of the gate, ``[B, H, N, 1]`` for one a head and token, ``[B, H, N, d]`` for one an element.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    out = attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)
+    if gate.shape[:-1] != out.shape[:-1] or gate.shape[-1] not in (1, out.shape[-1]):
+        raise ValueError(
+            f"gate must be [B, H, N, 1] or [B, H, N, d] for outputs {tuple(out.shape)}, got {tuple(gate.shape)}"
+        )
+    return out * gate.sigmoid().to(out.dtype)
+
+
+@register_mechanism("gated")
+class GatedAttention(AttentionMechanism):
+    """:func:`gated_attention` as a mechanism, with a linear map of the layer's input as the gate's logits.
+
+    Args:
+        spec: the layer that it serves.
+        gate: ``"head"``, one gate a head and token, which adds ``dim * num_heads`` weights; ``"element"``, one an
+            element of the head's output, which adds ``dim * num_heads * value_dim``.
+        bias: start of the gate's bias. The published form starts at 0, where gates are about a half; with 10 the start
+            is plain attention up to 5e-5.
+        std: standard deviation of the gate's weights at the start, 0 for gates that depend on the bias alone.
+
+    Raises:
+        ValueError: if ``gate`` is unknown, or a number out of its limits.
+    """
+
+    needs = ("x",)
+    neutral: ClassVar = {"bias": 30.0, "std": 0.0}
+
+    def __init__(self, spec: AttentionSpec, gate: Gate = "head", bias: float = 0.0, std: float = 0.02) -> None:
+        super().__init__(spec)
+        self.kind = check_choice("gate", gate, get_args(Gate))
+        width = 1 if gate == "head" else spec.value_dim or spec.head_dim
+        self.gate = nn.Linear(spec.dim, spec.num_heads * width)
+        nn.init.normal_(self.gate.weight, std=check_number("std", std, at_least=0.0))
+        nn.init.constant_(self.gate.bias, check_number("bias", bias))
+
+    def extra_repr(self) -> str:
+        return f"gate={self.kind!r}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        *,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the values, and gate what comes out.
+
+        Raises:
+            ValueError: if there is no ``x``.
+        """
+        gate = self.gate(self.needed("x", x)).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2)
+        return gated_attention(
+            q, k, v, gate, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        )

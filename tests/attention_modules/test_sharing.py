@@ -1,0 +1,299 @@
+"""Values of one layer that others read: the right ones, or an error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules import (
+    AttentionMechanism,
+    AttentionSwapError,
+    SelfAttention,
+    connect_layers,
+    restore_attention,
+    swap_attention,
+)
+from attention_modules.sharing import SharedValueError, SharedValues, stack_of
+
+needs_frames = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="PyTorch before 2.8"
+)
+
+
+class Mixed(AttentionMechanism):
+    """Softmax attention over values of this layer, the first and the one before."""
+
+    needs = ("first_value", "previous_value")
+
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        attn_mask=None,
+        is_causal=False,
+        dropout_p=0.0,
+        scale=None,
+        *,
+        first_value: Tensor | None = None,
+        previous_value: Tensor | None = None,
+    ):
+        assert (first_value is None) == (previous_value is None)
+        if first_value is not None and previous_value is not None:
+            v = v + 0.5 * first_value + 0.25 * previous_value
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attn = SelfAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+class Stack(nn.Module):
+    """Four blocks; each may be computed again during backward."""
+
+    def __init__(self, again: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.again = again
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        for block in self.blocks[start:]:
+            x = block(x) if self.again is None else checkpoint(block, x, use_reentrant=self.again)
+        return x
+
+
+def stack(again: bool | None = None) -> Stack:
+    torch.manual_seed(0)
+    model = Stack(again)
+    swap_attention(model, Mixed)
+    return model
+
+
+def expected(model: Stack, x: Tensor) -> Tensor:
+    """What the stack gives, written out."""
+    values: list[Tensor] = []
+    for block in model.blocks:
+        q, k, v = block.attn.qkv(block.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = v + 0.5 * values[0] + 0.25 * values[-1] if values else v
+        values.append(v)
+        x = x + block.attn.proj(F.scaled_dot_product_attention(q, k, mixed).transpose(1, 2).flatten(2))
+    return x
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 5, 16, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("again", [None, pytest.param(False, marks=needs_frames)], ids=["plain", "checkpointed"])
+def test_two_passes_in_one_step_and_their_gradients(batches, again):
+    model = stack(again)
+    wanted = gradients(model, sum((i + 1) * expected(model, x).square().sum() for i, x in enumerate(batches)))
+    one, two = (model(x) for x in batches)
+    torch.testing.assert_close(two, expected(model, batches[1]))
+    assert_same(gradients(model, one.square().sum() + 2 * two.square().sum()), wanted)
+
+
+@needs_frames
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_backward_computes_its_own_pass_again(batches, order):
+    model = stack(again=False)
+    outputs = [model(x) for x in batches]
+    for index in order:
+        wanted = gradients(model, expected(model, batches[index]).square().sum())
+        assert_same(gradients(model, outputs[index].square().sum()), wanted)
+
+
+def test_a_checkpoint_around_the_whole_stack(batches):
+    model = stack()
+    out = checkpoint(model, batches[0], use_reentrant=False)
+    model(batches[1])
+    assert_same(gradients(model, out.sum()), gradients(model, expected(model, batches[0]).sum()))
+
+
+def test_what_reentrant_checkpointing_computes_again_is_an_error(batches):
+    model = stack(again=True)
+    out = model(batches[0].requires_grad_())
+    with pytest.raises(SharedValueError, match=r"blocks\.3\.attn.*again during backward.*use_reentrant=False"):
+        out.sum().backward()
+
+
+def test_a_part_of_the_model_is_an_error_and_never_reads_what_was_before(batches):
+    model = stack()
+    model(batches[0])
+    with pytest.raises(SharedValueError, match=r"'blocks\.2\.attn'.*call the model itself"):
+        model.blocks[2](batches[1])
+    with pytest.raises(SharedValueError, match=r"'blocks\.0\.attn', which has not run in this forward pass"):
+        model(batches[1], start=2)
+    torch.testing.assert_close(model(batches[1]), expected(model, batches[1]))  # errors leave no pass open
+
+
+def test_an_outer_call_lends_its_values_to_no_part(batches):
+    """As under DDP, whose forward is a LightningModule's training_step."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Stack()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.net(x)
+            return self.net.blocks[1](x)
+
+    model = Outer()
+    swap_attention(model, Mixed)
+    with pytest.raises(SharedValueError, match="has not run in this forward pass"):
+        model(batches[0])
+
+
+@pytest.mark.parametrize("part", ["whole", "blocks"])
+def test_compiled(batches, part):
+    model = stack()
+    wanted = [expected(model, x) for x in batches]
+    torch.compiler.reset()
+    if part == "whole":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        compiled = model
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    for x, out in zip(batches, wanted, strict=True):
+        found = compiled(x)
+        torch.testing.assert_close(found, out)
+        assert_same(gradients(model, found.sum()), gradients(model, out.sum()))
+    torch.compiler.reset()
+
+
+def test_copies_and_pickles_share_among_themselves(batches):
+    model = stack()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(batches[0]), model(batches[0]), atol=0, rtol=0)
+        shared = {id(block.attn.link.shared) for block in other.blocks}
+        assert len(shared) == 1
+        assert shared != {id(model.blocks[0].attn.link.shared)}
+
+
+def test_two_threads_are_an_error(batches):
+    model, failures = stack(), []
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, args: object, output: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            started.set()
+            go_on.wait(10)
+
+    model.blocks[1].register_forward_hook(wait)
+
+    def run() -> None:
+        try:
+            model(batches[0])
+        except SharedValueError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait(10)
+    model.forward = lambda x: (go_on.set(), thread.join())  # the other thread goes on inside this pass
+    model(batches[1])
+    assert "two threads" in failures[0]
+
+
+def test_restoring_leaves_nothing_behind(batches):
+    model = Stack()
+    plain = model(batches[0])
+    swap_attention(model, Mixed)
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert [type(hook.__self__) for hook in hooks] == [SharedValues]
+    restore_attention(model)
+    assert torch.equal(model(batches[0]), plain)
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._forward_hooks_always_called
+        assert "link" not in vars(module)
+
+
+def test_another_mechanism_in_one_layer_keeps_the_others_reading(batches):
+    model = stack()
+    swap_attention(model, "softmax", layers=[3])
+    swap_attention(model, Mixed, layers=[3])
+    torch.testing.assert_close(model(batches[0]), expected(model, batches[0]))
+
+
+def test_layers_that_cannot_read_are_refused():
+    with pytest.raises(AttentionSwapError, match=r"'blocks\.0\.attn'.*first of its stack, 'blocks\.\*\.attn'"):
+        swap_attention(Stack(), Mixed, layers=[0])
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16), 3, enable_nested_tensor=False)
+    with pytest.raises(AttentionSwapError, match=r"'layers\.2\.self_attn'.*'layers\.0\.self_attn', which nothing"):
+        swap_attention(plain, Mixed, layers=[2])
+    assert type(plain.layers[2].self_attn) is nn.MultiheadAttention
+    uneven = nn.ModuleList([SelfAttention(16, 2), SelfAttention(16, 4)])
+    with pytest.raises(AttentionSwapError, match="4 heads of width 4, the other 2 heads of width 8"):
+        swap_attention(uneven, Mixed)
+
+
+def test_encoder_and_decoder_are_two_stacks():
+    model = nn.Transformer(16, 2, 2, 2, 16, batch_first=True).eval()
+    swap_attention(model, Mixed)
+    names = [model.encoder.layers[1].self_attn.link, model.decoder.layers[1].self_attn.link]
+    assert [link.shared.names for link in names] == [
+        [f"{part}.layers.{index}.self_attn" for index in range(2)] for part in ("encoder", "decoder")
+    ]
+    assert model(torch.randn(1, 3, 16), torch.randn(1, 3, 16)).isfinite().all()
+    assert stack_of("stages.1.blocks.0.attn") == "stages.*.blocks.*.attn"
+
+
+def test_a_model_of_our_own_layers_is_connected_by_hand(batches):
+    class Own(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.attn = SelfAttention(16, 2, Mixed)
+
+    model = Own()
+    with pytest.raises(SharedValueError, match=r"connect_layers\(model\)"):
+        model(batches[0])
+    connect_layers(model)
+    torch.testing.assert_close(model(batches[0]), expected(model, batches[0]))
+
+
+def test_a_wrong_name_of_a_need_is_an_error():
+    with pytest.raises(TypeError, match=r"needs must be a tuple of x, first_value, previous_value, got \('y',\)"):
+        type("Wrong", (AttentionMechanism,), {"needs": ("y",)})
+
+
+def test_a_function_reads_what_its_parameters_name(batches):
+    def mixed(q, k, v, *, first_value, previous_value, amount=0.5, **options):
+        if first_value is not None:
+            v = v + amount * first_value + 0.25 * previous_value
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    model = stack()
+    swap_attention(model, mixed, amount=0.5)
+    torch.testing.assert_close(model(batches[0]), expected(model, batches[0]))
+    with pytest.raises(TypeError, match=r"first_value is no option, as the layer gives it"):
+        swap_attention(Stack(), mixed, first_value=None)
