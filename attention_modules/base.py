@@ -73,7 +73,7 @@ class AttentionMechanism(nn.Module):
         'Halved'
     """
 
-    uses_query: ClassVar[bool] = True
+    uses_query: bool = True
     one_query_per_key: ClassVar[bool] = False
     """Whether it uses queries, and needs as many of them as keys."""
     one_query_a_key: ClassVar[bool] = False

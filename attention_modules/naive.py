@@ -83,3 +83,153 @@ def naive_scaled(
     else:
         corrected = v - s * naive_attention(k, k, v, attn_mask, is_causal, scale)
     return naive_attention(q, k, corrected, attn_mask, is_causal, scale)
+
+
+def naive_map(
+    logits: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, sink: Tensor | None = None
+) -> Tensor:
+    """exp(z) / (exp(s) + Σ exp(z)) of the logits z and their mask, zeros where hidden; without a sink, softmax."""
+    seen = visibility(logits.shape[-1], attn_mask, is_causal).expand(logits.shape)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        logits = logits + attn_mask.masked_fill(attn_mask <= -9984, 0.0)
+    top = logits.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True).clamp(min=-1e30)
+    top = top if sink is None else top.maximum(sink.view(-1, 1, 1))
+    weights = torch.where(seen, logits - top, float("-inf")).exp()
+    rest = torch.zeros_like(top) if sink is None else (sink.view(-1, 1, 1) - top).exp()
+    total = weights.sum(-1, keepdim=True) + rest
+    return weights / total.where(total > 0, torch.ones_like(total))
+
+
+def naive_logits(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """q kᵀ · scale."""
+    return q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def visible_count(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """How many keys each row sees, at least 1, ``[..., N, 1]``."""
+    return visibility(q.shape[-2], attn_mask, is_causal).sum(-1, keepdim=True).clamp(min=1).to(q.dtype)
+
+
+def naive_sink(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """exp(z) / (exp(s) + Σ exp(z)) v."""
+    return naive_map(naive_logits(q, k, scale), attn_mask, is_causal, sink) @ v
+
+
+def naive_l2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(-‖q - k‖² · scale) v."""
+    distances = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
+    return naive_map(-distances * (q.shape[-1] ** -0.5 if scale is None else scale), attn_mask, is_causal) @ v
+
+
+def naive_twicing(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """(2A - A²) v."""
+    a = naive_map(naive_logits(q, k, scale), attn_mask, is_causal)
+    return (2 * a - a @ a) @ v
+
+
+def naive_gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """A v ⊙ σ(gate)."""
+    return naive_map(naive_logits(q, k, scale), attn_mask, is_causal) @ v / (1 + (-gate).exp())
+
+
+def naive_neutreno(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_value: Tensor,
+    alpha: float = 0.6,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """A v + α (v⁰ - v)."""
+    return naive_map(naive_logits(q, k, scale), attn_mask, is_causal) @ v + alpha * (first_value - v)
+
+
+def naive_value_residual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_value: Tensor,
+    weight: float = 0.5,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """A ((1 - w) v + w v⁰)."""
+    a = naive_map(naive_logits(q, k, scale), attn_mask, is_causal)
+    return a @ ((1 - weight) * v + weight * first_value)
+
+
+def naive_ssmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(s ln(n) · z) v."""
+    factor = s.view(-1, 1, 1) * visible_count(q, attn_mask, is_causal).log()
+    return naive_map(naive_logits(q, k, scale) * factor, attn_mask, is_causal) @ v
+
+
+def naive_ssa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax((1 + e^(-e^β) ln n) · z) v."""
+    factor = 1 + (-beta.view(-1, 1, 1).exp()).exp() * visible_count(q, attn_mask, is_causal).log()
+    return naive_map(naive_logits(q, k, scale) * factor, attn_mask, is_causal) @ v
+
+
+def naive_qk_norm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    eps: float = 1e-6,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention between q and k over the root of their mean squares, times their gains."""
+    q, k = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * g for x, g in ((q, q_gain), (k, k_gain)))
+    return naive_map(naive_logits(q, k, scale), attn_mask, is_causal) @ v

@@ -18,21 +18,35 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> str:
     return value
 
 
-def check_number(name: str, value: object, *, at_least: float | None = None, above: float | None = None) -> float:
+def check_flag(name: str, value: object) -> bool:
+    """An option that is True or False.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_number(
+    name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf
+) -> float:
     """An option that is a finite number.
 
     Args:
         name: of the option.
         value: what was given.
-        at_least: its lower limit, where it has one that it may reach.
-        above: its lower limit, where it has one that it may not reach.
+        at_least: its lower limit.
+        at_most: its upper limit.
+        above: a lower limit that it may not reach.
 
     Raises:
         ValueError: if it is no finite number, or out of its limits.
     """
-    limit = "" if at_least is None else f" of at least {at_least}"
-    limit = limit if above is None else f" above {above}"
-    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or (at_least is not None and value < at_least) or (above is not None and value <= above):  # type: ignore[operator]
-        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    limits = {"of at least": at_least, "of at most": at_most, "above": above}
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and at_least <= number <= at_most and number > above):
+        said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
+        raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}")
+    return number

@@ -1,12 +1,34 @@
 """Attention mechanisms, one a file: a pure function under a thin class."""
 
+from attention_modules.mechanisms.keys.l2 import L2Attention as L2Attention, l2_attention as l2_attention
+from attention_modules.mechanisms.keys.sink import SinkAttention as SinkAttention, sink_attention as sink_attention
 from attention_modules.mechanisms.layers.neutreno import (
     NeutrenoAttention as NeutrenoAttention,
     neutreno_attention as neutreno_attention,
 )
+from attention_modules.mechanisms.layers.value_residual import (
+    ValueResidualAttention as ValueResidualAttention,
+    value_residual_attention as value_residual_attention,
+)
 from attention_modules.mechanisms.outputs.gated import (
     GatedAttention as GatedAttention,
     gated_attention as gated_attention,
+)
+from attention_modules.mechanisms.outputs.twicing import (
+    TwicingAttention as TwicingAttention,
+    twicing_attention as twicing_attention,
+)
+from attention_modules.mechanisms.queries.qk_norm import (
+    QKNormAttention as QKNormAttention,
+    qk_norm_attention as qk_norm_attention,
+)
+from attention_modules.mechanisms.queries.ssa import (
+    SelectiveAttention as SelectiveAttention,
+    ssa_attention as ssa_attention,
+)
+from attention_modules.mechanisms.queries.ssmax import (
+    SSMaxAttention as SSMaxAttention,
+    ssmax_attention as ssmax_attention,
 )
 from attention_modules.mechanisms.rpc import RPCAttention as RPCAttention, rpc_attention as rpc_attention
 from attention_modules.mechanisms.scaled import ScaledAttention as ScaledAttention, scaled_attention as scaled_attention

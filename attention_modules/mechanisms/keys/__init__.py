@@ -1,0 +1,1 @@
+"""Mechanisms that add a bias to the logits of a key, or a key."""

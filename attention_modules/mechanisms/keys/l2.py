@@ -1,0 +1,85 @@
+"""L2 attention: logits by distance, which gives the layer a Lipschitz constant (Kim et al., ICML 2021)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_modules.columns import attend_with_key_bias
+from attention_modules.kernels import without_autocast
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.options import check_flag
+
+
+def l2_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(-‖q - k‖² · scale + mask) v (Kim, Papamakarios and Mnih, ICML 2021, eq. 2).
+
+    ‖q‖² is one number a row, so that the weights are those of 2 q·k · scale - ‖k‖² · scale.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the squared distances, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with without_autocast(k.device):
+        exact = k if k.dtype.itemsize > 2 else k.float()
+        bias = -scale * exact.square().sum(-1)
+    return attend_with_key_bias(q, k, v, bias, hide(attn_mask), is_causal, dropout_p, 2 * scale)
+
+
+@register_mechanism("l2")
+class L2Attention(AttentionMechanism):
+    """:func:`l2_attention` as a mechanism.
+
+    Args:
+        spec: the layer that it serves.
+        shared: whether the keys ask each other (W_q = W_k), as the paper's bound of the Lipschitz constant requires;
+            the layer's query projection is then dropped. The paper also ties the values' projection to it, which this
+            does not.
+
+    Raises:
+        ValueError: if ``shared`` is neither True nor False.
+    """
+
+    def __init__(self, spec: AttentionSpec, shared: bool = False) -> None:
+        super().__init__(spec)
+        self.uses_query = not check_flag("shared", shared)
+
+    def extra_repr(self) -> str:
+        return f"shared={not self.uses_query}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values by the distance of queries and keys; ``q`` is not read where the keys ask each other."""
+        q = q if self.uses_query else k
+        return l2_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

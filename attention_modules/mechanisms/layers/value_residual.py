@@ -1,0 +1,97 @@
+"""Value residual learning: each layer mixes the values of the first layer with its own (Zhou et al., ACL 2025)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.options import check_number
+
+
+def value_residual_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_value: Tensor | None,
+    weight: float = 0.5,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale + mask) ((1 - w) v + w v⁰) (value residual learning, Zhou et al., ACL 2025).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        first_value: values v⁰ of the first layer, ``[B, H, M, d]``; None in that layer, which is plain attention.
+        weight: w, the share of the first layer's values.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    value = v if first_value is None else v.lerp(first_value, weight)
+    return attend(q, k, value, hide(attn_mask), is_causal, dropout_p, scale)
+
+
+@register_mechanism("value_residual")
+class ValueResidualAttention(AttentionMechanism):
+    """:func:`value_residual_attention` as a mechanism, for all layers of a stack; the first is plain attention.
+
+    Args:
+        spec: the layer that it serves.
+        weight: share of the first layer's values, from 0 (plain attention) to 1.
+
+    Raises:
+        ValueError: if ``weight`` is out of its limits.
+    """
+
+    needs = ("first_value",)
+    neutral: ClassVar = {"weight": 0.0}
+
+    def __init__(self, spec: AttentionSpec, weight: float = 0.5) -> None:
+        super().__init__(spec)
+        self.weight = check_number("weight", weight, at_least=0.0, at_most=1.0)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        *,
+        first_value: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the values of both layers."""
+        return value_residual_attention(
+            q,
+            k,
+            v,
+            first_value,
+            self.weight,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+        )

@@ -1,0 +1,71 @@
+"""Twicing attention: what smoothing has removed is smoothed again and added (Abdullaev and Nguyen, ICLR 2025)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanisms.symmetric import check_self_attention
+
+
+def twicing_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """(2A - A²) v, A = softmax(q kᵀ · scale + mask) (twicing attention, Abdullaev and Nguyen, ICLR 2025).
+
+    Two passes of fused attention: 2 A v - A (A v).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout; each pass drops weights of its own.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit, or there is not one query for each key.
+    """
+    check_self_attention("twicing", q, k)
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    attn_mask = hide(attn_mask)
+    once = attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
+    return 2 * once - attend(q, k, once, attn_mask, is_causal, dropout_p, scale)
+
+
+@register_mechanism("twicing")
+class TwicingAttention(AttentionMechanism):
+    """:func:`twicing_attention` as a mechanism, without parameters."""
+
+    one_query_per_key = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values twice.
+
+        Raises:
+            ValueError: if the numbers of queries and keys differ.
+        """
+        return twicing_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -1,0 +1,1 @@
+"""Mechanisms that change the length of queries and keys."""

@@ -1,0 +1,90 @@
+"""Selective self-attention: a temperature that falls with a token's position (Zhang et al., NeurIPS 2024)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.queries.temperature import visible_keys
+from attention_modules.options import check_number
+
+
+def ssa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax((1 + e^(-e^β) ln n) · q kᵀ · scale + mask) v, n the number of keys that a row sees.
+
+    The part of selective self-attention (Zhang et al., NeurIPS 2024) that depends on the position, as their released
+    code has it; their part that depends on the token was not found there, and is left out. n is the row's position
+    where attention is causal; elsewhere, the number of visible keys (our reading).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        beta: β, one number a head, ``[H]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    if beta.shape != q.shape[1:2]:
+        raise ValueError(f"beta must be one number a head, ({q.shape[1]},), got {tuple(beta.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    growth = beta.exp().neg().exp().view(1, -1, 1, 1)
+    factor = 1 + growth * visible_keys(q, k, attn_mask, is_causal).log().to(beta.dtype)
+    return attend((q * factor).to(q.dtype), k, v, hide(attn_mask), is_causal, dropout_p, scale)
+
+
+@register_mechanism("ssa")
+class SelectiveAttention(AttentionMechanism):
+    """:func:`ssa_attention` as a mechanism, with one learned β a head.
+
+    Args:
+        spec: the layer that it serves.
+        start: value of β at the start, 2 as released; 6 and more is softmax attention.
+
+    Raises:
+        ValueError: if ``start`` is no finite number.
+    """
+
+    neutral: ClassVar = {"start": 6.0}
+
+    def __init__(self, spec: AttentionSpec, start: float = 2.0) -> None:
+        super().__init__(spec)
+        self.beta = nn.Parameter(torch.full((spec.num_heads,), check_number("start", start)))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values at each row's temperature."""
+        return ssa_attention(
+            q, k, v, self.beta, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        )

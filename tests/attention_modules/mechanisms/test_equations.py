@@ -1,0 +1,133 @@
+"""Each mechanism against its equation, in float64, with every gradient, under every kind of mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules import AttentionSpec, build_mechanism, mechanisms as found, naive, swap_attention
+from attention_modules.testing import check_mechanism
+from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+
+HEADS = (2, 3, 9, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism, its pure function beside its naive twin, and what else the two take.
+
+    Args:
+        name: short name of the mechanism.
+        options: that it is built with, in the checks of every mechanism.
+        tensors: further arguments of the function, by name, and their shapes.
+        query: whether the function takes a query.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    query: bool = True
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return getattr(found, f"{self.name}_attention")
+
+    @property
+    def twin(self) -> Callable[..., Tensor]:
+        return getattr(naive, f"naive_{self.name}")
+
+    def inputs(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {**dict.fromkeys("qkv" if self.query else "kv", HEADS), **self.tensors}
+        return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+CASES = [
+    Case("sink", tensors={"sink": (3,)}),
+    Case("gated", tensors={"gate": (2, 3, 9, 1)}),
+    Case("gated", {"gate": "element"}, tensors={"gate": HEADS}),
+    Case("twicing"),
+    Case("neutreno", tensors={"first_value": HEADS}),
+    Case("value_residual", tensors={"first_value": HEADS}),
+    Case("ssmax", tensors={"s": (3,)}),
+    Case("ssa", tensors={"beta": (3,)}),
+    Case("l2"),
+    Case("l2", {"shared": True}),
+    Case("qk_norm", tensors={"q_gain": (8,), "k_gain": (8,)}),
+    Case("qk_norm", {"gain": "scalar"}, tensors={"q_gain": (1,), "k_gain": (1,)}),
+]
+IDS = ["-".join((case.name, *map(str, case.options.values()))) for case in CASES]
+each = pytest.mark.parametrize("case", CASES, ids=IDS)
+
+
+@each
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_equals_its_equation(case, mask, scale):
+    given = {**masks()[mask], "scale": scale}
+    if not build_mechanism(case.name, AttentionSpec(24, 3, 8), **case.options).row_masks and mask not in PADDING:
+        pytest.skip("takes padding alone")
+    actual = values_and_gradients(lambda **inputs: case.function(**inputs, **given), case.inputs())
+    expected = values_and_gradients(lambda **inputs: case.twin(**inputs, **given), case.inputs())
+    assert_same(actual, expected, 1e-12)
+
+
+PADDING = ("nothing", "padding")
+
+
+@each
+def test_is_what_every_mechanism_must_be(case):
+    check_mechanism(case.name, **case.options)
+
+
+class Pretrained(nn.Module):
+    """Three layers whose weights are as large as trained ones: a start that is not neutral would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        torch.manual_seed(3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+NAMES = sorted({case.name for case in CASES})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_starts_as_softmax_where_it_says_so(name):
+    neutral = build_mechanism(name, AttentionSpec(24, 3, 8)).neutral
+    x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
+    padding = torch.arange(7) >= torch.tensor([[7], [5]])
+    plain = model(x, padding)
+    swap_attention(model, name, **(neutral or {}))
+    change = (model(x, padding) - plain)[~padding].abs().max().item()
+    assert change < 1e-5 if neutral is not None else change > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_is_finite_and_near_for_one_token_and_for_4096(name, dtype):
+    for tokens in (1, 4096):
+        spec = AttentionSpec(8, 1, 8, num_tokens=tokens)
+        mechanism = build_mechanism(name, spec)
+        shape = (1, 1, tokens, 8)
+        inputs = {n: x.float() for n, x in random_heads(("q", "k", "v", *mechanism.needs), shape).items()}
+        if "x" in inputs:
+            inputs["x"] = inputs["x"][:, 0]
+        exact = mechanism(**inputs)
+        given = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+        with torch.autocast("cpu", dtype):
+            out = mechanism(**given)
+        out.float().square().sum().backward()
+        assert (out - exact).norm() <= 0.02 * exact.norm()
+        assert all(x.grad is None or x.grad.isfinite().all() for x in given.values())
