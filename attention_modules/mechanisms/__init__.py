@@ -2,6 +2,14 @@
 
 from attention_modules.mechanisms.keys.l2 import L2Attention as L2Attention, l2_attention as l2_attention
 from attention_modules.mechanisms.keys.sink import SinkAttention as SinkAttention, sink_attention as sink_attention
+from attention_modules.mechanisms.keys.sinkhorn import (
+    SinkhornAttention as SinkhornAttention,
+    sinkhorn_attention as sinkhorn_attention,
+)
+from attention_modules.mechanisms.layers.elliptical import (
+    EllipticalAttention as EllipticalAttention,
+    elliptical_attention as elliptical_attention,
+)
 from attention_modules.mechanisms.layers.neutreno import (
     NeutrenoAttention as NeutrenoAttention,
     neutreno_attention as neutreno_attention,
@@ -9,6 +17,10 @@ from attention_modules.mechanisms.layers.neutreno import (
 from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
+)
+from attention_modules.mechanisms.outputs.differential import (
+    DifferentialAttention as DifferentialAttention,
+    differential_attention as differential_attention,
 )
 from attention_modules.mechanisms.outputs.gated import (
     GatedAttention as GatedAttention,

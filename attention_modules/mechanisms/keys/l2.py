@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attention_modules.columns import attend_with_key_bias
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.kernels import without_autocast
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag
 
 
 def l2_attention(

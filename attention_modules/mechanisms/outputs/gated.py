@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.options import check_choice, check_number
+from attention_modules.mechanisms.shared.options import check_choice, check_number
 
 Gate = Literal["head", "element"]
 

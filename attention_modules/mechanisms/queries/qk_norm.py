@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.options import check_choice, check_number
+from attention_modules.mechanisms.shared.options import check_choice, check_number
 
 Gain = Literal["vector", "scalar"]
 

@@ -50,3 +50,14 @@ def check_number(
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
         raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}")
     return number
+
+
+def check_integer(name: str, value: object, *, at_least: int) -> int:
+    """An option that is an integer.
+
+    Raises:
+        ValueError: if it is none, or below its limit.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+    return value

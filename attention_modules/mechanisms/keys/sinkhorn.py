@@ -1,0 +1,141 @@
+"""Sinkhorn attention: maps that are nearly doubly stochastic (Sander et al., AISTATS 2022)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
+from attention_modules.kernels import without_autocast
+from attention_modules.masks import check_mask, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.symmetric import check_self_attention
+from attention_modules.mechanisms.shared.options import check_integer
+
+CHUNK = 256  # rows whose logits are held at once
+
+
+def row_logsumexp(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """ln Σ_j exp(q kᵀ · scale + bias_j) of each row, ``[B, H, N]``, with the logits of a few rows in memory at once."""
+    rows = [torch.logsumexp(part @ k.transpose(-2, -1) * scale + bias.unsqueeze(-2), -1) for part in q.split(CHUNK, -2)]
+    return torch.cat(rows, -1)
+
+
+def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale: float) -> Tensor:
+    """The logarithms g_j that the columns are multiplied with, ``[B, H, M]``, after the column steps of Sinkhorn.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        bias: of the keys, and -inf for tokens that are hidden, ``[B|1, H|1, N]``.
+        iterations: normalizations, rows and columns in turn.
+        scale: factor on the logits.
+    """
+    with torch.no_grad(), without_autocast(q.device):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k, bias = q.to(dtype), k.to(dtype), bias.to(dtype)
+        hidden = bias.isneginf()  # a token that is hidden as a key is none as a query
+        g = torch.zeros(k.shape[:-1], dtype=dtype, device=k.device)
+        for _ in range((iterations - 1) // 2):
+            f = (-row_logsumexp(q, k, bias + g, scale)).masked_fill(hidden, float("-inf"))
+            g = -row_logsumexp(k, q, f, scale) - bias.masked_fill(hidden, 0.0)
+            g = g.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0)  # where no token is left
+        return g
+
+
+def sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iterations: int = 3,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """A v, A = exp(q kᵀ · scale) with rows and columns normalized in turn (Sinkformer, Sander et al., AISTATS 2022).
+
+    After an odd number of normalizations, this is softmax attention with a bias a key. As in the released code, the
+    gradient goes through the last normalization of the rows alone.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        iterations: normalizations, an odd number; 1 is softmax attention.
+        attn_mask: padding alone, boolean (True = may be seen) or additive, broadcastable to ``[B, H, 1, N]``.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit, rows would see different keys, or there is not one query for each key.
+    """
+    check_self_attention("sinkhorn", q, k)
+    check_mask(attn_mask, q, k)
+    attn_mask = hide(attn_mask)
+    if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
+        raise ValueError(
+            f"sinkhorn attention normalizes columns over all rows, so it takes masks of padding alone, [B, 1, 1, N], "
+            f"got {tuple(attn_mask.shape)}"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bias = q.new_zeros(1, 1, 1)
+    if attn_mask is not None:
+        attn_mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+        bias = attn_mask.squeeze(-2)
+        if bias.dtype == torch.bool:
+            bias = torch.zeros(bias.shape, device=q.device, dtype=q.dtype).masked_fill(~bias, float("-inf"))
+    g = column_potential(q, k, bias.expand(*bias.shape[:-1], k.shape[-2]), iterations, scale)
+    return attend_with_key_bias(q, k, v, g, attn_mask, False, dropout_p, scale)
+
+
+@register_mechanism("sinkhorn")
+class SinkhornAttention(AttentionMechanism):
+    """:func:`sinkhorn_attention` as a mechanism, for attention that is not causal.
+
+    Args:
+        spec: the layer that it serves.
+        iterations: normalizations, an odd number; the paper uses 3 for text and 5 for images, 1 is softmax attention.
+
+    Raises:
+        ValueError: if ``iterations`` is not odd and positive, or the layer is causal.
+    """
+
+    one_query_per_key = True
+    row_masks = False
+    surrogate_gradient = True
+    neutral = {"iterations": 1}
+
+    def __init__(self, spec: AttentionSpec, iterations: int = 3) -> None:
+        super().__init__(spec)
+        self.iterations = check_integer("iterations", iterations, at_least=1)
+        if self.iterations % 2 == 0:
+            raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
+        if spec.is_causal:
+            raise ValueError("sinkhorn attention normalizes over later rows too, and this layer hides the future")
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values.
+
+        Raises:
+            ValueError: if attention is causal or a mask tells rows apart.
+        """
+        if is_causal:
+            raise ValueError("sinkhorn attention normalizes over later rows too: it cannot be causal")
+        return sinkhorn_attention(q, k, v, self.iterations, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)

@@ -1,0 +1,1 @@
+"""What mechanisms share."""
