@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from attention_modules.hosts.base import Swapped
+from attention_modules.mechanism import AttentionMechanism
 
 
 @dataclass(eq=False)
@@ -156,3 +159,23 @@ def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 def _some(names: list[str], what: str) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({names[0]}{more})"
+
+
+def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every Parameter by name, as :func:`~attention_modules.restore_attention` would leave it; the model stays.
+
+    Mechanisms' own tensors are left out, and kept query rows stand before the current keys and values. Two models that
+    differ in their attention alone start from the same weights exactly where these are equal.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Swapped)}
+    mechanisms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AttentionMechanism))
+    plain: dict[str, Tensor] = {
+        name: parameter.detach() for name, parameter in model.named_parameters() if not name.startswith(mechanisms)
+    }
+    for name, layer in layers.items():
+        for part in layer.dropped_query:
+            key = part.key(f"{name}." if name else "")
+            rows = part.rows_in(layer)
+            if rows is not None and part.filled(layer):
+                plain[key] = part.join(rows.to(plain[key]), plain[key]) if key in plain else rows
+    return plain

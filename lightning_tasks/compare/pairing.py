@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from attention_modules.hosts.plain import plain_parameters
+from attention_modules.hosts.trained import plain_parameters
 
 
 class RecordPairing(Callback):

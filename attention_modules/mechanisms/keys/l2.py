@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.kernels import without_autocast
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_flag
 
 

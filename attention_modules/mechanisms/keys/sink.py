@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attention_modules.mechanisms.shared.columns import attend_with_sink
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.columns import attend_with_sink
 from attention_modules.mechanisms.shared.options import check_flag, check_number
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.kernels import without_autocast
 from attention_modules.masks import check_mask, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.symmetric import check_self_attention
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_integer
+from attention_modules.mechanisms.symmetric import check_self_attention
 
 CHUNK = 256  # rows whose logits are held at once
 
@@ -108,7 +110,7 @@ class SinkhornAttention(AttentionMechanism):
     one_query_per_key = True
     row_masks = False
     surrogate_gradient = True
-    neutral = {"iterations": 1}
+    neutral: ClassVar = {"iterations": 1}
 
     def __init__(self, spec: AttentionSpec, iterations: int = 3) -> None:
         super().__init__(spec)

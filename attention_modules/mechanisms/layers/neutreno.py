@@ -9,8 +9,8 @@ from torch import Tensor
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.symmetric import check_self_attention
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.symmetric import check_self_attention
 
 
 def neutreno_attention(

@@ -84,7 +84,8 @@ def _padded(
 class DifferentialAttention(AttentionMechanism):
     """:func:`differential_attention`, then RMSNorm of each (pair of) head(s) and the factor 1 - λ₀.
 
-    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ₀ with learned vectors, λ₀ = 0.8 - 0.6 exp(-0.3 l), l the layer's index from 0.
+    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ₀ with learned vectors, and λ₀ = 0.8 - 0.6 exp(-0.3 l), l the layer's index
+    from 0.
 
     Args:
         spec: the layer that it serves.
@@ -111,8 +112,9 @@ class DifferentialAttention(AttentionMechanism):
             raise ValueError(f"pairs={pairs!r} needs an even number of them, and this layer has {count}")
         width = spec.head_dim // 2 if pairs == "features" else spec.head_dim
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (spec.layer_index or 0))
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            setattr(self, name, nn.Parameter(0.1 * torch.randn(width)))
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
+        )
         value = spec.value_dim or spec.head_dim
         affine = pairs == "features" if affine is None else affine
         size = value if pairs == "features" else 2 * value

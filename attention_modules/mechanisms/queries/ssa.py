@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.visible_keys import visible_keys
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
 
 def ssa_attention(

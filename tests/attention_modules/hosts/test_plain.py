@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention_modules import swap_attention
-from attention_modules.hosts.plain import plain_parameters
+from attention_modules.hosts.trained import plain_parameters
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
 
 
