@@ -191,7 +191,7 @@ def test_nothing_is_held_alive_and_a_failed_swap_leaves_no_mark(monkeypatch: pyt
     assert all(made.forgotten() for made in trained._made)
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
-    monkeypatch.setattr("attention_modules.swap._settle", lambda model: 1 / 0)
+    monkeypatch.setattr("attention_modules.swap._settle", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swap_attention(model, "symmetric")
     step(model, optimizer)
