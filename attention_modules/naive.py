@@ -233,3 +233,178 @@ def naive_qk_norm(
     """Attention between q and k over the root of their mean squares, times their gains."""
     q, k = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * g for x, g in ((q, q_gain), (k, k_gain)))
     return naive_map(naive_logits(q, k, scale), attn_mask, is_causal) @ v
+
+
+def naive_elliptical(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    previous_value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax((q ∘ w) kᵀ) v, w = m / max m, m the mean of |v - v of the layer before| over the keys that a row sees."""
+    seen = visibility(k.shape[-2], attn_mask, is_causal).expand(*q.shape[:2], -1, -1).to(q.dtype)
+    mean = seen @ (v - previous_value).detach().abs() / seen.sum(-1, keepdim=True).clamp(min=1)
+    w = torch.where(mean.amax(-1, keepdim=True) > 0, mean / mean.amax(-1, keepdim=True), torch.ones_like(mean))
+    return naive_map(naive_logits(q * w, k, scale), attn_mask, is_causal) @ v
+
+
+def naive_sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iterations: int = 3,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Rows and columns of exp(q kᵀ) normalized in turn, hidden tokens left out of both; columns without a gradient."""
+    kernel = naive_map(naive_logits(q, k, scale), attn_mask)
+    seen = visibility(k.shape[-2], attn_mask)[..., -1:, :].transpose(-2, -1)  # tokens that are hidden as keys
+    for _ in range((iterations - 1) // 2):
+        columns = (kernel.detach() * seen).sum(-2, keepdim=True)
+        kernel = kernel / columns.where(columns > 0, torch.ones_like(columns))
+        rows = kernel.sum(-1, keepdim=True)
+        # Only the factors of the columns are without a gradient: those of the rows cancel in the last step.
+        kernel = kernel / rows.where(rows > 0, torch.ones_like(rows))
+    return kernel @ v
+
+
+def naive_differential(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    pairs: str = "features",
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """(A₁ - λ A₂) v of halves of the features, or of the heads h and h + H/2 with the values of both."""
+    half = (q.shape[-1] if pairs == "features" else q.shape[1]) // 2
+    parts = (slice(None, half), slice(half, None))
+    heads = q.shape[1]
+    maps = []
+    for part in parts:
+        index = (..., part) if pairs == "features" else (slice(None), part)
+        mask = attn_mask
+        if pairs == "heads" and mask is not None and mask.dim() > 2 and mask.shape[-3] == heads:
+            mask = mask[..., part, :, :]
+        maps.append(naive_map(naive_logits(q[index], k[index], scale), mask, is_causal))
+    if pairs == "heads":
+        v = torch.cat([v[:, :half], v[:, half:]], -1)
+    return (maps[0] - lam * maps[1]) @ v
+
+
+def naive_kde(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(-‖q - k̂‖² · scale) v, k̂ the keys of norm 1."""
+    return naive_l2(q, k / k.norm(dim=-1, keepdim=True), v, attn_mask, is_causal, scale)
+
+
+def naive_forgetting(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(z + c_i - c_j) v, c the running sums of ln σ(gate)."""
+    c = gate.sigmoid().log().cumsum(-1)
+    return naive_map(naive_logits(q, k, scale) + c.unsqueeze(-1) - c.unsqueeze(-2), attn_mask, is_causal) @ v
+
+
+def _hidden(logits: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Logits with the finite part of their mask, and what each row sees."""
+    seen = visibility(logits.shape[-1], attn_mask, is_causal).expand(logits.shape)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        logits = logits + attn_mask.masked_fill(attn_mask <= -9984, 0.0)
+    return logits, seen
+
+
+def naive_sigmoid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """σ(z + b) v, b = -ln of the number of visible keys where it is None."""
+    logits, seen = _hidden(naive_logits(q, k, scale), attn_mask, is_causal)
+    b = -seen.sum(-1, keepdim=True).clamp(min=1).to(q.dtype).log() if bias is None else bias
+    return (seen / (1 + (-logits - b).exp())) @ v
+
+
+def naive_entmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float = 1.5,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """[(α - 1) z - τ]₊^{1/(α - 1)} v, τ by bisection, and its gradient by one step of Newton's method."""
+    logits, seen = _hidden(naive_logits(q, k, scale), attn_mask, is_causal)
+    z = (alpha - 1) * logits
+    power = 1 / (alpha - 1)
+
+    def weights(tau: Tensor) -> Tensor:
+        return torch.where(seen, (z - tau).clamp(min=0), 0.0) ** power
+
+    with torch.no_grad():
+        high = z.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True).clamp(min=-1e3)
+        low = high - 1
+        for _ in range(80):
+            middle = (low + high) / 2
+            enough = weights(middle).sum(-1, keepdim=True) >= 1
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        slope = -power * (torch.where(seen & (z > low), z - low, 0.0) ** (power - 1) * (seen & (z > low))).sum(
+            -1, keepdim=True
+        )
+        slope = slope.where(slope < 0, -torch.ones_like(slope))
+    tau = low - (weights(low).sum(-1, keepdim=True) - 1) / slope
+    return torch.where(seen.any(-1, keepdim=True), weights(tau), 0.0) @ v
+
+
+def naive_hard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """(one_hot(z) + A - stop_gradient(A)) v."""
+    logits, seen = _hidden(naive_logits(q, k, scale), attn_mask, is_causal)
+    largest = logits.masked_fill(~seen, float("-inf")).argmax(-1, keepdim=True)
+    one_hot = torch.zeros_like(logits).scatter(-1, largest, 1.0) * seen
+    a = naive_map(naive_logits(q, k, scale), attn_mask, is_causal)
+    return (one_hot + a - a.detach()) @ v
+
+
+def naive_talking_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mix_logits: Tensor,
+    mix_weights: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """W softmax(L z) v, L and W mixing heads."""
+    logits = torch.einsum("hf,bfnm->bhnm", mix_logits, naive_logits(q, k, scale))
+    a = naive_map(logits, attn_mask, is_causal)
+    return torch.einsum("gh,bhnm->bgnm", mix_weights, a) @ v

@@ -1,5 +1,10 @@
 """Attention mechanisms, one a file: a pure function under a thin class."""
 
+from attention_modules.mechanisms.keys.forgetting import (
+    ForgettingAttention as ForgettingAttention,
+    forgetting_attention as forgetting_attention,
+)
+from attention_modules.mechanisms.keys.kde import KDEAttention as KDEAttention, kde_attention as kde_attention
 from attention_modules.mechanisms.keys.l2 import L2Attention as L2Attention, l2_attention as l2_attention
 from attention_modules.mechanisms.keys.sink import SinkAttention as SinkAttention, sink_attention as sink_attention
 from attention_modules.mechanisms.keys.sinkhorn import (
@@ -17,6 +22,19 @@ from attention_modules.mechanisms.layers.neutreno import (
 from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
+)
+from attention_modules.mechanisms.maps.entmax import (
+    EntmaxAttention as EntmaxAttention,
+    entmax_attention as entmax_attention,
+)
+from attention_modules.mechanisms.maps.hard import HardAttention as HardAttention, hard_attention as hard_attention
+from attention_modules.mechanisms.maps.sigmoid import (
+    SigmoidAttention as SigmoidAttention,
+    sigmoid_attention as sigmoid_attention,
+)
+from attention_modules.mechanisms.maps.talking_heads import (
+    TalkingHeadsAttention as TalkingHeadsAttention,
+    talking_heads_attention as talking_heads_attention,
 )
 from attention_modules.mechanisms.outputs.differential import (
     DifferentialAttention as DifferentialAttention,

@@ -18,7 +18,7 @@ def values_and_gradients(function: Callable[..., Tensor], inputs: dict[str, Tens
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out = function(**leaves)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).sin().view(out.shape)
-    grads = torch.autograd.grad((out * weights).sum(), list(leaves.values()))
+    grads = torch.autograd.grad((out * weights).sum(), list(leaves.values()), materialize_grads=True)
     return {"output": out.detach(), **{f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}}
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_modules import AttentionSpec, build_mechanism, mechanisms as found, naive, swap_attention
+from attention_modules import (
+    AttentionSpec,
+    build_mechanism,
+    mechanism_class,
+    mechanisms as found,
+    naive,
+    swap_attention,
+)
 from attention_modules.testing import check_mechanism
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
 
@@ -25,13 +32,15 @@ class Case:
         name: short name of the mechanism.
         options: that it is built with, in the checks of every mechanism.
         tensors: further arguments of the function, by name, and their shapes.
-        query: whether the function takes a query.
+        shape: of queries, keys and values.
+        shared: names of the options that the function takes too.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    query: bool = True
+    shape: tuple[int, ...] = HEADS
+    shared: tuple[str, ...] = ("iterations", "pairs", "alpha", "bias")
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -43,7 +52,7 @@ class Case:
 
     def inputs(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        shapes = {**dict.fromkeys("qkv" if self.query else "kv", HEADS), **self.tensors}
+        shapes = {**dict.fromkeys("qkv", self.shape), **self.tensors}
         return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
 
 
@@ -54,10 +63,23 @@ CASES = [
     Case("twicing"),
     Case("neutreno", tensors={"first_value": HEADS}),
     Case("value_residual", tensors={"first_value": HEADS}),
+    Case("elliptical", tensors={"previous_value": HEADS}),
     Case("ssmax", tensors={"s": (3,)}),
     Case("ssa", tensors={"beta": (3,)}),
     Case("l2"),
     Case("l2", {"shared": True}),
+    Case("sinkhorn", {"iterations": 1}),
+    Case("sinkhorn", {"iterations": 5}),
+    Case("kde"),
+    Case("sigmoid"),
+    Case("sigmoid", {"bias": -2.0}),
+    Case("entmax"),
+    Case("entmax", {"alpha": 2.0}),
+    Case("hard"),
+    Case("talking_heads", tensors={"mix_logits": (3, 3), "mix_weights": (3, 3)}),
+    Case("forgetting", tensors={"gate": (2, 3, 9)}),
+    Case("differential", tensors={"lam": ()}),
+    Case("differential", {"pairs": "heads"}, {"lam": ()}, shape=(2, 2, 9, 8)),
     Case("qk_norm", tensors={"q_gain": (8,), "k_gain": (8,)}),
     Case("qk_norm", {"gain": "scalar"}, tensors={"q_gain": (1,), "k_gain": (1,)}),
 ]
@@ -65,13 +87,19 @@ IDS = ["-".join((case.name, *map(str, case.options.values()))) for case in CASES
 each = pytest.mark.parametrize("case", CASES, ids=IDS)
 
 
+def _first_heads(mask: Any, heads: int) -> Any:
+    """A mask for fewer heads than it was made for."""
+    return mask[..., :heads, :, :] if torch.is_tensor(mask) and mask.dim() > 2 else mask
+
+
 @each
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_equals_its_equation(case, mask, scale):
-    given = {**masks()[mask], "scale": scale}
-    if not build_mechanism(case.name, AttentionSpec(24, 3, 8), **case.options).row_masks and mask not in PADDING:
+    if mask not in PADDING and not mechanism_class(case.name).row_masks:
         pytest.skip("takes padding alone")
+    given = {name: _first_heads(value, case.shape[1]) for name, value in masks()[mask].items()}
+    given |= {"scale": scale, **{name: case.options[name] for name in case.shared if name in case.options}}
     actual = values_and_gradients(lambda **inputs: case.function(**inputs, **given), case.inputs())
     expected = values_and_gradients(lambda **inputs: case.twin(**inputs, **given), case.inputs())
     assert_same(actual, expected, 1e-12)
@@ -129,5 +157,6 @@ def test_is_finite_and_near_for_one_token_and_for_4096(name, dtype):
         with torch.autocast("cpu", dtype):
             out = mechanism(**given)
         out.float().square().sum().backward()
-        assert (out - exact).norm() <= 0.02 * exact.norm()
+        limit = 0.25 if name == "hard" else 0.02  # a rounded logit may be the largest in place of another
+        assert (out - exact).norm() <= limit * exact.norm()
         assert all(x.grad is None or x.grad.isfinite().all() for x in given.values())

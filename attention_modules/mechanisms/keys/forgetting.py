@@ -1,0 +1,104 @@
+"""Forgetting attention: a gate at each token lets what lies before it fade (Lin et al., ICLR 2025)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.kernels import without_autocast
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
+from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.symmetric import check_self_attention
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q_i·k_j · scale + c_i - c_j + mask) v, c_i = Σ_{l <= i} ln σ(gate_l) (Lin et al., ICLR 2025).
+
+    c_i is one number a row, so that this is attention with the bias -c_j a key. Meant for causal layers: later keys
+    that are not hidden would weigh more the more is forgotten between.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        gate: logits of the forget gates, ``[B, H, N]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on q kᵀ, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit, or there is not one query for each key.
+    """
+    check_self_attention("forgetting", q, k)
+    if gate.shape != k.shape[:-1]:
+        raise ValueError(f"gate must be [B, H, N] = {tuple(k.shape[:-1])}, got {tuple(gate.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    with without_autocast(k.device):
+        faded = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).cumsum(-1)
+    return attend_with_key_bias(q, k, v, -faded, hide(attn_mask), is_causal, dropout_p, scale)
+
+
+@register_mechanism("forgetting")
+class ForgettingAttention(AttentionMechanism):
+    """:func:`forgetting_attention` as a mechanism, with a linear map of the layer's input as the gates' logits.
+
+    Args:
+        spec: the layer that it serves.
+        bias: start of the gates' bias; 30 is plain attention up to rounding.
+        std: standard deviation of the gates' weights at the start.
+
+    Raises:
+        ValueError: if a number is out of its limits.
+    """
+
+    needs = ("x",)
+    one_query_per_key = True
+    neutral: ClassVar = {"bias": 30.0, "std": 0.0}
+
+    def __init__(self, spec: AttentionSpec, bias: float = 0.0, std: float = 0.02) -> None:
+        super().__init__(spec)
+        self.gate = nn.Linear(spec.dim, spec.num_heads)
+        nn.init.normal_(self.gate.weight, std=check_number("std", std, at_least=0.0))
+        nn.init.constant_(self.gate.bias, check_number("bias", bias))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        *,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the values, the far ones faded.
+
+        Raises:
+            ValueError: if there is no ``x``, or the numbers of queries and keys differ.
+        """
+        gate = self.gate(self.needed("x", x)).transpose(1, 2)
+        return forgetting_attention(
+            q, k, v, gate, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        )

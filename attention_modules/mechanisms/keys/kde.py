@@ -1,0 +1,63 @@
+"""Attention as kernel density estimation with normalized keys (Han et al., 2022), a baseline of RPC-Attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, register_mechanism
+
+
+def kde_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(-‖q - k̂‖² · scale + mask) v, k̂ the keys of norm 1 (the kernel form of Han et al., 2022, released code).
+
+    ‖q‖² and ‖k̂‖² are one number a row, so that this is attention with k̂ at twice the scale.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the squared distances, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend(q, F.normalize(k, dim=-1), v, hide(attn_mask), is_causal, dropout_p, 2 * scale)
+
+
+@register_mechanism("kde")
+class KDEAttention(AttentionMechanism):
+    """:func:`kde_attention` as a mechanism, without parameters."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values by the distance of queries to normalized keys."""
+        return kde_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -1,0 +1,1 @@
+"""Mechanisms whose maps are no softmax, or mixtures of maps."""

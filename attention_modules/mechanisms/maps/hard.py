@@ -1,0 +1,74 @@
+"""Hard retrieval attention: each row reads one value, that of its largest logit (Xu and van Genabith, 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanisms.shared.chunks import attend_by
+
+
+def _one_hot(logits: Tensor, seen: Tensor) -> Tensor:
+    largest = logits.masked_fill(~seen, float("-inf")).argmax(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(-1, largest, 1.0)
+
+
+def hard_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """One-hot weights at each row's largest logit, with the gradient of softmax (straight-through).
+
+    Weights one_hot(z) + A - stop_gradient(A), A = softmax(z): the paper's own gradient was not found (our reading).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: dropout of the one-hot weights.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    out = attend_by(_one_hot, q.detach(), k.detach(), v, attn_mask, is_causal, dropout_p, scale)
+    if not torch.is_grad_enabled():
+        return out
+    soft = attend(q, k, v.detach(), hide(attn_mask), is_causal, 0.0, scale)
+    return out + (soft - soft.detach()).to(out.dtype)
+
+
+@register_mechanism("hard")
+class HardAttention(AttentionMechanism):
+    """:func:`hard_attention` as a mechanism, without parameters."""
+
+    surrogate_gradient = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Read one value a row."""
+        return hard_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -1,0 +1,87 @@
+"""Sigmoid attention: each weight by itself, without a sum to share (Ramapuram et al., ICLR 2025)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_modules.masks import combine_masks
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.mechanisms.shared.options import check_number
+
+
+def sigmoid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """σ(q kᵀ · scale + bias + mask) v (sigmoid attention, Ramapuram et al., ICLR 2025).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d]``.
+        bias: b; None for -ln n, as the paper recommends, n the number of keys that a row sees (the paper has the
+            sequence's length for all rows; ours does not depend on padding).
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+
+    def weights(logits: Tensor, seen: Tensor) -> Tensor:
+        if bias is not None:
+            return (logits + bias).sigmoid()
+        count = seen.expand(*seen.shape[:-1], logits.shape[-1]).sum(-1, keepdim=True, dtype=logits.dtype)
+        return (logits - count.clamp(min=1.0).log()).sigmoid()
+
+    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+
+
+@register_mechanism("sigmoid")
+class SigmoidAttention(AttentionMechanism):
+    """:func:`sigmoid_attention` as a mechanism, without parameters.
+
+    Args:
+        spec: the layer that it serves.
+        bias: of the logits; None for -ln of the number of keys that a row sees.
+
+    Raises:
+        ValueError: if ``bias`` is no finite number.
+    """
+
+    def __init__(self, spec: AttentionSpec, bias: float | None = None) -> None:
+        super().__init__(spec)
+        self.bias = None if bias is None else check_number("bias", bias)
+
+    def extra_repr(self) -> str:
+        return "bias=-ln n" if self.bias is None else f"bias={self.bias}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values."""
+        return sigmoid_attention(
+            q, k, v, self.bias, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        )

@@ -1,0 +1,112 @@
+"""Talking-heads attention: logits and weights are mixed across heads (Shazeer et al., 2020)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.kernels import attend
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.options import check_number
+
+
+def talking_heads_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mix_logits: Tensor,
+    mix_weights: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Σ_h W_gh softmax(Σ_f L_hf q_f k_fᵀ · scale + mask) v_g for each head g (Shazeer et al., 2020).
+
+    Without a map in memory: the heads stand side by side as one of width H d, H times. It costs H times the products of
+    plain attention.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d']``.
+        mix_logits: L ``[H, H]``.
+        mix_weights: W ``[H, H]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout, of the weights before they are mixed.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d']``; zeros in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+    """
+    heads, width = q.shape[1], q.shape[-1]
+    for name, mix in (("mix_logits", mix_logits), ("mix_weights", mix_weights)):
+        if mix.shape != (heads, heads):
+            raise ValueError(f"{name} must be [heads, heads] = {(heads, heads)}, got {tuple(mix.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    scale = width**-0.5 if scale is None else scale
+    side_by_side = [x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (q, k, v)]  # [B, 1, N, H d]
+    query = side_by_side[0] * mix_logits.repeat_interleave(width, 1).view(1, heads, 1, -1).to(q.dtype)
+    key, value = (x.expand(-1, heads, -1, -1) for x in side_by_side[1:])
+    short = query.shape[-1] - value.shape[-1]
+    if short > 0:
+        value = nn.functional.pad(value, (0, short))
+    elif short < 0:
+        query, key = (nn.functional.pad(x, (0, -short)) for x in (query, key))
+    out = attend(query, key, value, hide(attn_mask), is_causal, dropout_p, scale)[..., : heads * v.shape[-1]]
+    return torch.einsum("gh,bhngd->bgnd", mix_weights.to(out.dtype), out.unflatten(-1, (heads, -1)))
+
+
+@register_mechanism("talking_heads")
+class TalkingHeadsAttention(AttentionMechanism):
+    """:func:`talking_heads_attention` as a mechanism, with two learned matrices, the identity at the start.
+
+    Args:
+        spec: the layer that it serves.
+        std: standard deviation of what is added to the identity at the start.
+
+    Raises:
+        ValueError: if ``std`` is negative.
+    """
+
+    neutral: ClassVar = {"std": 0.0}
+
+    def __init__(self, spec: AttentionSpec, std: float = 0.0) -> None:
+        super().__init__(spec)
+        std = check_number("std", std, at_least=0.0)
+        self.mix_logits, self.mix_weights = (
+            nn.Parameter(torch.eye(spec.num_heads) + std * torch.randn(spec.num_heads, spec.num_heads))
+            for _ in range(2)
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values by mixed maps."""
+        return talking_heads_attention(
+            q,
+            k,
+            v,
+            self.mix_logits,
+            self.mix_weights,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+        )

@@ -1,0 +1,77 @@
+"""Attention by maps that no fused kernel makes: a few rows at a time, computed again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules.kernels import autocast, check_dropout, without_autocast
+from attention_modules.masks import visible
+
+CHUNK = 128  # rows of a map that are held at once
+Weights = Callable[[Tensor, Tensor], Tensor]
+
+
+def attend_by(
+    weights: Weights,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """weights(q kᵀ · scale + mask) v, with memory that is linear in the number of tokens.
+
+    Args:
+        weights: makes weights of logits ``[B, H, n, M]``, at least float32, and of what each row sees, boolean,
+            broadcastable to them; what it gives for hidden keys is not read.
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        v: values ``[B, H, M, d']``.
+        attn_mask: boolean or additive ``[B|1, H|1, N|1, M|1]``; not together with ``is_causal``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: dropout of the weights.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d']``; zeros in rows that see nothing.
+    """
+    check_dropout(dropout_p)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = autocast(q), autocast(k), autocast(v)
+    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+
+    def rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
+        with without_autocast(q.device):
+            logits = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+            seen = everything if mask is None else visible(mask)
+            if mask is not None and mask.dtype != torch.bool:
+                logits = logits + mask.masked_fill(~seen, 0.0)
+            if is_causal:
+                last = torch.arange(first, first + q.shape[-2], device=q.device)
+                seen = torch.arange(k.shape[-2], device=q.device) <= last.unsqueeze(-1)
+                seen = seen.view(1, 1, *seen.shape)
+            found = torch.where(seen, weights(logits, seen), logits.new_zeros(()))
+            if dropout_p > 0.0:
+                found = F.dropout(found, dropout_p)
+            return found.to(v.dtype) @ v
+
+    if q.shape[-2] <= CHUNK:
+        return rows(q, k, v, attn_mask, 0)
+    out = []
+    for first in range(0, q.shape[-2], CHUNK):
+        part, mask = q[..., first : first + CHUNK, :], attn_mask
+        if mask is not None and mask.shape[-2] > 1:
+            mask = mask[..., first : first + CHUNK, :]
+        if torch.is_grad_enabled():
+            keep = dropout_p > 0.0
+            out.append(checkpoint(rows, part, k, v, mask, first, use_reentrant=False, preserve_rng_state=keep))
+        else:
+            out.append(rows(part, k, v, mask, first))
+    return torch.cat(out, -2)
