@@ -48,6 +48,13 @@ def forgetting_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, or there is not one query for each key.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import forgetting_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> forgetting_attention(q, k, v, torch.zeros(1, 3, 5), is_causal=True).shape
+        torch.Size([1, 3, 5, 8])
     """
     check_self_attention("forgetting", q, k)
     if gate.shape != k.shape[:-1]:

@@ -45,6 +45,13 @@ def sink_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import sink_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> sink_attention(q, k, v, torch.zeros(3)).shape
+        torch.Size([1, 3, 5, 8])
     """
     if sink.shape != q.shape[1:2]:
         raise ValueError(f"sink must be one number a head, ({q.shape[1]},), got {tuple(sink.shape)}")

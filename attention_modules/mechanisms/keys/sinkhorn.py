@@ -75,6 +75,13 @@ def sinkhorn_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, rows would see different keys, or there is not one query for each key.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import sinkhorn_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> sinkhorn_attention(q, k, v, iterations=3).shape
+        torch.Size([1, 3, 5, 8])
     """
     check_self_attention("sinkhorn", q, k)
     check_mask(attn_mask, q, k)

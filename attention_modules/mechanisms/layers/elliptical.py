@@ -73,6 +73,13 @@ def elliptical_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, or values are not as wide as keys.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import elliptical_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> elliptical_attention(q, k, v, previous_value=k).shape
+        torch.Size([1, 3, 5, 8])
     """
     if previous_value is not None and v.shape[-1] != q.shape[-1]:
         raise ValueError(f"elliptical attention needs values as wide as keys, got {v.shape[-1]} and {q.shape[-1]}")

@@ -44,6 +44,13 @@ def neutreno_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, or there is not one query for each key.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import neutreno_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> neutreno_attention(q, k, v, first_value=v, alpha=0.6).shape
+        torch.Size([1, 3, 5, 8])
     """
     check_self_attention("neutreno", q, k)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)

@@ -43,6 +43,13 @@ def value_residual_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import value_residual_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> value_residual_attention(q, k, v, first_value=v).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     value = v if first_value is None else v.lerp(first_value, weight)

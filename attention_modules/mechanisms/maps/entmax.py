@@ -75,6 +75,13 @@ def entmax_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import entmax_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> entmax_attention(q, k, v, alpha=2.0).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     if alpha == 1.0:

@@ -45,6 +45,13 @@ def hard_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import hard_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> hard_attention(q, k, v).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     out = attend_by(_one_hot, q.detach(), k.detach(), v, attn_mask, is_causal, dropout_p, scale)

@@ -40,6 +40,13 @@ def sigmoid_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import sigmoid_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> sigmoid_attention(q, k, v).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
 

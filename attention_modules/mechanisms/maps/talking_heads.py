@@ -47,6 +47,13 @@ def talking_heads_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import talking_heads_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> talking_heads_attention(q, k, v, torch.eye(3), torch.eye(3)).shape
+        torch.Size([1, 3, 5, 8])
     """
     heads, width = q.shape[1], q.shape[-1]
     for name, mix in (("mix_logits", mix_logits), ("mix_weights", mix_weights)):

@@ -50,6 +50,13 @@ def differential_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, or the features or heads are no pairs.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import differential_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> differential_attention(q, k, v, torch.tensor(0.5)).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     attn_mask = hide(attn_mask)

@@ -43,6 +43,13 @@ def gated_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import gated_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> gated_attention(q, k, v, torch.zeros(1, 3, 5, 1)).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     out = attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)

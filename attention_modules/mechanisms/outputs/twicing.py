@@ -39,6 +39,13 @@ def twicing_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, or there is not one query for each key.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import twicing_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> twicing_attention(q, k, v).shape
+        torch.Size([1, 3, 5, 8])
     """
     check_self_attention("twicing", q, k)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)

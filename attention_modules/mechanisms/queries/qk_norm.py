@@ -49,6 +49,13 @@ def qk_norm_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if the mask's shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import qk_norm_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> qk_norm_attention(q, k, v, torch.ones(8), torch.ones(8)).shape
+        torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     width = q.shape[-1:]

@@ -47,6 +47,13 @@ def ssa_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import ssa_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> ssa_attention(q, k, v, torch.full((3,), 2.0)).shape
+        torch.Size([1, 3, 5, 8])
     """
     if beta.shape != q.shape[1:2]:
         raise ValueError(f"beta must be one number a head, ({q.shape[1]},), got {tuple(beta.shape)}")

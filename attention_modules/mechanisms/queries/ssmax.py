@@ -43,6 +43,13 @@ def ssmax_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import ssmax_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> ssmax_attention(q, k, v, torch.full((3,), 0.43)).shape
+        torch.Size([1, 3, 5, 8])
     """
     if s.shape != q.shape[1:2]:
         raise ValueError(f"s must be one number a head, ({q.shape[1]},), got {tuple(s.shape)}")
