@@ -90,6 +90,8 @@ class AttentionMechanism(nn.Module):
     """Whether rows may see different keys; where False, it takes padding masks alone, and refuses causality."""
     surrogate_gradient: ClassVar[bool] = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
+    before_rotation: bool = False
+    """Whether it treats features of a head apart, so that rotary positions must not have mixed them before."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention_modules.base import options_text
+from attention_modules.base import described, options_text
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Swapped, hook_refusal, swapped_class
 from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
@@ -298,6 +298,12 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         swapped = isinstance(module, Swapped)
         _raise_for(layer.name, host.refusal(module))
         _raise_for(layer.name, host.mechanism_refusal(module, built))
+        if built.before_rotation and host.rotates(module):
+            _raise_for(
+                layer.name,
+                f"rotary positions have turned its queries and keys, and {described(built)} treats their features "
+                "apart; choose its option for whole heads, or a mechanism without",
+            )
         if "x" in built.needs:
             _raise_for(layer.name, host.input_refusal(module))
         if sharded:

@@ -244,7 +244,7 @@ class HuggingFaceHost(Host):
     def caveat(self, layer: Any) -> str | None:
         if self._query_norm(layer) is not None:
             return "q/k norm: the logits do not have the spectrum of W"
-        if "position_embeddings" in _forward_arguments(layer):
+        if self.rotates(layer):
             return "rope: the spectrum of the logits is not W's"
         return None
 
@@ -256,6 +256,9 @@ class HuggingFaceHost(Host):
                 'model.set_attn_implementation("sdpa") first'
             )
         return None
+
+    def rotates(self, layer: Any) -> bool:
+        return "position_embeddings" in _forward_arguments(layer)
 
     def input_refusal(self, layer: Any) -> str | None:
         if "kwargs" in _forward_arguments(layer):

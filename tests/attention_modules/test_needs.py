@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_modules import AttentionMechanism, swap_attention
+from attention_modules import AttentionMechanism, AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
 from tests.attention_modules.hosts.cases import HOSTS, built, padding_mask
 
@@ -36,3 +36,15 @@ def test_the_layers_input_is_what_its_keys_are_made_of(name):
         if layer.spectrum_caveat is None and x.shape[1] == k.shape[2]:
             rest = k - torch.einsum("bnc,hdc->bhnd", x, layer.qk_weights()[1])  # the bias alone
             torch.testing.assert_close(rest, rest[:1, :, :1].expand_as(rest), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["timm-rope", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("mechanism", "taken"), [("qk_norm", {"gain": "scalar"}), ("differential", {"pairs": "heads"})]
+)
+def test_features_that_rope_has_turned_are_not_treated_apart(name, mechanism, taken):
+    model = built(name)
+    with pytest.raises(AttentionSwapError, match=r"rotary positions have turned.*(QKNorm|Differential)Attention"):
+        swap_attention(model, mechanism)
+    swap_attention(model, mechanism, **taken)
+    assert HOSTS[name].run(model, None).isfinite().all()

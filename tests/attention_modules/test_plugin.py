@@ -55,6 +55,22 @@ def test_passes_the_compile_check(plugin):
     check_mechanism("window", window=2, only=["compile"])
 
 
+def test_one_that_needs_the_input_and_another_layers_values(plugin):
+    check_mechanism("gated_residual", only=set(CHECKS) - {"compile"})
+    layer = nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 9, 24)
+    before = model(x)
+    swap_attention(model, "gated_residual")
+    after = model(x)
+    assert not torch.allclose(after, before)
+    after.sum().backward()
+    unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert unused == [f"layers.0.self_attn.mechanism.gate.{name}" for name in ("weight", "bias")]
+    restore_attention(model)
+    assert torch.equal(model(x), before)
+
+
 def test_swaps_into_a_model_and_out(plugin):
     model = nn.Sequential(SelfAttention(24, 3), SelfAttention(24, 3)).eval()
     x = torch.randn(2, 9, 24)

@@ -108,6 +108,9 @@ class SamHost(BiasedHost):
     def biased(self, layer: Any) -> bool:
         return layer.use_rel_pos
 
+    def rotates(self, layer: Any) -> bool:
+        return not layer.use_rel_pos and layer.rope is not None
+
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or ("rope: the spectrum of the logits is not W's" if layer.rope else None)
 

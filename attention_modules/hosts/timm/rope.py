@@ -57,6 +57,9 @@ class TimmAttentionRopeHost(TimmHost):
     def widths(self, layer: Any) -> Widths:
         return Widths(layer.num_heads, layer.head_dim, layer.head_dim, getattr(layer, "num_kv_heads", layer.num_heads))
 
+    def rotates(self, layer: Any) -> bool:
+        return True
+
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or "rope: the spectrum of the logits is not W's"
 
@@ -101,6 +104,9 @@ class GemmaHost(TimmHost):
 
     def scale(self, layer: nn.Module) -> float:
         return 1.0
+
+    def rotates(self, layer: Any) -> bool:
+        return True
 
 
 HOSTS: tuple[Host, ...] = (TimmAttentionRopeHost(), EvaHost(), GemmaHost())
