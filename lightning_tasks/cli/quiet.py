@@ -18,10 +18,11 @@ _LINES = (
     "💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger]",
     "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]",
 )
-_WARNINGS = {  # the module that warns, and how its text begins
-    "lightning.pytorch.utilities._pytree": "`isinstance(treespec, LeafSpec)` is deprecated",
-    # A run has a folder of its own, so that one which resumes always has another.
-    "lightning.pytorch.callbacks.model_checkpoint": "The dirpath has changed from ",
+_OF_A_RUN = r"['\"].*[/\\]version_\d+[/\\]checkpoints['\"]"
+_WARNINGS = {  # the module that warns, and a pattern of how its text begins
+    "lightning.pytorch.utilities._pytree": re.escape("`isinstance(treespec, LeafSpec)` is deprecated"),
+    # A run has a folder of its own, so that one which resumes always has another. A dirpath of the user's is no such.
+    "lightning.pytorch.callbacks.model_checkpoint": f"The dirpath has changed from {_OF_A_RUN} to {_OF_A_RUN},",
 }
 _NO_FLOPS = re.compile(r"^(\x1b\[[\d;]*m)*(Total FLOPs(\x1b\[[\d;]*m)*: 0|0\s+Total Flops)\b.*\n?", re.MULTILINE)
 
@@ -34,8 +35,8 @@ def quiet() -> Iterator[None]:
         log.addFilter(_is_kept)
     try:
         with warnings.catch_warnings():
-            for module, text in _WARNINGS.items():
-                warnings.filterwarnings("ignore", re.escape(text), module=re.escape(module))
+            for module, pattern in _WARNINGS.items():
+                warnings.filterwarnings("ignore", pattern, module=re.escape(module))
             yield
     finally:
         for log in logs:

@@ -1,5 +1,6 @@
 """What the command leaves out of the lines of other packages, and that it prints the configuration that runs."""
 
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_resumed_run_has_another_folder_without_a_warning(demo):
         main(["fit", "--config", demo, "--ckpt_path", str(checkpoint()), "--trainer.max_steps", "3"])
     texts = [str(each.message) for each in found]
     assert not [text for text in texts if "dirpath has changed" in text or "LeafSpec" in text]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "mine"), ("mine", None), ("mine", "other")])
+def test_a_folder_of_checkpoints_that_the_user_changes_is_said(demo, before, after):
+    def checkpoints(folder):
+        kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": folder}}
+        return f"--trainer.callbacks={json.dumps([kept])}"
+
+    main(["fit", "--config", demo, checkpoints(before)])
+    path = next(Path.cwd().rglob("*.ckpt"))
+    with pytest.warns(UserWarning, match="The dirpath has changed from"):
+        main(["fit", "--config", demo, "--ckpt_path", str(path), "--trainer.max_steps", "3", checkpoints(after)])
 
 
 @pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
