@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attention_modules.hosts.connected import connect_layers, shares_values
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import Mechanism
 
@@ -153,12 +154,14 @@ class TransformerLM(nn.Module):
             )
             for index in range(num_layers)
         ]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.Sequential(*layers)  # called, so that layers can read each other's values in one pass
         self.norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab_size, bias=False)
         self._reset_parameters(layers)
         if tied:
             self.head.weight = self.embedding.weight
+        if any(map(shares_values, (layer.attn for layer in layers))):
+            connect_layers(self)
 
     @torch.no_grad()
     def _reset_parameters(self, layers: list[TransformerLayer]) -> None:
@@ -183,10 +186,7 @@ class TransformerLM(nn.Module):
                 "shorten the window or build the model with a larger num_tokens"
             )
         x = self.embedding_scale * self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        x = self.dropout(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(self.layers(self.dropout(x)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[B, N, V]`` of the next token, from ``[B, N]`` token ids."""

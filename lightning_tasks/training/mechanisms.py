@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from attention_modules.function import is_attention_function
 from attention_modules.hosts import attention_layers
 from attention_modules.mechanism import AttentionMechanism, Mechanism, check_options, mechanism_class
+from attention_modules.sharing import READS
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import Spec, import_object
 from lightning_tasks.training.trust import check_kind, checked_spec
@@ -78,7 +79,7 @@ def swap_layers(
 ) -> None:
     """Put ``attention`` into the chosen layers of a model and ``other`` into the rest, each layer once.
 
-    A layer that is to have plain softmax attention stays as its library made it.
+    A layer that is to have plain softmax attention stays as its library made it, unless others read its values.
 
     Raises:
         AttentionSwapError: as :func:`attention_modules.swap_attention`.
@@ -87,10 +88,17 @@ def swap_layers(
         return
     chosen = [layer.name for layer in attention_layers(model, layers=layers)]
     rest = [layer.name for layer in attention_layers(model) if layer.name not in chosen]
-    if rest and other != "softmax":
+    if rest and (other != "softmax" or _reads_others(attention)):
         swap_attention(model, other, where=rest, **(other_options or {}))
     if attention != "softmax":
         swap_attention(model, attention, where=chosen, **options)
+
+
+def _reads_others(attention: Mechanism) -> bool:
+    """Whether a mechanism reads the values of other layers; not known of a callable that builds it."""
+    if not isinstance(attention, (str, type)) and not is_attention_function(attention):
+        return False
+    return any(need in READS for need in mechanism_class(attention).needs)
 
 
 def _check_options(mechanism: type[AttentionMechanism], options: Mapping[str, Any]) -> None:

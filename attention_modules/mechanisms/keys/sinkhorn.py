@@ -125,7 +125,9 @@ class SinkhornAttention(AttentionMechanism):
         if self.iterations % 2 == 0:
             raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
         if spec.is_causal:
-            raise ValueError("sinkhorn attention normalizes over later rows too, and this layer hides the future")
+            raise ValueError(
+                "sinkhorn attention normalizes over later rows too, and this layer hides the future; choose another"
+            )
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}"

@@ -3,7 +3,9 @@
 import warnings
 
 import pytest
+import torch
 
+from attention_modules.hosts import attention_layers
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
 from lightning_tasks.training.mechanisms import attention_spec
 from tests.lightning_tasks.language_data import SMALL, VOCAB
@@ -31,3 +33,18 @@ def test_softmax_without_options_says_nothing():
         warnings.simplefilter("error")
         assert [attention_spec("softmax", options) for options in (None, {})] == ["softmax"] * 2
         assert attention_spec("rpc", {"iterations": 2}) == "rpc"
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+@pytest.mark.parametrize("name", ["neutreno", "gated"])
+def test_mechanisms_that_need_more_of_their_layers(name, layers):
+    chosen = {"attention": name, "attention_layers": layers}
+    images = ImageClassificationTask("vit_tiny_patch16_224", 6, model_options={**VIT, "depth": 2}, **chosen)
+    images.configure_model()
+    assert images(torch.randn(2, 3, VIT["img_size"], VIT["img_size"])).isfinite().all()
+    model = {**SMALL, "init_args": {**SMALL["init_args"], "num_layers": 2}}
+    text = LanguageModelingTask(model, vocab_size=VOCAB, **chosen)
+    text.configure_model()
+    assert text.model(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+    swapped = [type(layer.mechanism).__name__ for layer in attention_layers(text)]
+    assert swapped.count("SoftmaxAttention") == (0 if layers is None else len(swapped) - 1)
