@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from attnswap.datamodules.shared.base import DataModule, default_workers
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
+from lightning_tasks.callbacks.prediction_table import PredictionTable
+from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.cli.loggers import planned_loggers
+from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.runs.folder import RUNS
+from lightning_tasks.training.hparams import import_object, import_path
 
 OF_LIGHTNING = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
@@ -30,9 +39,52 @@ def show_as_run(parser: LightningArgumentParser, command: str, recipe: Any) -> N
     dump = parser.dump
 
     def filled(config: Any, **options: Any) -> str:
-        return dump(_as_run(config.clone(), command, recipe), **options)
+        section = _as_run(config.clone(), command, recipe)
+        return dump(section, **options) + _in_words(own_callbacks(command, section))
 
     parser.dump = filled  # type: ignore[method-assign]
+
+
+def own_callbacks(command: str, section: Any) -> list[Callback]:
+    """The callbacks that a command adds to those of its configuration.
+
+    Args:
+        command: as :func:`show_as_run` takes it.
+        section: the configuration of the command.
+    """
+    added: list[Callback] = []
+    if section.get("init_from"):
+        added.append(InitFromCheckpoint(section.init_from))
+    if command == "fit" and section.get("ckpt_path"):
+        added += [CheckResumedOptimizer(), WarnOfMissedValidation()]
+    added.append(SaveOnStop())
+    if command == "predict":
+        added.append(PredictionTable())
+    return added
+
+
+def _in_words(added: list[Callback]) -> str:
+    """A comment, so that the printed file can run: as entries, each would be there twice."""
+    lines = "".join(f"#   {import_path(type(each))}\n" for each in added)
+    return f"# The command adds these callbacks, beside those of Lightning:\n{lines}"
+
+
+def _workers(section: Any) -> int | None:
+    """The loader processes that a data module of ours takes where its number of them is null.
+
+    None where it has a number, is of another kind, or this machine lacks the devices that are asked for.
+    """
+    data = section.get("data")
+    arguments = data.get("init_args") if data is not None else None
+    if arguments is None or "num_workers" not in arguments or arguments.num_workers is not None:
+        return None
+    if not issubclass(import_object(data.class_path), DataModule):
+        return None
+    try:
+        trainer = Trainer(accelerator=section.trainer.accelerator, devices=section.trainer.devices, logger=False)
+    except (MisconfigurationException, ValueError, RuntimeError):
+        return None
+    return default_workers(trainer.num_devices)
 
 
 def _as_run(section: Any, command: str, recipe: Any) -> Any:
@@ -46,6 +98,9 @@ def _as_run(section: Any, command: str, recipe: Any) -> Any:
     for name, value in OF_LIGHTNING.items() if not (trainer.fast_dev_run or trainer.barebones) else ():
         if trainer[name] is None:
             trainer[name] = value
+    workers = _workers(section)
+    if workers is not None:
+        section.data.init_args.num_workers = workers
     model = section.get("model")
     folder = recipe or (str(model.class_path).rpartition(".")[2] if model is not None else None)
     if folder and trainer.logger is not False and not trainer.fast_dev_run:

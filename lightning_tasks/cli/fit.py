@@ -14,11 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
-from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.run_summary import RunSummary, divergence_of
-from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint
@@ -28,17 +24,15 @@ from lightning_tasks.cli.arguments import (
     spell_out_classes,
     warn_of_last_callback,
 )
-from lightning_tasks.cli.as_run import show_as_run
+from lightning_tasks.cli.as_run import own_callbacks, show_as_run
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
-from lightning_tasks.cli.plain_yaml import dump_plain
 from lightning_tasks.cli.predict_images import arguments_of_run
 from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
-from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
-from lightning_tasks.cli.save_config import SaveConfig
+from lightning_tasks.cli.save_config import SaveConfig, dump_plain
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
 from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
@@ -191,18 +185,12 @@ class AttnswapCLI(LightningCLI):
         arguments = section.model.get("init_args") or {}
         for name in list(arguments.keys()):
             arguments[name] = join_arguments(arguments[name])
-        if section.init_from:
-            self.trainer_defaults["callbacks"].append(InitFromCheckpoint(section.init_from))
-        elif self.config.subcommand != "fit" and not section.ckpt_path:
+        if self.config.subcommand != "fit" and not (section.init_from or section.ckpt_path):
             rank_zero_warn(
                 "no --ckpt_path and no --init_from: untrained weights; the model is as it was built (random, or what "
                 "its own settings load, such as pretrained: true)"
             )
-        if self.config.subcommand == "fit" and section.ckpt_path:
-            self.trainer_defaults["callbacks"] += [CheckResumedOptimizer(), WarnOfMissedValidation()]
-        self.trainer_defaults["callbacks"].append(SaveOnStop())
-        if self.config.subcommand == "predict":
-            self.trainer_defaults["callbacks"].append(PredictionTable())
+        self.trainer_defaults["callbacks"] += own_callbacks(self.config.subcommand, section)
         trainer, wandb_runs = section.trainer, wandb_arguments(section.trainer.logger)
         if trainer.logger is False or trainer.fast_dev_run:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def planned_loggers(loggers: Any, recipe: str, root: Path) -> list[Any]:
     csv = _csv_logger_of(given)
     if csv is not None:
         return given
-    name = {"save_dir": str(root), "name": recipe}
-    return [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": name}, *given]
+    # With the defaults that a parser would fill in, so that what is printed prints itself again.
+    arguments = {name: each.default for name, each in inspect.signature(CSVLogger).parameters.items()}
+    arguments |= {"save_dir": str(root), "name": recipe}
+    return [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}, *given]
 
 
 def runs_folder(loggers: Any, recipe: str, root: Path) -> Path:

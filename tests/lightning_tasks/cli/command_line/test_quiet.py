@@ -112,6 +112,31 @@ def test_the_printed_configuration_is_that_of_the_run(demo, capsys):
     assert all(torch.equal(states[0]["state_dict"][name], each) for name, each in states[1]["state_dict"].items())
 
 
+def test_the_printed_configuration_has_the_number_of_workers_and_the_added_callbacks(demo, capsys, monkeypatch):
+    """And it prints itself again."""
+
+    def printed(*arguments):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--print_config"])
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("ATTNSWAP_NUM_WORKERS", "3")
+    data = "--data=attnswap.datamodules.CIFAR10DataModule"
+    text = printed("fit", "--config", demo, data, "--ckpt_path=s3://a/b.ckpt")
+    assert yaml.safe_load(text)["data"]["init_args"]["num_workers"] == 3
+    added = ["SaveOnStop", "CheckResumedOptimizer", "WarnOfMissedValidation"]
+    comment = text[text.index("# The command adds these callbacks") :]
+    assert all(line.startswith("#") for line in comment.splitlines())
+    assert sorted(line.rpartition(".")[2] for line in comment.splitlines()[1:]) == sorted(added)
+    Path("demo.yaml").write_text(text)
+    monkeypatch.delenv("ATTNSWAP_NUM_WORKERS")
+    assert printed("fit", "--config", "demo.yaml") == text
+    text = printed("predict", "--config", demo, data, "--data.num_workers=0", "--init_from=s3://x", "--ckpt_path=null")
+    assert yaml.safe_load(text)["data"]["init_args"]["num_workers"] == 0
+    assert "InitFromCheckpoint\n" in text
+    assert "PredictionTable\n" in text
+
+
 def test_a_fit_that_nothing_ends_has_its_number_of_epochs(capsys):
     model = f"--model={DemoModule.__module__}.DemoModule"
     assert printed_config(capsys, "fit", model)["trainer"]["max_epochs"] == 1000

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.plain_yaml import dump_plain
+from lightning_tasks.cli.save_config import dump_plain
 from lightning_tasks.errors import UsageError
 from tests.lightning_tasks.cli.runs import last_run, saved_config
 
