@@ -21,6 +21,7 @@ _LINES = (
 _OF_A_RUN = r"['\"].*[/\\]version_\d+[/\\]checkpoints['\"]"
 _WARNINGS = {  # the module that warns, and a pattern of how its text begins
     "lightning.pytorch.utilities._pytree": re.escape("`isinstance(treespec, LeafSpec)` is deprecated"),
+    "lightning.fabric.utilities.seed": "No seed found, seed set to ",  # "Seed set to 0" follows
     # A run has a folder of its own, so that one which resumes always has another. A dirpath of the user's is no such.
     "lightning.pytorch.callbacks.model_checkpoint": f"The dirpath has changed from {_OF_A_RUN} to {_OF_A_RUN},",
 }

@@ -31,6 +31,7 @@ def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
         write_csv([row], folder / "robustness.csv")
     text, found = report(tmp_path, *seeds, other)
     assert "3 runs of 2" in " ".join(text.split())
+    assert "<title>attnswap report: 3 runs of 2 configurations</title>" in text
     rows = found.rows
     assert "val/loss 2.05 ± 0.071 (2) 2" in rows
     assert "model.lr – 0.5" in rows

@@ -44,6 +44,15 @@ def test_other_lines_pass(logged):
     assert logged.messages == ["💡 Tip: of somebody else"]
 
 
+def test_a_run_without_a_seed_says_once_which_it_takes(demo, monkeypatch):
+    """Lightning warns of it beside the line "Seed set to 0"."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        main(["fit", "--config", demo, "--seed_everything", "true"])
+    assert not [each for each in found if "No seed found" in str(each.message)]
+
+
 def test_a_resumed_run_has_another_folder_without_a_warning(demo):
     main(["fit", "--config", demo])
     with warnings.catch_warnings(record=True) as found:
