@@ -127,7 +127,9 @@ def test_the_printed_configuration_has_the_number_of_workers_and_the_added_callb
     def printed(*arguments):
         with pytest.raises(SystemExit):
             main([*arguments, "--print_config"])
-        return capsys.readouterr().out
+        output = capsys.readouterr()
+        assert output.out, output.err
+        return output.out
 
     monkeypatch.setenv("ATTNSWAP_NUM_WORKERS", "3")
     data = "--data=attnswap.datamodules.CIFAR10DataModule"
@@ -137,10 +139,11 @@ def test_the_printed_configuration_has_the_number_of_workers_and_the_added_callb
     comment = text[text.index("# The command adds these callbacks") :]
     assert all(line.startswith("#") for line in comment.splitlines())
     assert sorted(line.rpartition(".")[2] for line in comment.splitlines()[1:]) == sorted(added)
-    Path("demo.yaml").write_text(text)
+    Path("printed.yaml").write_text(text)
     monkeypatch.delenv("ATTNSWAP_NUM_WORKERS")
-    assert printed("fit", "--config", "demo.yaml") == text
-    text = printed("predict", "--config", demo, data, "--data.num_workers=0", "--init_from=s3://x", "--ckpt_path=null")
+    assert printed("fit", "--config", "printed.yaml") == text
+    Path("weights.ckpt").touch()
+    text = printed("predict", "--config", demo, data, "--data.num_workers=0", "--init_from=weights.ckpt")
     assert yaml.safe_load(text)["data"]["init_args"]["num_workers"] == 0
     assert "InitFromCheckpoint\n" in text
     assert "PredictionTable\n" in text
