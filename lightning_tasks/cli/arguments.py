@@ -46,6 +46,12 @@ _LAST_CALLBACK = (
     "An option of --trainer.callbacks reaches the last callback of the list alone; change others in a configuration "
     "file, or add one with --trainer.callbacks+=CLASS before its options"
 )
+_NO_LOGGER = (
+    "An option such as --trainer.logger.save_dir changes the logger that a configuration names, and this one names "
+    "none. Without one a run has a CSVLogger, in runs/RECIPE/version_N: --trainer.default_root_dir DIR puts it into "
+    "DIR/RECIPE/version_N. To set all its arguments, name it first: --trainer.logger "
+    "lightning.pytorch.loggers.CSVLogger --trainer.logger.save_dir DIR --trainer.logger.name NAME"
+)
 _PACKAGES = {"data": "attnswap.datamodules", "model": "lightning_tasks"}
 
 
@@ -100,6 +106,8 @@ def _class_path(name: str, value: str) -> str | None:
 def argument_refusal(error: Exception, options: Iterable[str]) -> UsageError:
     """The parser's error as one of ours; `options` are those that the command knows, such as `--trainer.max_steps`."""
     text = str(error)
+    if "lightning.pytorch.loggers.Logger is abstract" in text:
+        return UsageError(_NO_LOGGER)
     lines = [line.strip() for line in text.splitlines()]
     kept = " ".join(line.removeprefix("- ") for line in lines if not _NOISE.match(line))
     hint = _hint(text, options) + shadow_note(text)

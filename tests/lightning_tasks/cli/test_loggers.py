@@ -64,6 +64,21 @@ def fit_with(demo, *loggers):
     return {path.relative_to(Path.cwd()).as_posix() for path in set(Path.cwd().rglob("*")) - before if path.is_file()}
 
 
+@pytest.mark.parametrize("option", ["--trainer.logger.init_args.save_dir=here", "--trainer.logger.save_dir=here"])
+def test_an_option_of_the_default_logger_says_which_logger_it_is_and_how_to_set_it(demo, capsys, option):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", demo, option])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "this one names none. Without one a run has a CSVLogger" in error
+    root = ["--trainer.default_root_dir", "elsewhere"]
+    named = ["--trainer.logger", CSV, "--trainer.logger.save_dir", "here", "--trainer.logger.name", "mine"]
+    for cure, folder in ((root, "elsewhere/demo"), (named, "here/mine")):
+        assert " ".join(cure[:1]) in error
+        main(["fit", "--config", demo, *cure])
+        assert Path(folder, "version_0", "config.yaml").is_file()
+
+
 def test_a_csv_logger_keeps_its_place_and_its_settings(demo):
     logger = {"class_path": CSV, "init_args": {"save_dir": "here", "name": "a b/ü", "prefix": "mine"}}
     first = fit_with(demo, logger)
