@@ -159,7 +159,7 @@ class _OfTask:
         masks = masks.masked_fill(masks == ignore_index, _ignored(self))
         for sample, mask in zip(samples, masks, strict=True):
             sample.gt_sem_seg = PixelData(data=mask[None])
-        found: dict[str, Any] = self.loss(**preprocessed(self, images, samples, training=True))
+        found: dict[str, Any] = self(**preprocessed(self, images, samples, training=True), mode="loss")
         terms = {name: value for name, value in found.items() if "loss" in name}  # as mmengine's `parse_losses`
         return {
             name: value.mean() if isinstance(value, Tensor) else torch.stack([part.mean() for part in value]).sum()
@@ -168,7 +168,7 @@ class _OfTask:
 
     def bands(self: Any, images: Tensor) -> Iterator[Tensor]:
         """The logits of the model's own `predict`, all rows at once: it holds them all."""
-        results = self.predict(**preprocessed(self, images, _samples(images), training=False))
+        results = self(**preprocessed(self, images, _samples(images), training=False), mode="predict")
         yield torch.stack([result.seg_logits.data for result in results])
 
 

@@ -126,19 +126,27 @@ class Segmenter(nn.Module):
             raise ValueError(f"images must be [B, 3, H, W], got {list(images.shape)}")
         return self.decoder(self.tokens((images - self.image_mean) / self.image_std))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[B, K, H, W]`` of images ``[B, 3, H, W]`` in [0, 1]: those of the patches, interpolated.
+    def forward(
+        self, images: Tensor, masks: Tensor | None = None, ignore_index: int = 255
+    ) -> Tensor | dict[str, Tensor]:
+        """Logits ``[B, K, H, W]`` of images ``[B, 3, H, W]`` in [0, 1], or with masks the loss.
+
+        Logits are those of the patches, interpolated. With masks ``[B, H, W]``, as torchvision's detectors with
+        targets, :meth:`losses`, which never holds the interpolated ones; hooks on the network see both calls.
 
         Raises:
             ValueError: as :meth:`patch_logits`.
         """
+        if masks is not None:
+            return {"loss": upsampled_cross_entropy(self.patch_logits(images), masks, ignore_index)}
         # Contiguous while it is small: the large map would inherit the order of its axes, and softmax would copy it.
         logits = self.patch_logits(images).permute(0, 3, 1, 2).contiguous()
         return functional.interpolate(logits, size=images.shape[-2:], mode="bilinear")
 
     def losses(self, images: Tensor, masks: Tensor, ignore_index: int) -> dict[str, Tensor]:
         """The mean cross-entropy in nats over the pixels of masks ``[B, H, W]`` that count, 0 where none does."""
-        return {"loss": upsampled_cross_entropy(self.patch_logits(images), masks, ignore_index)}
+        found: dict[str, Tensor] = self(images, masks, ignore_index)  # called as a module, so that its hooks run
+        return found
 
     def bands(self, images: Tensor) -> Iterator[Tensor]:
         """Logits ``[B, K, rows, W]`` of whole images ``[B, 3, H, W]`` of any size, band by band from the top."""

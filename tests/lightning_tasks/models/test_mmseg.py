@@ -99,7 +99,11 @@ def test_forward_loss_and_backward_are_the_model_s_own(name):
     torch.manual_seed(1)
     expected = network(**network.data_preprocessor(theirs, True), mode="loss")
     torch.manual_seed(1)
+    called = []
+    hook = network.register_forward_hook(lambda *_: called.append("hook"))
     found = network.losses(images, masks, 255)
+    hook.remove()
+    assert called == ["hook"]
     assert set(found) == {key for key in expected if "loss" in key}
     for key, value in found.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)

@@ -44,6 +44,17 @@ def test_every_parameter_of_any_backbone_learns(backbone, decoder):
     assert not idle
 
 
+def test_hooks_on_the_network_run_in_the_training_step_too():
+    model, calls = segmenter(), []
+    model.register_forward_pre_hook(lambda module, arguments: calls.append("before"))
+    model.register_forward_hook(lambda module, arguments, output: calls.append(output))
+    found = model.losses(images(), torch.randint(5, (2, 32, 32)), 255)
+    assert calls == ["before", found]
+    next(model.bands(images()))
+    assert calls[2] == "before"
+    assert calls[3].shape == (1, 5, 32, 32)  # a window
+
+
 def test_tokens_are_those_of_the_patches_without_class_and_register_tokens():
     model = segmenter("vit_medium_patch16_reg4_gap_256")
     found = model.tokens(images())
