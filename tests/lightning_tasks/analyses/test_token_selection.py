@@ -1,6 +1,7 @@
 """`attnswap analyze token-selection`: where the theory says that p points, and what plain autograd makes of it."""
 
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -62,6 +63,23 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
         assert {row["run"] for row in rows} == {*settings, "regularisation path"}
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         assert f"| {name} | 0 | {next(iter(settings))} |" in printed
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_alone(tmp_path, monkeypatch):
+    given = ["analyze", "token-selection", "--experiment", "single", "--seeds", "2", "--steps", "5", "--output"]
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        main([*given, str(tmp_path / type(stream).__name__)])
+        shown[type(stream)] = stream.getvalue()
+    assert "token-selection: single: 100%" in shown[Terminal]
+    assert "2/2" in shown[Terminal]
+    assert shown[io.StringIO] == ""
 
 
 def test_experiments_one_by_one_share_a_summary(tmp_path, capsys):
