@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal
 
-.PHONY: quickstart test test-mmseg test-oldest docs clean
+.PHONY: quickstart test test-mmseg test-oldest test-newest docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -39,12 +39,18 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' $$($(OLDEST))
 	$(TEST_ENV) .venv-oldest/bin/python -m pytest $(PYTEST_ARGS) tests/attention_modules tests/lightning_tasks/callbacks
 
+# The same with the newest that pip finds, whatever constraints.txt says.
+test-newest:
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade --editable '.[test]'
+	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PYTEST_ARGS) tests/attention_modules tests/lightning_tasks/callbacks
+
 # The site in build/docs. `make docs DOCS_ARGS="-D nb_execution_mode=off"` leaves the tutorials as they are written.
 docs: $(VENV)/.installed-docs
 	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto $(DOCS_ARGS) docs build/docs
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
