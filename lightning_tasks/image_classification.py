@@ -30,6 +30,7 @@ from lightning_tasks.runs.files import run_folder, save_figure, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mixup import Mixing, step_seed
+from lightning_tasks.training.spelling import one_spelling
 from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
@@ -63,6 +64,9 @@ class ImageClassificationTask(VisionTask):
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and position embeddings have no weight
             decay; ``[]`` for one group.
+        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
+            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
+            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -103,7 +107,13 @@ class ImageClassificationTask(VisionTask):
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
+        mechanism: Buildable | None = None,
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
     ) -> None:
+        attention, attention_options, attention_layers = one_spelling(
+            (attention, attention_options, attention_layers), (mechanism, options, layers)
+        )
         if layer_decay is not None and param_groups is not None:
             raise ValueError("layer_decay makes the optimizer's groups, and so does param_groups: give one of the two")
         mixing = {

@@ -20,6 +20,7 @@ from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.training.spelling import one_spelling
 
 Batch = tuple[Tensor, Tensor]
 
@@ -51,6 +52,9 @@ class LanguageModelingTask(BaseTask):
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
             :class:`~lightning_tasks.base.BaseTask`.
         chunk_size: tokens whose logits exist together.
+        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
+            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
+            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -74,7 +78,13 @@ class LanguageModelingTask(BaseTask):
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
         chunk_size: int = 256,
+        mechanism: Buildable | None = None,
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
     ) -> None:
+        attention, attention_options, attention_layers = one_spelling(
+            (attention, attention_options, attention_layers), (mechanism, options, layers)
+        )
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
         super().__init__(

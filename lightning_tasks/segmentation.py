@@ -18,6 +18,7 @@ from lightning_tasks.training.distributed import mean_of_processes, repeated_row
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores, write_class_iou
+from lightning_tasks.training.spelling import one_spelling
 from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
@@ -57,6 +58,9 @@ class SegmentationTask(VisionTask):
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and embeddings of positions and classes
             have no weight decay; ``[]`` for one group.
+        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
+            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
+            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -87,7 +91,13 @@ class SegmentationTask(VisionTask):
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
+        mechanism: Buildable | None = None,
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
     ) -> None:
+        attention, attention_options, attention_layers = one_spelling(
+            (attention, attention_options, attention_layers), (mechanism, options, layers)
+        )
         if num_classes is not None:
             _check_ignored(ignore_index, num_classes)
         scales = [1.0] if scales is None else [float(scale) for scale in scales]

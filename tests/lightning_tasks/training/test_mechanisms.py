@@ -48,3 +48,25 @@ def test_mechanisms_that_need_more_of_their_layers(name, layers):
     assert text.model(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
     swapped = [type(layer.mechanism).__name__ for layer in attention_layers(text)]
     assert swapped.count("SoftmaxAttention") == (0 if layers is None else len(swapped) - 1)
+
+
+def _small(kind, **chosen):
+    if kind == "language":
+        return LanguageModelingTask(SMALL, vocab_size=VOCAB, **chosen)
+    if kind == "images":
+        return ImageClassificationTask("vit_tiny_patch16_224", 6, model_options=VIT, **chosen)
+    return SegmentationTask(MASKS, num_classes=3, **chosen)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_one_spelling_of_a_swap(kind):
+    former = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0]}
+    present = {"mechanism": "rpc", "options": {"iterations": 2}, "layers": [0]}
+    expected = dict(_small(kind, **former).hparams)
+    assert dict(_small(kind, **present).hparams) == expected
+    over_a_recipe = dict(_small(kind, **former, mechanism="symmetric").hparams)
+    assert (over_a_recipe["attention"], over_a_recipe["attention_options"]) == ("symmetric", None)
+    assert over_a_recipe["attention_layers"] == [0]
+    assert _small(kind, **former, options={"iterations": 3}).hparams["attention_options"] == {"iterations": 3}
+    with pytest.raises(TypeError, match="SymmetricAttention has no option 'iterations'"):
+        _small(kind, mechanism="symmetric", options={"iterations": 3})
