@@ -104,7 +104,7 @@ def _warn(model: nn.Module, plan: list[dict[str, Any]]) -> None:
     )
     warnings.warn(
         f"saving {len(plan)} swapped attention layers, which are listed in {PLAN}. Load the folder with "
-        f"attention_modules.load_pretrained({type(model).__name__}, folder); from_pretrained builds plain attention."
+        f"attnswap.load_pretrained({type(model).__name__}, folder); from_pretrained builds plain attention."
         f"{missing}{by_hand}",
         stacklevel=4,
     )
