@@ -13,6 +13,7 @@ from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 
+import lightning_tasks.models.fan  # noqa: F401 timm then knows its names
 from lightning_tasks.errors import reason
 
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")

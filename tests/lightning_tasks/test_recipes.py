@@ -47,6 +47,7 @@ SIZES |= {
     "milestones",
 }
 SIZES |= {"limit_val_batches", "limit_test_batches", "num_sanity_val_steps"}
+SIZES |= {"num_epochs", "cooldown_epochs", "precision"}  # a CPU has no float16
 SIZES |= {"img_size", "patch_size", "embed_dim", "depth", "max_epochs", "warmup_epochs"}
 SIZES |= {"crop_size", "short_side", "eval_batch_size", "windows_at_once", "decoder_heads", "every_n_epochs"}
 SIZES |= {"num_train", "num_val", "num_test", "stride", "check_val_every_n_epoch"}
