@@ -5,6 +5,7 @@ import importlib.util
 import runpy
 import sys
 from configparser import ConfigParser
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def files():
 def asked_for(monkeypatch, guard):
     """The libraries that the guard of a package looks for."""
     asked = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: asked.append(name) or object())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: asked.append(name) or ModuleSpec(name, None, origin="here")
+    )
     runpy.run_path(str(ROOT / guard))
     return asked
 

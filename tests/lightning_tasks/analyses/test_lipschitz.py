@@ -132,7 +132,7 @@ def test_adversarial_inputs_are_less_smooth_and_have_the_norms_of_the_text(tmp_p
 def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
     few = ["--data", "cifar10", "--root", texts, "--sequences", 2, "--lengths", "2,3"]
     rows = analyze(tmp_path, "--model", "test_vit", "--random", *few)
-    assert {row["input"] for row in rows} == {"pictures"}
+    assert {row["input"] for row in rows} == {"images"}
     assert len(rows) == 2 * 2 * len({row["layer"] for row in rows})
     with pytest.raises(SystemExit, match="2"):
         analyze(tmp_path / "long", "--model", "test_vit", "--random", *few[:-1], "2,5000")
