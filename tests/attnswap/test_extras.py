@@ -66,12 +66,15 @@ def files():
     }
 
 
+def there(name):
+    """What `find_spec` gives of a package that is installed."""
+    return ModuleSpec(name, None, origin="here")
+
+
 def asked_for(monkeypatch, guard):
     """The libraries that the guard of a package looks for."""
     asked = []
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: asked.append(name) or ModuleSpec(name, None, origin="here")
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: asked.append(name) or there(name))
     runpy.run_path(str(ROOT / guard))
     return asked
 
@@ -83,7 +86,9 @@ def test_a_package_looks_for_every_library_of_train_that_it_imports(files, folde
     asked = asked_for(monkeypatch, GUARDS[folder])
     assert {BROUGHT_BY.get(name, name) for name in found - others} == set(asked)
     for missing in asked:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else 1)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else there(name)
+        )
         with pytest.raises(ModuleNotFoundError, match=rf"need {missing}, .*pip install 'attnswap\[train\]'") as raised:
             runpy.run_path(str(ROOT / GUARDS[folder]))
         assert raised.value.name == missing
