@@ -12,6 +12,7 @@ import re
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,22 @@ class Link:
         taken: dict[str, Tensor | None] = {name: self._take(source, v) for name, source in sources.items()}
         self._give(v)
         return taken
+
+    def given(self) -> dict[int, Tensor]:
+        """What the layers of the stack have given so far in the pass that runs, by their positions."""
+        found = self._running()
+        return {} if found is None else dict(found.values)
+
+    @contextmanager
+    def held(self, values: Mapping[int, Tensor]) -> Iterator[None]:
+        """A pass in which other layers gave these values: for a call of this layer alone."""
+        held = _Pass(_graph_task(), _thread(), _checkpoint_frame())
+        held.values.update(values)
+        self.shared.passes.append(held)
+        try:
+            yield
+        finally:
+            self.shared.passes.remove(held)
 
     def _give(self, v: Tensor) -> None:
         if self.position in self.shared.kept:

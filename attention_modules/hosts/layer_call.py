@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.torch import same_view
+from attention_modules.sharing import Link
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
@@ -28,13 +30,17 @@ _HOLE = _Hole()
 
 @dataclass
 class LayerCall:
-    """A layer's call on some samples and tokens, as a function of its input ``[B, N, C]`` alone."""
+    """A layer's call on some samples and tokens, as a function of its input ``[B, N, C]`` alone.
+
+    Values of other layers that it reads are held as they were in that call.
+    """
 
     module: nn.Module
     x: Tensor
     tokens: int  # before the cut
     args: list[Any]
     kwargs: dict[str, Any]
+    others: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -88,7 +94,10 @@ class LayerCall:
             return _own(value.to(dtype) if value.is_floating_point() else value)
 
         names = {name: cut(name, value) for name, value in kwargs.items()}
-        return cls(module, _own(x[:samples, :kept].to(dtype)), tokens, [cut("", value) for value in args], names)
+        link: Link | None = getattr(module, "link", None)
+        others = {} if link is None else {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in link.given().items()}
+        own = _own(x[:samples, :kept].to(dtype))
+        return cls(module, own, tokens, [cut("", value) for value in args], names, others)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = x if _batch_first(self.module) else x.transpose(0, 1)
@@ -98,8 +107,11 @@ class LayerCall:
         }
         args = tuple(inner if value is _HOLE else value for value in self.args)
         kwargs = {name: inner if value is _HOLE else value for name, value in self.kwargs.items()}
+        link: Link | None = getattr(self.module, "link", None)
+        others = {at: value.to(x.dtype) for at, value in self.others.items()}
         try:
-            out = torch.func.functional_call(self.module, state, args, kwargs)
+            with nullcontext() if link is None else link.held(others):
+                out = torch.func.functional_call(self.module, state, args, kwargs)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             if x.shape[1] == self.tokens:
                 raise

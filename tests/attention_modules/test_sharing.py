@@ -20,6 +20,7 @@ from attention_modules import (
     restore_attention,
     swap_attention,
 )
+from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.sharing import SharedValueError, SharedValues, stack_of
 
 needs_frames = pytest.mark.skipif(
@@ -297,3 +298,21 @@ def test_a_function_reads_what_its_parameters_name(batches):
     torch.testing.assert_close(model(batches[0]), expected(model, batches[0]))
     with pytest.raises(TypeError, match=r"first_value is no option, as the layer gives it"):
         swap_attention(Stack(), mixed, first_value=None)
+
+
+def test_a_layers_call_alone_holds_the_values_that_it_read(batches):
+    """As LipschitzMonitor and `attnswap analyze` call layers."""
+    model, calls, outputs, hooks = stack(), {}, {}, []
+    for index, block in enumerate(model.blocks):
+
+        def keep(module, args, kwargs, out, index=index):
+            calls[index], outputs[index] = LayerCall.of(module, args, kwargs, num_samples=1), out
+
+        hooks.append(block.attn.register_forward_hook(keep, with_kwargs=True))
+    model(batches[0])
+    for hook in hooks:
+        hook.remove()
+    for index, call in calls.items():
+        torch.testing.assert_close(call(call.x), outputs[index][:1])
+    assert not model.blocks[1].attn.link.shared.passes
+    assert torch.autograd.functional.jacobian(calls[3], calls[3].x).isfinite().all()
