@@ -52,7 +52,7 @@ def elliptical_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax((q ∘ w) kᵀ · scale + mask) v, w of :func:`elliptical_weights` (Nielsen et al., NeurIPS 2024).
+    """softmax((q ∘ w) kᵀ · scale + mask) v, w of ``elliptical_weights`` (Nielsen et al., NeurIPS 2024).
 
     The released code for images has w of all tokens; under a mask each row has it of the keys that it sees (our
     reading: all tokens would leak the future).
