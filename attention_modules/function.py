@@ -84,6 +84,7 @@ class FunctionAttention(AttentionMechanism):
 
         Raises:
             NotTakenError: if the layer gives something that changes the result, and the function does not take it.
+            TypeError: if the function returns no tensor, or one of another shape.
         """
         attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
         given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
@@ -96,7 +97,15 @@ class FunctionAttention(AttentionMechanism):
         if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1.0) > 1e-6:
             self._require("scale", f"{scale}, and not the usual 1/sqrt(d)")
         given = {name: given[name] for name in given if name in self.takes}
-        return self.function(q, k, v, **given, **needed, **self.options)
+        out = self.function(q, k, v, **given, **needed, **self.options)
+        expected = (*q.shape[:-1], v.shape[-1])
+        if not isinstance(out, Tensor) or out.shape != expected:
+            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(
+                f"{type(self).__name__} must return one tensor [batch, heads, queries, values] = {tuple(expected)}, "
+                f"got {found}"
+            )
+        return out
 
     def _require(self, parameter: str, value: str) -> None:
         if parameter not in self.takes:

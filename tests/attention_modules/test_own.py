@@ -228,3 +228,22 @@ def test_functions_of_keys_and_values_take_no_query(function):
         with pytest.raises(TypeError, match=rf"{function.__name__} takes \(k, v\), there is no query"):
             function(*given, **named)
     pickle.loads(pickle.dumps(function))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda v: None, "got NoneType"),
+        (lambda v: (v, None), "got tuple"),
+        (lambda v: v[:, :1], r"got \(1, 1, 5, 8\)"),
+        (lambda v: v.transpose(1, 2), r"got \(1, 5, 2, 8\)"),
+    ],
+)
+def test_what_a_function_returns_is_checked(returned, said):
+    def mine(q, k, v, **options):
+        return returned(v)
+
+    model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+    swap_attention(model, mine)
+    with pytest.raises(TypeError, match=rf"mine must return one tensor .* = \(1, 2, 5, 8\), {said}"):
+        model(torch.randn(1, 5, 16))
