@@ -49,11 +49,17 @@ def find_images(folder: str | os.PathLike[str]) -> tuple[FileImages, Counter[str
 
     Raises:
         FileNotFoundError: there is no such folder.
+        OSError: it, or a folder in it, cannot be listed.
         ValueError: it has no images.
     """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is no folder: give a folder of images")
-    files = [Path(place, name) for place, _, names in os.walk(folder) for name in names if not name.startswith(".")]
+    walk = os.walk(folder, onerror=refuse)
+    files = [Path(place, name) for place, _, names in walk for name in names if not name.startswith(".")]
     others = Counter(path.suffix.lower() for path in files if path.suffix.lower() not in SUFFIXES)
     paths = sorted(str(path) for path in files if path.suffix.lower() in SUFFIXES)
     if not paths:

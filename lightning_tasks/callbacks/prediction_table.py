@@ -129,7 +129,7 @@ def _free(path: Path) -> Path:
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
+    with path.open("a", newline="", encoding="utf-8", errors="backslashreplace") as file:  # names may be no Unicode
         if rows:
             writer = csv.DictWriter(file, list(rows[0]))
             if is_new or path.stat().st_size == 0:

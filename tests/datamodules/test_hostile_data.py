@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,14 @@ import pytest
 from attnswap.datamodules import CIFAR10DataModule, GutenbergDataModule
 from attnswap.datamodules.cifar10 import read_archive
 from attnswap.datamodules.shared.decoding import open_image
+from attnswap.datamodules.shared.folder import find_images
 from attnswap.datamodules.shared.hub import read_column
 from attnswap.datamodules.shared.images import ParquetImages
 from attnswap.datamodules.shared.scenes import FileScenes
 from attnswap.datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
 from PIL import Image, UnidentifiedImageError
 
-from tests.datamodules.image_files import encoded, random_pixels
+from tests.datamodules.image_files import encoded, random_pixels, write_class_folders
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -213,3 +215,17 @@ def test_a_vocabulary_that_is_none_is_named(tmp_path, content):
     _write_manifest(folder)
     with pytest.raises(ValueError, match=r"vocabulary\.json cannot be read: .*; delete this folder"):
         data.setup()
+
+
+def test_a_folder_of_images_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    write_class_folders(tmp_path, {"open": 1, "closed": 1})
+    scan = os.scandir
+
+    def scandir(place):  # the superuser may list every folder
+        if Path(place).name == "closed":
+            raise PermissionError(13, "Permission denied", str(place))
+        return scan(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*closed"):
+        find_images(tmp_path)

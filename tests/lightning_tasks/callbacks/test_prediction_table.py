@@ -2,11 +2,13 @@
 
 import csv
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
+from attnswap.datamodules.shared.folder import FolderDataModule
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask
@@ -76,6 +78,16 @@ def test_images_that_cannot_be_read_keep_the_others_in_place(tmp_path):
     assert names == ["cat_0.JPEG", "cat_1.JPEG", "dog_1.JPEG", "dog_2.JPEG"]
     assert {row["name"] for row in rows} <= {"cat", "dog"}
     assert "top2" in rows[0]
+
+
+def test_a_name_that_is_no_unicode_stands_in_the_table(tmp_path):
+    write_class_folders(tmp_path / "images", {"cat": 1})
+    (tmp_path / "images/cat/cat_0.JPEG").rename(os.fsdecode(bytes(tmp_path / "images/cat") + b"/\xff.jpg"))
+    data = FolderDataModule(ImageNetDataModule(root=str(tmp_path), img_size=8, num_workers=0), tmp_path / "images")
+    module = task(model_options={**TINY, "in_chans": 3})
+    trainer(tmp_path, callbacks=[PredictionTable()]).predict(module, data)
+    (row,) = read(tmp_path / "predictions.csv")
+    assert row["sample"] == f"{tmp_path}/images/cat/\\udcff.jpg"
 
 
 def test_the_parts_of_several_processes_make_one_table(tmp_path):
