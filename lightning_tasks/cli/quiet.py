@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 def _is_kept(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_LINES)
+    return not str(record.msg).startswith(_LINES)  # with its arguments it may fail, which logging reports by itself
 
 
 def leave_out_zero_flops(trainer: Trainer) -> None:

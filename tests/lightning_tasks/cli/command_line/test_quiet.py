@@ -44,6 +44,14 @@ def test_other_lines_pass(logged):
     assert logged.messages == ["💡 Tip: of somebody else"]
 
 
+def test_a_line_that_cannot_be_formatted_ends_no_run(caplog, monkeypatch):
+    """As without the filter, where logging itself reports it."""
+    caplog.set_level(logging.INFO, rank_zero_module.log.name)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    with quiet():
+        rank_zero_info("100% of %d", "x")
+
+
 def test_a_run_without_a_seed_says_once_which_it_takes(demo, monkeypatch):
     """Lightning warns of it beside the line "Seed set to 0"."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
