@@ -52,7 +52,8 @@ def forest_svg(rows: Sequence[SummaryRow], metric: str) -> str:
         axes.plot([row.difference], [place], "o", color=_INK, gid=name)
         titles[name] = f"{row.config} - {row.reference}: {row.difference:.4g} [{row.low:.4g}, {row.high:.4g}]"
     axes.axvline(0.0, color=_INK, linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(rows)), [f"{row.config} - {row.reference}" for row in rows])
+    names = (f"{row.config} - {row.reference}" for row in rows)  # of folders too, which may be no Unicode
+    axes.set_yticks(range(len(rows)), [name.encode(errors="backslashreplace").decode() for name in names])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("difference")
     axes.spines[["top", "right"]].set_visible(False)

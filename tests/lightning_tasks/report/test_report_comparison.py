@@ -77,3 +77,8 @@ def test_curves_and_differences_say_their_values_where_the_pointer_is():
     svg = forest_svg(summary, "m")
     assert re.findall("<title>(.*?)</title>", svg) == ["x - plain: 0.25 [0, 0.5]", "y - plain: 0.25 [-1, 0.5]"]
     assert all(f">{name} - plain<" in svg for name in "xy")
+
+
+def test_names_of_folders_that_are_no_unicode_are_drawn():
+    svg = forest_svg([SummaryRow("m", "\udcff: x", 2, 1.0, 0.1, "plain", 2, 0.25, 0.0, 0.5)], "m")
+    assert r">\udcff: x - plain<" in svg
