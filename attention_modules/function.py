@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from attention_modules.masks import combine_masks
 
 AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
+_OF_THE_SWAP = ("self", "spec", "model", "mechanism", "where", "layers", "exclude")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -132,10 +133,37 @@ def _reduce(cls: _FunctionType) -> tuple[Any, ...]:
 copyreg.pickle(cast(Any, _FunctionType), cast(Any, _reduce))
 
 
-@functools.cache
+# A class holds its function, so that its identity is taken by no other while the class is there.
+_classes: WeakValueDictionary[tuple[int, int], type[FunctionAttention]] = WeakValueDictionary()
+
+
 def function_class(function: AttentionFunction) -> type[FunctionAttention]:
-    """The mechanism of a function, under the function's name: the same class for the same function."""
+    """The mechanism of a function, under the function's name: the same class for the same function.
+
+    Raises:
+        TypeError: if an option of the function cannot be given, or it is a method of a module.
+    """
+    owner = getattr(function, "__self__", None)
+    key = id(owner), id(getattr(function, "__func__", function))
+    known = _classes.get(key)
+    if known is None:
+        known = _classes[key] = _new_class(function, owner)
+    return known
+
+
+def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAttention]:
+    if isinstance(owner, nn.Module):
+        raise TypeError(
+            f"{function.__qualname__} is a method of a module, {type(owner).__name__}, whose parameters the swapped "
+            "model would not have; write a subclass of AttentionMechanism: each layer gets one of its own"
+        )
     parameters = list(inspect.signature(function).parameters.values())[3:]
+    taken = [each.name for each in parameters if each.name in _OF_THE_SWAP and each.kind is not each.VAR_KEYWORD]
+    if taken:
+        raise TypeError(
+            f"{function.__qualname__} has a parameter {taken[0]!r}, which is an argument of the swap "
+            f"({', '.join(_OF_THE_SWAP[1:])}); give it another name"
+        )
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     needs = tuple(name for name in NEEDS if name in {each.name for each in parameters})
     spec = inspect.Parameter("spec", inspect.Parameter.POSITIONAL_ONLY)

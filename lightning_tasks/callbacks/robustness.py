@@ -137,7 +137,7 @@ class RobustnessEvaluation(Callback):
             return
         most = self.settings.num_images
         room = None if most is None else most - sum(len(seen) for seen, _ in self._seen)
-        inputs, targets = _kind_of(pl_module).first(_pair(batch, pl_module), room)
+        inputs, targets = _kind_of(pl_module).first(self.settings, _pair(batch, pl_module), room)
         if len(inputs):
             self._seen.append((inputs.detach().cpu().clone(), targets.detach().cpu().clone()))
 

@@ -109,6 +109,16 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first_in
     return corrupted
 
 
+def require_library(shape: Sequence[int]) -> None:
+    """See before anything is measured that the library is there, where images ``[B, C, H, W]`` are large enough for it.
+
+    Raises:
+        ImportError: as :func:`corruption_library`.
+    """
+    if min(shape[2:]) >= SMALLEST:
+        corruption_library()
+
+
 def too_small(image: Tensor) -> str:
     """Why nothing can corrupt an image ``[C, H, W]`` of fewer pixels a side than ``SMALLEST``."""
     return f"images are {image.shape[1]} x {image.shape[2]}, the corruptions need {SMALLEST} x {SMALLEST}"

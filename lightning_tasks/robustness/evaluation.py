@@ -44,14 +44,14 @@ class Kind(Protocol):
 
         Raises:
             ValueError: for a setting that means nothing here.
-            ImportError: if a library is not installed.
         """
 
-    def first(self, batch: Batch, room: int | None) -> Batch:
+    def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
         """What of a test batch is measured, at most ``room`` images.
 
         Raises:
             ValueError: if it is not what this kind of task takes.
+            ImportError: if a library that these images need is not installed.
         """
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:

@@ -27,7 +27,7 @@ from lightning_tasks.robustness.class_folders import (
     imagenet_wnids,
     read_wnids,
 )
-from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, corruption_library, too_small
+from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detection_metrics
 from lightning_tasks.robustness.settings import RobustnessSettings
@@ -247,11 +247,12 @@ class ImageKind:
     """Images in [0, 1] to logits: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
     def check(self, asked: RobustnessSettings) -> None:
-        if asked.corrupted:
-            corruption_library()
+        """Nothing to refuse."""
 
-    def first(self, batch: Batch, room: int | None) -> Batch:
+    def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
         check_batch(*batch)
+        if asked.corrupted:
+            require_library(batch[0].shape)
         return batch[0][:room], batch[1][:room]
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:

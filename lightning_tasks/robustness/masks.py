@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, corruption_library, too_small
+from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import held_still
@@ -85,14 +85,14 @@ class MaskKind:
     """:class:`~lightning_tasks.SegmentationTask`: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
     def check(self, asked: RobustnessSettings) -> None:
-        if asked.corrupted:
-            corruption_library()
         if asked.baseline is not None:
             raise ValueError("baseline is for mCE, which is of classifiers: leave it out for a SegmentationTask")
         if asked.attacks or asked.shifts or asked.ood:
             rank_zero_warn("attacks, shifts and ood are for classifiers: not measured of a SegmentationTask")
 
-    def first(self, batch: Batch, room: int | None) -> Batch:
+    def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
+        if asked.corrupted:
+            require_library(batch[0].shape)
         return batch[0][:room], batch[1][:room]
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:

@@ -98,7 +98,7 @@ class TextKind:
     def check(self, asked: RobustnessSettings) -> None:
         """Nothing to refuse."""
 
-    def first(self, batch: Batch, room: int | None) -> Batch:
+    def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
         return batch  # a limit of images is none of windows
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import timm
@@ -210,6 +212,8 @@ class WithParameter(AttentionMechanism):
         (nn.Softmax, "subclass of AttentionMechanism or a function"),
         (rpc_attention, r"got rpc_attention\(k: .*"),
         (torch.bmm, "built-in method bmm"),
+        (WithParameter(SPEC).forward, "forward is a method of a module, WithParameter, whose parameters"),
+        (lambda q, k, v, *, where=None: v, "a parameter 'where', which is an argument of the swap .spec, model, "),
         (3, "got 3"),
     ],
 )
@@ -217,6 +221,22 @@ def test_what_is_no_mechanism_is_refused(given, text):
     with pytest.raises(TypeError, match=text):
         swap_attention(encoder(), given)
     swap_attention(encoder(), type(WithParameter(SPEC)))
+
+
+def test_the_class_of_a_function_lives_no_longer_than_its_uses():
+    def closure(q, k, v):
+        return v
+
+    report = swap_attention(model := encoder(), closure)
+    kept = weakref.ref(closure)
+    cls = mechanism_class(closure)
+    assert cls is mechanism_class(closure)
+    del closure, cls
+    gc.collect()
+    assert kept() is not None
+    del model, report
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("function", [rpc_attention, symmetric_attention])

@@ -47,7 +47,8 @@ def standard():
 
 
 @pytest.mark.filterwarnings("ignore:no corruption is measured")
-def test_the_standard_table_of_a_classifier(images, capsys):
+def test_the_standard_table_of_a_classifier(images, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)  # which images as small as these do not need
     main(["fit", "--config", images])
     command = ["test", "--config", images, "--config", "robustness/standard", "--ckpt_path", checkpoint("tiny")]
     main(command)
