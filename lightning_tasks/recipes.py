@@ -22,7 +22,7 @@ SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
 )
-COMPARISON_KEYS = {"base", "variants", "settings", "test", "metrics", "references"}
+COMPARISON_KEYS = {"base", "variants", "settings", "test", "metrics", "references", "grid", "select"}
 # Files that became variants of another one. The names still work.
 FORMER_NAMES = {
     f"{recipe}_{variant}": f"{recipe}/{variant}"

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from lightning_tasks.recipes import (
 class Variant:
     """A configuration: a name, the file that it starts from, and what the command line adds to it.
 
-    With `test` a comparison tests the model after its fit.
+    With `test` a comparison tests the model after its fit. Of the overrides in `grid` it adds those that do best.
     """
 
     name: str
     config: str
     overrides: tuple[str, ...] = ()
     test: bool = False
+    grid: tuple[tuple[str, ...], ...] = ()
 
 
 def find_file(name: str, root: Path = CONFIGS) -> tuple[Path, str | None]:
@@ -108,10 +110,11 @@ def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:
     stands for one configuration for each variant: the base with the overrides listed, spelled as on the command line
     without the two dashes. Those under `settings` are for every variant; `test: true` tests each model after its fit;
     `metrics` are those of the summary, and `references` the variants whose difference to others than the first one
-    stands there too.
+    stands there too. `grid` has the values of a setting of which `select` says how one is chosen.
 
     Raises:
-        UsageError: no such file, a comparison file of another shape, or a reference that is no variant of the file.
+        UsageError: no such file, a comparison file of another shape, a reference that is no variant of the file, or a
+            grid from which nothing can be chosen.
     """
     path, variant = find_file(name, root)
     settings = read_settings(path)
@@ -133,7 +136,7 @@ def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[V
         raise UsageError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
             "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
-            "`metrics: [name]`, and `references: {name: [name]}`"
+            "`metrics: [name]`, `references: {name: [name]}`, and `grid: {setting: [value]}` with `select`"
         )
     check_references(path, content.get("references", {}), [str(key) for key in variants])
     file, _ = find_file(str(content["base"]), root)
@@ -141,10 +144,45 @@ def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[V
         raise UsageError(f"{path}: its base {content['base']!r} is a comparison; give a recipe that can be fitted")
     base = find_variant(str(content["base"]), root)
     shared = (*base.overrides, *_arguments(path, "settings", settings))
+    named = {str(key): overrides or {} for key, overrides in variants.items()}
+    grids = _grids(path, content, named)
     return [
-        Variant(str(key), base.config, (*shared, *_arguments(path, str(key), overrides)), test)
-        for key, overrides in variants.items()
+        Variant(key, base.config, (*shared, *_arguments(path, key, overrides)), test, grids[key])
+        for key, overrides in named.items()
     ]
+
+
+def _grids(
+    path: Path, content: Mapping[str, Any], variants: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """For each variant the combinations of values that `grid` has of its settings, each as arguments.
+
+    Raises:
+        UsageError: `grid` has another shape, stands without `select` or `select` without it, names a variant that is
+            none, has a value alone or twice, or a setting that a variant of it or `settings` has too.
+    """
+    grid = content.get("grid", {})
+    if ("grid" in content) != ("select" in content):
+        raise UsageError(f"{path}: `grid` has the values, and `select` says how one is chosen; give both or neither")
+    if "grid" in content and not (isinstance(grid, dict) and grid):
+        raise UsageError(f"{path}: `grid` must be `{{setting: [value]}}`, got {grid!r}")
+    lists: dict[str, list[list[str]]] = {name: [] for name in variants}
+    for key, given in grid.items():
+        by_variant = given if isinstance(given, dict) and given else dict.fromkeys(variants, given)
+        for name, values in ((str(name), values) for name, values in by_variant.items()):
+            if name not in variants:
+                raise UsageError(
+                    f"{path}: `grid` of {key} has {name!r}, which is none of the variants; {nearest(name, [*variants])}"
+                )
+            if not isinstance(values, list) or len(set(map(repr, values))) < max(2, len(values)):
+                raise UsageError(
+                    f"{path}: `grid` of {key} must be two or more values, none twice, for all variants or as "
+                    f"`{{variant: [value]}}`, got {values!r}"
+                )
+            if key in {**content.get("settings", {}), **variants[name]}:
+                raise UsageError(f"{path}: {key} of {name!r} is in `grid` and set elsewhere too; leave one out")
+            lists[name].append([_arguments(path, "grid", {key: value})[0] for value in values])
+    return {name: tuple(product(*each)) if each else () for name, each in lists.items()}
 
 
 def check_references(path: Path, references: Any, variants: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ _MOST_BYTES = 200  # of the 255 that file systems take
 
 @dataclass(frozen=True)
 class Cell:
-    """A configuration (file and command-line overrides) with a seed; its files are under `output`/cells.
+    """A configuration (file and command-line overrides) with a seed; its files are under `output`/`place`.
 
     With `test` the fitted model is tested too, and what the test logs belongs to the result.
     """
@@ -41,6 +41,7 @@ class Cell:
     output: str
     test: bool = False
     comparison: str = ""
+    place: str = "cells"
 
     @property
     def label(self) -> str:
@@ -50,7 +51,7 @@ class Cell:
     @property
     def folder(self) -> Path:
         """Where the files of this cell are."""
-        return Path(self.output) / "cells" / folder_name(self.name) / f"seed_{self.seed}"
+        return Path(self.output) / self.place / folder_name(self.name) / f"seed_{self.seed}"
 
     @property
     def log(self) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,11 +20,13 @@ from lightning_tasks.compare.plan import (
     summary_references,
 )
 from lightning_tasks.compare.record import record_of, write_record
+from lightning_tasks.compare.selection import Choice, Select, choose, chosen, plan_selection, read_select
+from lightning_tasks.compare.statistics import SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
-from lightning_tasks.variants import full_name, read_variants
+from lightning_tasks.variants import Variant, full_name, read_variants
 
 LOCK = ".compare.lock"
 
@@ -41,14 +43,65 @@ def main(arguments: Sequence[str]) -> None:
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
     variants = [variant for name in options.configs for variant in read_variants(name)]
-    name = " + ".join(full_name(name) for name in options.configs)
-    extra = [f"--{item}" for item in options.set]
-    cells = plan_cells(variants, parse_seeds(options.seeds), options.output, extra, name)
-    metrics = options.metrics.split(",") if options.metrics else summary_metrics(options.configs)
-    check_cells(cell for cell in cells if not cell.is_finished())
+    seeds = parse_seeds(options.seeds)
+    comparison = Comparison(
+        variants,
+        seeds,
+        options.output,
+        tuple(f"--{item}" for item in options.set),
+        " + ".join(full_name(name) for name in options.configs),
+        options.metrics.split(",") if options.metrics else summary_metrics(options.configs),
+        summary_references(options.configs),
+        read_select(options.configs, seeds),
+    )
+    check_cells(cell for cell in (*comparison.selection, *comparison.ready) if not cell.is_finished())
     make_output_folder(options.output)
     with only_comparison(options.output):
-        _run_and_write(cells, metrics, summary_references(options.configs), options)
+        _run_and_write(comparison, options.jobs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the command was asked for; what follows from results is found anew each time."""
+
+    variants: Sequence[Variant]
+    seeds: Sequence[int]
+    output: Path
+    extra: Sequence[str]
+    name: str
+    metrics: Sequence[str]
+    references: Mapping[str, Sequence[str]]
+    select: Select | None
+
+    @property
+    def selection(self) -> list[Cell]:
+        """The cells by which values are chosen."""
+        return plan_selection(self.variants, self.select, self.output, self.extra, self.name)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What is chosen so far."""
+        return choose(self.variants, self.selection, self.select)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of the table."""
+        return plan_cells(chosen(self.variants, self.choices), self.seeds, self.output, self.extra, self.name)
+
+    @property
+    def ready(self) -> list[Cell]:
+        """Those of the table whose variant has no grid, or its choice."""
+        waiting = {each.name for each in self.variants if each.grid} - {choice.variant for choice in self.choices}
+        return [cell for cell in self.cells if cell.name not in waiting]
+
+    def write_record(self, failed: Collection[Cell] = ()) -> None:
+        """Write `comparison.json`."""
+        write_record(record_of(self.cells, self.metrics, self.references, failed, self.choices), self.output)
+
+    def write_tables(self) -> list[SummaryRow] | None:
+        """Write the tables and the figure."""
+        said = [str(choice) for choice in self.choices]
+        return write_tables(self.cells, self.metrics, self.references, self.output, said)
 
 
 @contextlib.contextmanager
@@ -67,26 +120,28 @@ def only_comparison(output: Path) -> Iterator[None]:
         ) from None
 
 
-def _run_and_write(
-    cells: Sequence[Cell], metrics: Sequence[str], references: Mapping[str, Sequence[str]], options: argparse.Namespace
-) -> None:
-    for cell in cells:
+def _run_and_write(comparison: Comparison, jobs: int) -> None:
+    for cell in (*comparison.selection, *comparison.cells):
         cell.refuse_links()
-    write_record(record_of(cells, metrics, references), options.output)
+    comparison.write_record()
+    failures: list[tuple[Cell, str]] = []
     try:
-        failures = run_cells(cells, options.jobs)
+        if comparison.selection:
+            failures += run_cells(comparison.selection, jobs)
+            comparison.write_record()
+        failures += run_cells(comparison.ready, jobs)
     except KeyboardInterrupt:
-        write_tables(cells, metrics, references, options.output)
-        write_record(record_of(cells, metrics, references), options.output)
+        comparison.write_tables()
+        comparison.write_record()
+        cells = [*comparison.selection, *comparison.cells]
         finished = sum(cell.is_finished() for cell in cells)
         print(f"interrupted: {finished} of {len(cells)} cells are finished; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
-    summary = write_tables(cells, metrics, references, options.output)
-    write_record(record_of(cells, metrics, references, [cell for cell, _ in failures]), options.output)
+    summary = comparison.write_tables()
+    comparison.write_record([cell for cell, _ in failures])
     if summary == []:
         raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
     if failures:
+        count = len(comparison.selection) + len(comparison.cells)
         reasons = "".join(f"\n  {line}" for line in failures_by_reason(failures))
-        raise SystemExit(
-            f"{len(failures)} of {len(cells)} cells failed; the same command runs only those again:{reasons}"
-        )
+        raise SystemExit(f"{len(failures)} of {count} cells failed; the same command runs only those again:{reasons}")

@@ -107,7 +107,7 @@ def _notes(
     folder: Path, record: Record, found: dict[Place, Any], shown: dict[Place, Any], table: dict[Place, Rows]
 ) -> list[str]:
     """Sentences on cells that have no result, on those that are not shown, and on tables that are older."""
-    notes, cells = [], folder / "cells"
+    notes, cells = [f"{folder}: chosen: {choice}" for choice in record.choices], folder / "cells"
     begun = {*cells.glob("*/seed_*")}
     if cells.is_dir():
         begun |= {cells / folder_name(cell.variant) / f"seed_{cell.seed}" for cell in record.cells}
@@ -118,7 +118,7 @@ def _notes(
     if others := [f"{config} seed {seed}" for config, seed in found.keys() - shown.keys()]:
         names = ", ".join(sorted(others))
         notes.append(f"{folder}: not shown, as {COMPARISON} has no cells of these settings: {names}")
-    if not shown and notes:
+    if not shown and (places or others):
         notes.append(f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished")
     if shown and table and set(table) != set(shown):
         notes.append(

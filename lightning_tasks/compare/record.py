@@ -13,6 +13,7 @@ from typing import Any
 
 from attention_modules import __version__
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.selection import Choice, Tried
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
@@ -69,6 +70,7 @@ class Record:
         seeds: those that the last command asked for.
         cells: of these seeds, and those of the same settings that an earlier command finished.
         versions: of Python and of libraries, by name.
+        choices: what was chosen for variants that have a grid, so far.
     """
 
     variants: list[VariantRecord]
@@ -77,6 +79,7 @@ class Record:
     seeds: list[int] = field(default_factory=list)
     cells: list[CellRecord] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    choices: list[Choice] = field(default_factory=list)
 
     @property
     def configs(self) -> list[str]:
@@ -89,6 +92,7 @@ def record_of(
     metrics: Sequence[str],
     references: Mapping[str, Sequence[str]],
     failed: Collection[Cell] = (),
+    choices: Sequence[Choice] = (),
 ) -> Record:
     """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
     variants = {cell.name: cell for cell in cells}
@@ -100,6 +104,7 @@ def record_of(
         list(dict.fromkeys(cell.seed for cell in cells)),
         [_cell_record(cell, cell in failed) for cell in (*cells, *_finished_before(variants.values(), cells))],
         {name: version for name, version in versions.items() if version},
+        [*choices],
     )
 
 
@@ -135,6 +140,7 @@ def _checked(given: Any) -> Record:
         [_seed(each) for each in _of(given["seeds"], list)],
         [_cell(each) for each in _list(given["cells"], dict)],
         {_text(name): _text(version) for name, version in _of(given["versions"], dict).items()},
+        [_choice(each) for each in _list(given.get("choices", []), dict)],
     )
     names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
     if len(names) < len(found.variants) or len(cells) < len(found.cells):
@@ -143,6 +149,8 @@ def _checked(given: Any) -> Record:
         raise ValueError(f"references has {min(strange)!r}, which is none of the variants")
     if strange := {cell.variant for cell in found.cells} - names:
         raise ValueError(f"cells has {min(strange)!r}, which is none of the variants")
+    if strange := {choice.variant for choice in found.choices} - names:
+        raise ValueError(f"choices has {min(strange)!r}, which is none of the variants")
     return found
 
 
@@ -154,6 +162,19 @@ def _variant(given: Any) -> VariantRecord:
 def _cell(given: Any) -> CellRecord:
     texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
     return CellRecord(**texts, seed=_seed(given["seed"]), seconds=float(_of(given["seconds"], float, int)))
+
+
+def _choice(given: Any) -> Choice:
+    texts = {key: _text(given[key]) for key in ("variant", "metric", "mode")}
+    tried = [
+        Tried(_list(each["overrides"], str), float(_of(each["score"], float, int)), _text(each["diverged"]))
+        for each in _list(given["tried"], dict)
+    ]
+    if not 0 <= _of(given["chosen"], int) < len(tried):
+        raise ValueError(f"chosen is {str(given['chosen'])[:80]}, and {len(tried)} were tried")
+    return Choice(
+        **texts, seeds=[_seed(each) for each in _of(given["seeds"], list)], tried=tried, chosen=given["chosen"]
+    )
 
 
 def _of(value: Any, *kinds: type) -> Any:

@@ -62,15 +62,23 @@ def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: 
 
 
 def write_tables(
-    cells: Sequence[Cell], metrics: Sequence[str], references: Mapping[str, Sequence[str]], output: Path
+    cells: Sequence[Cell],
+    metrics: Sequence[str],
+    references: Mapping[str, Sequence[str]],
+    output: Path,
+    choices: Sequence[str] = (),
 ) -> list[SummaryRow] | None:
-    """Write and print what the finished cells say; return the summary, None where no cell is finished."""
+    """Write and print what the finished cells say; return the summary, None where no cell is finished.
+
+    `choices` are sentences that `summary.md` lists.
+    """
     rows, names = collect_results(cells), list(dict.fromkeys(cell.name for cell in cells))
     write_results(rows, output / RESULTS)
     if not rows:
         return None
     logged = sorted({row["metric"] for row in rows})
     remarks = {
+        "Chosen": choices,
         "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
         "Not paired": unpaired_seeds(cells),
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],

@@ -1,0 +1,202 @@
+"""The values that a comparison chooses for its variants, each tried on seeds that its table does not use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attention_modules.mechanism import did_you_mean
+from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.plan import plan_cells
+from lightning_tasks.compare.statistics import last_values
+from lightning_tasks.compare.tables import collect_results
+from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes import read_settings
+from lightning_tasks.runs.divergence import diverged_cells
+from lightning_tasks.runs.metric_names import MetricName
+from lightning_tasks.variants import Variant, find_file
+
+FOLDER = "selection"
+
+
+@dataclass(frozen=True)
+class Select:
+    """How a value is chosen: by the mean of the last values of `metric` over `seeds`, the largest or the smallest.
+
+    Args:
+        metric: of training or validation.
+        mode: "max" or "min", as Lightning's callbacks have it.
+        seeds: none of the table's.
+    """
+
+    metric: str
+    mode: str
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the grid had for a variant, and its score: NaN where a run of it diverged, and then why."""
+
+    overrides: list[str]
+    score: float
+    diverged: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried for a variant, and the place in `tried` of what was chosen."""
+
+    variant: str
+    metric: str
+    mode: str
+    seeds: list[int]
+    tried: list[Tried]
+    chosen: int
+
+    def __str__(self) -> str:
+        """A sentence for the tables."""
+        best = _label(self.tried[self.chosen].overrides)
+        seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
+        scores = [f"{_label(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
+        none = "; all diverged, and the first was taken" if all(each.diverged for each in self.tried) else ""
+        return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}{none}"
+
+
+def read_select(names: Sequence[str], seeds: Sequence[int]) -> Select | None:
+    """How the comparison files of these names choose, for a table of `seeds`; None where none of them does.
+
+    Raises:
+        UsageError: `select` has another shape, a metric of the test data, or a seed of the table; or two files differ.
+    """
+    found = {}
+    for path, variant in map(find_file, names):
+        if variant is None and "select" in (settings := read_settings(path)):
+            found[path] = _select(path, settings["select"])
+    if len(set(found.values())) > 1:
+        raise UsageError(f"{' and '.join(map(str, found))} have different `select`: compare them one by one")
+    for path, select in found.items():
+        if shared := [seed for seed in seeds if seed in select.seeds]:
+            raise UsageError(
+                f"--seeds has {shared[0]}, by which `select` in {path} chooses; a table has other seeds than that"
+            )
+        return select
+    return None
+
+
+def _select(path: Path, given: Any) -> Select:
+    shaped = isinstance(given, dict) and given.keys() == {"metric", "mode", "seeds"}
+    metric, mode, seeds = (given[key] for key in ("metric", "mode", "seeds")) if shaped else ("", "", [])
+    if (
+        not (isinstance(metric, str) and metric and mode in ("max", "min") and isinstance(seeds, list) and seeds)
+        or len(set(map(repr, seeds))) < len(seeds)
+        or not all(type(seed) is int and 0 <= seed < 1 << 32 for seed in seeds)
+    ):
+        raise UsageError(
+            f"{path}: `select` must be `{{metric: name, mode: max or min, seeds: [number]}}`, each seed once, "
+            f"got {given!r}"
+        )
+    if MetricName.parse(metric).stage == "test":
+        raise UsageError(f"{path}: `select` by {metric} would choose on the test data; take one of validation")
+    return Select(metric, mode, tuple(seeds))
+
+
+def candidates(variant: Variant) -> list[Variant]:
+    """The variant with each combination of its grid, as configurations of their own, which are not tested."""
+    return [
+        replace(
+            variant,
+            name=f"{variant.name} {_label(each)}",
+            overrides=(*variant.overrides, *each),
+            test=False,
+            grid=(),
+        )
+        for each in variant.grid
+    ]
+
+
+def plan_selection(
+    variants: Sequence[Variant], select: Select | None, output: Path, extra: Sequence[str], comparison: str
+) -> list[Cell]:
+    """Every cell that is needed to choose for the variants that have a grid: cells as others, in a folder of their own.
+
+    Raises:
+        UsageError: an argument of `extra` sets what the grid sets; or two candidates are of one name.
+    """
+    if select is None:
+        return []
+    searched = {_key(each) for variant in variants for overrides in variant.grid for each in overrides}
+    if shared := [argument for argument in extra if _key(argument) in searched]:
+        raise UsageError(f"--set {shared[0][2:]} would take the place of every value in `grid`; leave it out")
+    tried = [each for variant in variants for each in candidates(variant)]
+    cells = plan_cells(tried, select.seeds, output, extra, comparison)
+    return [replace(cell, place=FOLDER) for cell in cells]
+
+
+def choose(variants: Sequence[Variant], cells: Sequence[Cell], select: Select | None) -> list[Choice]:
+    """What the finished `cells` of the selection say of each variant whose cells all are.
+
+    The first of the best is chosen. A combination of which a run diverged is worse than any other.
+
+    Raises:
+        UsageError: one of them did not log the metric.
+    """
+    if select is None:
+        return []
+    finished = {(cell.name, cell.seed): cell for cell in cells if cell.is_finished()}
+    needed = {
+        variant: [(each.name, seed) for each in candidates(variant) for seed in select.seeds] for variant in variants
+    }
+    return [
+        _choice(variant, collect_results(finished[key] for key in keys), select)
+        for variant, keys in needed.items()
+        if keys and finished.keys() >= {*keys}
+    ]
+
+
+def _choice(variant: Variant, rows: Sequence[dict[str, Any]], select: Select) -> Choice:
+    values, diverged = last_values(rows, select.metric), diverged_cells(rows)
+    tried = []
+    for each, overrides in zip(candidates(variant), variant.grid, strict=True):
+        why = "; ".join(f"seed {seed}: {text}" for (name, seed), text in diverged.items() if name == each.name)
+        scores = values.get(each.name, {})
+        if not why and len(scores) < len(select.seeds):
+            logged = sorted({row["metric"] for row in rows})
+            near = did_you_mean(select.metric, logged)
+            raise UsageError(
+                f"`select`: {each.name} never logged {select.metric};{near} logged are {', '.join(logged)}"
+            )
+        score = math.nan if why else float(np.mean([*scores.values()]))
+        tried.append(Tried([*overrides], score, why or ("" if math.isfinite(score) else f"{select.metric} is {score}")))
+    sign = 1.0 if select.mode == "max" else -1.0
+    ranks = [-math.inf if each.diverged else sign * each.score for each in tried]
+    return Choice(variant.name, select.metric, select.mode, [*select.seeds], tried, ranks.index(max(ranks)))
+
+
+def chosen(variants: Sequence[Variant], choices: Sequence[Choice]) -> list[Variant]:
+    """The variants with what was chosen for them.
+
+    One for which nothing is chosen yet keeps its grid. What it is asked to do is then no command line, so that no
+    result of other settings is taken for one of it.
+    """
+    found = {choice.variant: tuple(choice.tried[choice.chosen].overrides) for choice in choices}
+    return [
+        replace(variant, overrides=(*variant.overrides, *found[variant.name]), grid=())
+        if variant.name in found
+        else replace(variant, overrides=(*variant.overrides, *(f"one of {_label(each)}" for each in variant.grid)))
+        for variant in variants
+    ]
+
+
+def _key(override: str) -> str:
+    return override.removeprefix("--").partition("=")[0]
+
+
+def _label(overrides: Sequence[str]) -> str:
+    """Overrides without the paths of their settings: `lr=0.001`."""
+    return " ".join(f"{_key(each).rpartition('.')[2]}={each.partition('=')[2]}" for each in overrides)
