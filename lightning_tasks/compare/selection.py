@@ -132,7 +132,7 @@ def plan_selection(
         return []
     searched = {_key(each) for variant in variants for overrides in variant.grid for each in overrides}
     if shared := [argument for argument in extra if _key(argument) in searched]:
-        raise UsageError(f"--set {shared[0][2:]} would take the place of every value in `grid`; leave it out")
+        raise UsageError(f"--set {_key(shared[0])} would take the place of every value in `grid`; leave it out")
     tried = [each for variant in variants for each in candidates(variant)]
     cells = plan_cells(tried, select.seeds, output, extra, comparison)
     return [replace(cell, place=FOLDER) for cell in cells]
