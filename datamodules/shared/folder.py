@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from .image_module import ImageDataModule
 from .images import FileImages
+from .paths import files_below
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp", "")
 
@@ -50,16 +51,11 @@ def find_images(folder: str | os.PathLike[str]) -> tuple[FileImages, Counter[str
     Raises:
         FileNotFoundError: there is no such folder.
         OSError: it, or a folder in it, cannot be listed.
-        ValueError: it has no images.
+        ValueError: it has no images, or a link leads back to a folder that it lies in.
     """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder} is no folder: give a folder of images")
-    walk = os.walk(folder, onerror=refuse)
-    files = [Path(place, name) for place, _, names in walk for name in names if not name.startswith(".")]
+    files = [Path(path) for path in files_below(Path(folder))]
     others = Counter(path.suffix.lower() for path in files if path.suffix.lower() not in SUFFIXES)
     paths = sorted(str(path) for path in files if path.suffix.lower() in SUFFIXES)
     if not paths:

@@ -66,13 +66,14 @@ def class_images(root: Path, names: Sequence[str], description: str) -> tuple[li
     a warning; hidden files are left out.
 
     Raises:
-        ValueError: a class has no image.
+        OSError: a folder cannot be listed.
+        ValueError: a class has no image, or a link leads back to a folder that it lies in.
     """
     paths: list[str] = []
     labels: list[int] = []
     dropped = sorted(entry.path for entry in os.scandir(root) if entry.is_file() and _is_image(entry.name))
     for label, name in enumerate(tqdm(names, desc=description, disable=None)):
-        files = _files(root / name)
+        files = files_below(root / name)
         found = [path for path in files if _is_image(path)]
         if not found:
             raise ValueError(f"{root / name} has no image ({', '.join(IMG_EXTENSIONS)}): every class needs one")
@@ -88,10 +89,27 @@ def class_images(root: Path, names: Sequence[str], description: str) -> tuple[li
     return paths, labels
 
 
-def _files(folder: Path) -> list[str]:
+def files_below(folder: Path) -> list[str]:
+    """The files of a folder at any depth, sorted folder by folder; links are followed, hidden ones are left out.
+
+    Raises:
+        OSError: it, or a folder in it, cannot be listed.
+        ValueError: a link leads back to a folder that it lies in.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     files: list[str] = []
-    for place, folders, names in os.walk(folder, followlinks=True):
+    within = {str(folder): frozenset((os.path.realpath(folder),))}  # by folder, it and all that it lies in, resolved
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        above = within.pop(place)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (os.path.join(place, name) for name in folders):
+            real = os.path.realpath(path)
+            if real in above:
+                raise ValueError(f"{path} is a link to {real}, a folder that it lies in: remove the link")
+            within[path] = above | {real}
         files += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
     return files
 

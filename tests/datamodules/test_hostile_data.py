@@ -229,3 +229,14 @@ def test_a_folder_of_images_that_cannot_be_listed_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(PermissionError, match=r"Permission denied: .*closed"):
         find_images(tmp_path)
+
+
+def test_links_to_folders_are_followed_and_those_that_lead_back_are_named(tmp_path):
+    write_class_folders(tmp_path / "elsewhere", {"open": 2})
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "linked").symlink_to(tmp_path / "elsewhere")
+    found, _ = find_images(tmp_path / "images")
+    assert len(found) == 2
+    (tmp_path / "elsewhere" / "open" / "back").symlink_to(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"open/back is a link to .*images, a folder that it lies in: remove the link"):
+        find_images(tmp_path / "images")
