@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from attention_modules.masks import combine_masks
+from attention_modules.kernels import autocast, check_dropout
+from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.maps.sigmoid_rows import Logits, SigmoidRows, rows_apply
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_number
 
@@ -49,6 +52,8 @@ def sigmoid_attention(
         torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    check_dropout(dropout_p)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def weights(logits: Tensor, seen: Tensor) -> Tensor:
         if bias is not None:
@@ -56,7 +61,27 @@ def sigmoid_attention(
         count = seen.expand(*seen.shape[:-1], logits.shape[-1]).sum(-1, keepdim=True, dtype=logits.dtype)
         return (logits - count.clamp(min=1.0).log()).sigmoid()
 
-    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+
+    if not rows_apply(q, k, v, attn_mask, dropout_p):
+        return plain(q, k, v)
+    logits = Logits(_shift(bias, q, k, attn_mask, is_causal), attn_mask, is_causal, scale)
+    return SigmoidRows.apply(autocast(q), autocast(k), autocast(v), logits, plain)
+
+
+def _shift(bias: float | None, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """The bias of each row, ``[B|1, H|1, N|1, 1]``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    count = torch.full((1, 1, 1, 1), float(k.shape[-2]), dtype=wide, device=q.device)
+    if bias is not None:
+        return torch.full_like(count, bias)
+    if is_causal:
+        count = torch.arange(1, q.shape[-2] + 1, dtype=wide, device=q.device).view(1, 1, -1, 1)
+    elif attn_mask is not None:
+        seen = visible(attn_mask)
+        count = seen.expand(*seen.shape[:-1], k.shape[-2]).sum(-1, keepdim=True).to(wide)
+    return -count.clamp(min=1.0).log()
 
 
 @register_mechanism("sigmoid")

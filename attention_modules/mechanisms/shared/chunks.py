@@ -67,11 +67,13 @@ def attend_by(
     out = []
     for first in range(0, q.shape[-2], CHUNK):
         part, mask = q[..., first : first + CHUNK, :], attn_mask
+        last = first + part.shape[-2] if is_causal else k.shape[-2]
+        keys, values = k[..., :last, :], v[..., :last, :]
         if mask is not None and mask.shape[-2] > 1:
             mask = mask[..., first : first + CHUNK, :]
         if torch.is_grad_enabled():
             keep = dropout_p > 0.0
-            out.append(checkpoint(rows, part, k, v, mask, first, use_reentrant=False, preserve_rng_state=keep))
+            out.append(checkpoint(rows, part, keys, values, mask, first, use_reentrant=False, preserve_rng_state=keep))
         else:
-            out.append(rows(part, k, v, mask, first))
+            out.append(rows(part, keys, values, mask, first))
     return torch.cat(out, -2)

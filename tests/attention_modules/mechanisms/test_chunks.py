@@ -1,0 +1,81 @@
+"""Maps that no fused kernel makes: more rows than are held at once, second derivatives, and no map of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention_modules import AttentionSpec, available_mechanisms, build_mechanism, mechanisms as found, naive
+from tests.attention_modules.compare import assert_same, random_heads, values_and_gradients
+
+TOKENS = 150  # more than two chunks
+CASES = [("sigmoid", {}), ("sigmoid", {"bias": -2.0}), ("entmax", {"alpha": 1.5}), ("hard", {})]
+
+
+def _given(kind):
+    row = torch.arange(TOKENS)
+    seen = (row[None, :] % 7 != row[:, None] % 5).expand(2, 1, TOKENS, TOKENS)
+    return {
+        "nothing": {},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": seen},
+        "additive": {"attn_mask": torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e9) + row / 50},
+        "padding": {"attn_mask": (row < 140).view(1, 1, 1, -1)},
+    }[kind]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("kind", ["nothing", "causal", "boolean", "additive", "padding"])
+def test_many_rows_equal_the_equation(name, options, kind):
+    inputs = random_heads("qkv", (2, 2, TOKENS, 4))
+    given = {**options, **_given(kind)}
+    actual = values_and_gradients(lambda **x: getattr(found, f"{name}_attention")(**x, **given), inputs)
+    expected = values_and_gradients(lambda **x: getattr(naive, f"naive_{name}")(**x, **given), inputs)
+    assert_same(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "causal", "boolean"])
+@pytest.mark.parametrize("frozen", [(), ("k",)])
+def test_sigmoid_is_differentiated_twice(kind, frozen):
+    def second(function):
+        inputs = random_heads("qkv", (2, 2, TOKENS, 4))
+        free = [x.requires_grad_() for name, x in inputs.items() if name not in frozen]
+        out = function(**inputs, **_given(kind))[:1].square().sum()
+        slopes = torch.autograd.grad(out, free, create_graph=True)
+        return torch.autograd.grad(sum((g * g.detach().cos()).sum() for g in slopes), free)
+
+    for actual, expected in zip(second(found.sigmoid_attention), second(naive.naive_sigmoid), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if torch.is_tensor(x):
+                self.found = max(self.found, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("name", available_mechanisms())
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_holds_no_map_of_all_rows(name, is_causal):
+    tokens = 2048
+    spec = AttentionSpec(8, 1, 8, num_tokens=tokens)
+    mechanism = build_mechanism(name, spec, **{"scaled": {"variant": "scalar"}}.get(name, {}))
+    if is_causal and not mechanism.row_masks:
+        pytest.skip("takes padding alone")
+    inputs = {n: x.float() for n, x in random_heads(("q", "k", "v", *mechanism.needs), (1, 1, tokens, 8)).items()}
+    if "x" in inputs:
+        inputs["x"] = inputs["x"][:, 0]
+    with Largest() as largest:
+        mechanism(**{n: x.requires_grad_() for n, x in inputs.items()}, is_causal=is_causal).sum().backward()
+    assert largest.found <= tokens * 256
