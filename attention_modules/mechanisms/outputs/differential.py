@@ -63,17 +63,21 @@ def differential_attention(
     count = q.shape[-1] if pairs == "features" else q.shape[1]
     if count % 2:
         raise ValueError(f"differential attention with pairs={pairs!r} needs an even number of them, got {count}")
-    if pairs == "features":
-        queries, keys, masks = q.chunk(2, -1), k.chunk(2, -1), [attn_mask, attn_mask]
+    masks = [attn_mask, attn_mask]
+    if pairs == "features":  # half a query of zeros leaves out half of the keys, and no other tensor is padded
+        half = count // 2
+        scale = half**-0.5 if scale is None else scale
+        queries = [F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0))]
+        keys = [k, k]
     else:
-        queries, keys, masks = q.chunk(2, 1), k.chunk(2, 1), [attn_mask, attn_mask]
+        queries, keys = list(q.chunk(2, 1)), list(k.chunk(2, 1))
         if attn_mask is not None and attn_mask.shape[1] > 1:
             masks = list(attn_mask.chunk(2, 1))
         v = torch.cat(v.chunk(2, 1), -1)
     first, second = (
         _padded(q, k, v, mask, is_causal, dropout_p, scale) for q, k, mask in zip(queries, keys, masks, strict=True)
     )
-    return first - lam.to(first.dtype) * second
+    return torch.addcmul(first, second, lam.to(first.dtype), value=-1)
 
 
 def _padded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attention_modules.kernels import attend
@@ -51,7 +52,8 @@ def twicing_attention(
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     attn_mask = hide(attn_mask)
     once = attend(q, k, v, attn_mask, is_causal, dropout_p, scale)
-    return 2 * once - attend(q, k, once, attn_mask, is_causal, dropout_p, scale)
+    twice = attend(q, k, once, attn_mask, is_causal, dropout_p, scale)
+    return torch.lerp(twice, once, 2.0)  # 2 A v - A (A v), in one operation
 
 
 @register_mechanism("twicing")
