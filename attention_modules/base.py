@@ -90,6 +90,9 @@ class AttentionMechanism(nn.Module):
     """Whether rows may see different keys; where False, it takes padding masks alone, and refuses causality."""
     surrogate_gradient: ClassVar[bool] = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
+    own_logits: ClassVar[str | None] = None
+    """Why its logits are not q kᵀ · scale (k kᵀ where it uses no query) of what it is given, plus what a mask or a bias
+    adds, if so: monitors say so, and callbacks that act on those logits refuse the layer."""
     before_rotation: bool = False
     """Whether it treats features of a head apart, so that rotary positions must not have mixed them before."""
     cache: ClassVar[Cache]

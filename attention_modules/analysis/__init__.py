@@ -11,6 +11,7 @@ from attention_modules.analysis.kernel_pca import (
 from attention_modules.analysis.lipschitz import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.analysis.lipschitz_ascent import ascend_lipschitz
 from attention_modules.analysis.lipschitz_bound import layer_lipschitz_bound, lipschitz_bound
+from attention_modules.analysis.logits import largest_logit, logit_bound
 from attention_modules.analysis.maps import attention_map, attention_rollout
 from attention_modules.analysis.max_margin import (
     NotSeparableError,
@@ -57,10 +58,12 @@ __all__ = [
     "frobenius_squared",
     "gamma_constancy",
     "kernel_pca",
+    "largest_logit",
     "layer_lipschitz_bound",
     "lipschitz_bound",
     "local_lipschitz",
     "locally_optimal",
+    "logit_bound",
     "margin",
     "max_margin_direction",
     "max_margin_head",

@@ -2,102 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from attention_modules.analysis.chunks import ChunkedLogits, check_shapes, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
-from attention_modules.masks import visible
 
 Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
-
-# Logits held at once in a chunk: 4 MiB of float32.
-CHUNK_ELEMENTS = 2**20
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """One attention map, as its factors: queries and keys in fp32, mask, causality, scale."""
-
-    q: Tensor  # [B, H, N, d]
-    k: Tensor  # [B, H, M, d]
-    visible: Tensor | None  # boolean, broadcastable to [B, H, N, M]
-    bias: Tensor | None  # additive, broadcastable to [B, H, N, M]
-    is_causal: bool
-    scale: float
-
-    def chunks(self) -> Iterator[Tensor]:
-        """Masked logits of some rows at a time, ``[B, H, rows, M]``."""
-        batch, heads, rows, _ = self.q.shape
-        columns = self.k.shape[2]
-        step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * columns))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            logits = (self.q[:, :, start:stop] * self.scale) @ self.k.mT
-            if self.bias is not None:
-                logits = logits + _rows(self.bias, start, stop)
-            if self.visible is not None:
-                logits = logits.masked_fill(~_rows(self.visible, start, stop), float("-inf"))
-            if self.is_causal:
-                row = torch.arange(start, stop, device=logits.device).unsqueeze(-1)
-                column = torch.arange(columns, device=logits.device)
-                logits = logits.masked_fill(column > row, float("-inf"))
-            yield logits
-
-    def visible_counts(self) -> Tensor:
-        """``|V_i|``, the number of keys that each row sees, broadcastable to ``[B, H, N]``."""
-        rows, columns = self.q.shape[2], self.k.shape[2]
-        if self.visible is None:
-            if not self.is_causal:
-                return torch.full((1, 1, rows), columns, device=self.q.device)
-            return torch.arange(1, rows + 1, device=self.q.device).clamp(max=columns).view(1, 1, rows)
-        visible = self.visible.expand(*self.visible.shape[:-1], columns)
-        if not self.is_causal:
-            return visible.sum(-1)
-        if visible.shape[-2] == 1:  # every row has the same keys, of which row i sees the first i + 1
-            last = torch.arange(rows, device=self.q.device).clamp(max=columns - 1)
-            return visible.cumsum(-1)[..., 0, :][..., last]
-        return visible.tril().sum(-1)
-
-
-def _rows(mask: Tensor, start: int, stop: int) -> Tensor:
-    return mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
-
-
-def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(visible, bias) of a mask; the bias of a boolean one is None."""
-    if attn_mask is None or attn_mask.dtype == torch.bool:
-        return attn_mask, None
-    seen = visible(attn_mask)
-    return seen, attn_mask.float().masked_fill(~seen, 0.0)
 
 
 def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[str]) -> None:
     unknown = sorted(set(statistics) - set(STATISTICS))
     if unknown or not statistics:
         raise ValueError(f"unknown attention statistics {unknown}; choose some of {', '.join(STATISTICS)}")
-    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q must be [B, H, N, d] and k [B, H, M, d], got {tuple(q.shape)} and {tuple(k.shape)}")
-    if not all((*q.shape[1:], k.shape[2])):  # kernels divide by these, and end the process
-        raise ValueError(f"H, N, M and d must be at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}")
-    if attn_mask is None:
-        return
-    target = (*q.shape[:3], k.shape[2])
-    try:
-        fits = torch.broadcast_shapes(attn_mask.shape, target) == torch.Size(target)
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"attn_mask must broadcast to [B, H, N, M] = {target}, got {tuple(attn_mask.shape)}")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(f"attn_mask must be boolean or floating point, got {attn_mask.dtype}")
+    check_shapes(q, k, attn_mask)
 
 
-def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> dict[str, Tensor] | None:
+def _row_statistics_from_kernel(attention: ChunkedLogits, names: Sequence[str]) -> dict[str, Tensor] | None:
     """Rows' entropy and effective support from whole attention calls, or None where no kernel fits."""
     first = lse_and_mean_key(attention.q, attention.k, attention.visible, attention.is_causal, attention.scale)
     if first is None:
@@ -122,7 +47,7 @@ def _row_statistics_from_kernel(attention: _Attention, names: Sequence[str]) -> 
     return rows
 
 
-def _row_statistics_in_chunks(attention: _Attention, names: Sequence[str]) -> dict[str, Tensor]:
+def _row_statistics_in_chunks(attention: ChunkedLogits, names: Sequence[str]) -> dict[str, Tensor]:
     """The same, differentiable and for every mask, from logits of some rows at a time."""
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     for logits in attention.chunks():
@@ -219,10 +144,10 @@ def attention_row_sums(
     with torch.autocast(q.device.type, enabled=False):
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-        visible, bias = _split_mask(attn_mask)
+        visible, bias = split_mask(attn_mask)
         if bias is not None and not bias.requires_grad and not bool((bias != 0).any()):
             bias = None  # the mask only hides: kernels fit
-        attention = _Attention(
+        attention = ChunkedLogits(
             q.float(), k.float(), visible, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale
         )
         wanted = sorted(names - {"normalised_entropy"})
@@ -302,12 +227,12 @@ def attention_sink(
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
             attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., kept, :]
-        visible, bias = _split_mask(attn_mask)
+        visible, bias = split_mask(attn_mask)
         if is_causal:
             past = torch.arange(columns, device=q.device) <= kept[:, None]
             visible = past.view(1, 1, *past.shape) if visible is None else visible & past
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        attention = _Attention(q[:, :, kept].float(), k.float(), visible, bias, False, scale)
+        attention = ChunkedLogits(q[:, :, kept].float(), k.float(), visible, bias, False, scale)
         mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)
         rows: Tensor = torch.zeros(k.shape[:2], device=k.device)
         for logits in attention.chunks():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -57,6 +59,8 @@ def uniform_attention(
 @register_mechanism("uniform")
 class UniformAttention(AttentionMechanism):
     """:func:`uniform_attention` as a mechanism."""
+
+    own_logits: ClassVar = "it looks at no query or key"
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from lightning_tasks.callbacks.run_summary import RunSummary
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
+from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.swap import SwapAttention
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "FreezeQK",
     "LipschitzMonitor",
     "LocAteR",
+    "LogitMonitor",
     "NonFiniteGuard",
     "PredictionTable",
     "PursuitMonitor",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,6 +57,8 @@ def kde_attention(
 @register_mechanism("kde")
 class KDEAttention(AttentionMechanism):
     """:func:`kde_attention` as a mechanism, without parameters."""
+
+    own_logits: ClassVar = "they are squared distances of queries and normalized keys"
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from attention_modules.kernels import without_autocast
@@ -69,6 +71,8 @@ class L2Attention(AttentionMechanism):
     Raises:
         ValueError: if ``shared`` is neither True nor False.
     """
+
+    own_logits: ClassVar = "they are squared distances of queries and keys"
 
     def __init__(self, spec: AttentionSpec, shared: bool = False) -> None:
         super().__init__(spec)

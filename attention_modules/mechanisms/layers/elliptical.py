@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -95,6 +97,7 @@ class EllipticalAttention(AttentionMechanism):
 
     needs = ("previous_value",)
     surrogate_gradient = True
+    own_logits: ClassVar = "it weights the features of queries and keys"
 
     def forward(
         self,

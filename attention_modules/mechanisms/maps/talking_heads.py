@@ -86,6 +86,7 @@ class TalkingHeadsAttention(AttentionMechanism):
     """
 
     neutral: ClassVar = {"std": 0.0}
+    own_logits: ClassVar = "it mixes them across heads"
 
     def __init__(self, spec: AttentionSpec, std: float = 0.0) -> None:
         super().__init__(spec)

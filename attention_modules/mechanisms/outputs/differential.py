@@ -111,6 +111,7 @@ class DifferentialAttention(AttentionMechanism):
     """
 
     neutral: ClassVar = None
+    own_logits: ClassVar = "it subtracts two maps, each of half of the features"
 
     def __init__(
         self, spec: AttentionSpec, pairs: Pairs = "features", affine: bool | None = None, eps: float = 1e-5

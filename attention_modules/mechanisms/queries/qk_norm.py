@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,8 @@ class QKNormAttention(AttentionMechanism):
     Raises:
         ValueError: if ``gain`` is unknown or ``eps`` not positive.
     """
+
+    own_logits: ClassVar = "it normalizes queries and keys"
 
     def __init__(self, spec: AttentionSpec, gain: Gain = "vector", eps: float = 1e-6) -> None:
         super().__init__(spec)

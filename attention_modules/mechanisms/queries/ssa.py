@@ -76,6 +76,7 @@ class SelectiveAttention(AttentionMechanism):
     """
 
     neutral: ClassVar = {"start": 6.0}
+    own_logits: ClassVar = "it multiplies them by a learned temperature"
 
     def __init__(self, spec: AttentionSpec, start: float = 2.0) -> None:
         super().__init__(spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +72,8 @@ class SSMaxAttention(AttentionMechanism):
     Raises:
         ValueError: if ``start`` is no finite number.
     """
+
+    own_logits: ClassVar = "it multiplies them by a learned temperature"
 
     def __init__(self, spec: AttentionSpec, start: float = 0.43) -> None:
         super().__init__(spec)

@@ -18,7 +18,7 @@ from lightning_tasks.callbacks.configure_hook import after_configure_model, forg
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_choice
 
-ForwardPreHook = Callable[..., None]
+ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces the arguments of the call
 
 
 class LayerObserver(Callback):

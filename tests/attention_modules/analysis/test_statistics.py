@@ -8,10 +8,11 @@ import torch
 from attention_modules.analysis import (
     STATISTICS,
     attention_entropy,
+    attention_row_sums,
     attention_sink,
     attention_statistics,
+    chunks,
     kernels,
-    statistics,
     token_similarity,
 )
 
@@ -77,7 +78,7 @@ def test_many_chunks_equal_one(monkeypatch):
     q, k = torch.randn(2, 2, 11, 4), torch.randn(2, 2, 11, 4)
     bias = torch.randn(1, 1, 11, 11)
     whole = attention_statistics(q, k, attn_mask=bias, is_causal=True)
-    monkeypatch.setattr(statistics, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1)
     split = attention_statistics(q, k, attn_mask=bias, is_causal=True)
     for name in STATISTICS:
         torch.testing.assert_close(split[name], whole[name], msg=name)
@@ -116,7 +117,7 @@ def test_uniform_and_one_hot_attention():
 def test_a_sharp_row_has_no_probability_above_one():
     """Logits of some ten thousand are rounded in the row's sum and in its largest entry apart."""
     k = 100 * torch.randn(1, 2, 64, 8)
-    total, count = statistics.attention_row_sums(k, k, statistics=["largest_probability"])["largest_probability"]
+    total, count = attention_row_sums(k, k, statistics=["largest_probability"])["largest_probability"]
     assert (total <= count).all()
 
 
@@ -195,7 +196,7 @@ def test_heads_must_agree():
 @pytest.mark.parametrize("masked", [None, "boolean", "additive"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sink_is_the_largest_mean_column_of_the_map(masked, is_causal, monkeypatch):
-    monkeypatch.setattr("attention_modules.analysis.statistics.CHUNK_ELEMENTS", 60)  # several chunks
+    monkeypatch.setattr("attention_modules.analysis.chunks.CHUNK_ELEMENTS", 60)  # several chunks
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 9, 4), torch.randn(2, 3, 9, 4)
     mask = torch.rand(2, 1, 9, 9) > 0.4

@@ -10,6 +10,7 @@ from lightning_tasks.callbacks import (
     FreezeQK,
     LipschitzMonitor,
     LocAteR,
+    LogitMonitor,
     PursuitMonitor,
     QKWeightDecay,
     SpectrumMonitor,
@@ -17,7 +18,15 @@ from lightning_tasks.callbacks import (
 )
 from tests.lightning_tasks.callbacks.modules import TinyLM
 
-REFUSED = [AttentionMapLogger, AttentionMonitor, FreezeQK, LipschitzMonitor, PursuitMonitor, SpectrumMonitor]
+REFUSED = [
+    AttentionMapLogger,
+    AttentionMonitor,
+    FreezeQK,
+    LipschitzMonitor,
+    LogitMonitor,
+    PursuitMonitor,
+    SpectrumMonitor,
+]
 
 
 def trainer(strategy, **attributes):

@@ -12,6 +12,7 @@ from lightning_tasks.callbacks import (
     AttentionMonitor,
     LipschitzMonitor,
     LocAteR,
+    LogitMonitor,
     PursuitMonitor,
     RunSummary,
     SpectrumMonitor,
@@ -26,6 +27,7 @@ MONITORS = {
     "AttentionMapLogger": AttentionMapLogger,
     "LocAteR": lambda: LocAteR(0.1, gamma=0.1, observe_only=True),
     "RunSummary": lambda: RunSummary("val/loss"),
+    "LogitMonitor": lambda: LogitMonitor(every_n_steps=1),
     "PursuitMonitor": PursuitMonitor,
 }
 # Its keys come from a reduced image: no function of tokens, whose constant could be taken.

@@ -1,0 +1,1 @@
+"""What keeps attention stable in training, without Lightning: clips, reparametrized weights, penalties of the map."""

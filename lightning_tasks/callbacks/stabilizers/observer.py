@@ -1,0 +1,65 @@
+"""Callbacks that read the queries and keys of training batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from attention_modules import AttentionMechanism
+from attention_modules.hosts import AttentionLayer
+from lightning_tasks.callbacks.monitoring.names import listed
+from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
+
+
+class QueryKeyObserver(MechanismObserver):
+    """Reads q, k and the logits' other arguments in the training batches for which a subclass calls :meth:`_open`."""
+
+    def __init__(self, *choice: Any) -> None:
+        super().__init__(*choice)
+        self._layers: list[AttentionLayer] = []
+        self._in_backward = False
+
+    def _watches(self, stage: str) -> bool:
+        return stage == "fit"
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers = self._chosen(pl_module)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._in_backward = True  # activation checkpointing runs forward again in there
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._in_backward = False
+
+    def _open(self) -> None:
+        """Read until :meth:`_unhook`."""
+        self._forget()  # what a batch that was skipped before its end left
+        self._in_backward = False
+        self._hook((self._mechanism(layer), partial(self._read, index)) for index, layer in enumerate(self._layers))
+
+    def _read(
+        self, index: int, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+        query, key = args[:2]
+        given = {name: kwargs.get(name, default) for name, default in _LOGITS.items()}
+        query = query if self._mechanism(self._layers[index]).uses_query else key
+        return self._see(index, query, key, given, (args, kwargs))
+
+    def _see(
+        self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: tuple[Any, dict[str, Any]]
+    ) -> Any:
+        """Take in what a layer's logits are made of; what is returned, if anything, replaces the mechanism's call."""
+        raise NotImplementedError
+
+
+_LOGITS = {"attn_mask": None, "is_causal": False, "scale": None}
+
+
+def layers_with_own_logits(layers: list[AttentionLayer]) -> str:
+    """The layers whose mechanism has logits of its own, each with the reason; "" where none has."""
+    mechanisms: dict[str, AttentionMechanism | None] = {layer.name: layer.mechanism for layer in layers}
+    own = {name: found.own_logits for name, found in mechanisms.items() if found is not None and found.own_logits}
+    return listed({name: f"{type(mechanisms[name]).__name__}: {why}" for name, why in own.items()}) if own else ""
