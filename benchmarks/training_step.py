@@ -2,7 +2,7 @@
 
 `python -m benchmarks.training_step rpc/compare_classification` fits every variant for a few steps, in turn and round
 after round in one process of one thread, and writes `training_step_NAME` under results: CPU time and peak of resident
-memory of a step (forward, backward, optimizer, and the callbacks that the comparison has).
+memory of a step (forward, backward, optimizer, and the callbacks that the comparison has), and trained parameters.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StepCosts(pl.Callback):
 
 
 def measure(name: str, rounds: int) -> list[dict[str, str]]:
-    """A row a variant: milliseconds a step, their ratio to the first variant's, and MiB."""
-    seconds, peaks = defaultdict(list), defaultdict(list)
+    """A row a variant: parameters, milliseconds a step, their ratio to the first variant's, and MiB."""
+    seconds, peaks, parameters = defaultdict(list), defaultdict(list), {}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             for cell in plan_cells(read_variants(name), [0], folder):
@@ -56,7 +56,8 @@ def measure(name: str, rounds: int) -> list[dict[str, str]]:
                 steps = WARM_UP + TIMED + WEIGHED
                 limits = [f"--trainer.max_steps={steps}", "--trainer.limit_val_batches=0"]
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    run([*cell.arguments, *limits, f"--trainer.default_root_dir={folder}"], callbacks=[costs])
+                    cli = run([*cell.arguments, *limits, f"--trainer.default_root_dir={folder}"], callbacks=[costs])
+                parameters[cell.name] = sum(each.numel() for each in cli.model.parameters() if each.requires_grad)
                 seconds[cell.name].append(statistics.median(costs.seconds))
                 peaks[cell.name].append(statistics.median(costs.peaks))
     times = {variant: statistics.median(taken) for variant, taken in seconds.items()}
@@ -64,6 +65,7 @@ def measure(name: str, rounds: int) -> list[dict[str, str]]:
     return [
         {
             "variant": variant,
+            "parameters": str(parameters[variant]),
             "CPU time a step": f"{taken * 1e3:.0f} ms",
             "to the first": f"{taken / first:.2f}",
             "peak memory of a step": f"{statistics.median(peaks[variant]):.0f} MiB",

@@ -293,27 +293,45 @@ def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
         assert main_one[key] == other[key], key
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_every_comparison_runs(name, own_folder, tiny_data, monkeypatch, capsys):
+SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        *((name, name not in SEARCHED) for name in COMPARISONS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in SEARCHED),
+    ],
+)
+def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, capsys):
+    """Where values are chosen, of two for the first variant alone; of its many variants two, where not the whole."""
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     content["base"] = twin(content["base"], own_folder)
-    content.get("settings", {}).pop("trainer.max_epochs", None)  # the twin has a length of its own
-    for callback in content.get("settings", {}).values():  # RobustnessEvaluation, at a size for a test
-        callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
+    added = content.get("settings", {}).get("trainer.callbacks+", [])
+    content["settings"] = {"trainer.callbacks+": added} if added else {}  # the twin has sizes of its own
+    for callback in added if isinstance(added, list) else [added]:
+        if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test
+            callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
+    if name in SEARCHED:
+        if not whole:
+            content["variants"] = {key: content["variants"][key] for key in ("softmax", "rpc")}
+            del content["references"]
+        content["grid"] = {key: {"softmax": values[:2]} for key, values in content["grid"].items()}
     tiny = own_folder / "tiny.yaml"
     tiny.write_text(yaml.safe_dump(content, sort_keys=False))
     main(["compare", str(tiny), "--seeds", "0", "--output", "out"])
     printed, errors = capsys.readouterr()
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
-    left_out = "pgd|square|corruption|gaussian_noise|fog|motion_blur"
+    left_out = "pgd|square|corruption|gaussian_noise|fog|motion_blur|layer_03"
     assert all(re.search(left_out, metric) for metric in never_logged), never_logged
     assert all(f"| {variant} | 1 |" in printed for variant in content["variants"])
-    assert "Not paired" not in printed
+    other = [line for line in printed.partition("Not paired:")[2].splitlines() if line]
+    assert all(re.match("- softmax (wider|widest|longer|longest) seed 0: ", line) for line in other), other
     record = read_record(Path("out"))
     assert record.references == content.get("references", {})
     assert {cell.state for cell in record.cells} == {FINISHED}
-    assert len({cell.training_data for cell in record.cells}) == 1
+    assert len({cell.training_data for cell in record.cells if "longe" not in cell.variant}) == 1
 
 
 def test_the_saved_config_says_once_what_the_command_line_overrode(tmp_path, monkeypatch):
