@@ -93,6 +93,8 @@ class AttentionMechanism(nn.Module):
     own_logits: ClassVar[str | None] = None
     """Why its logits are not q kᵀ · scale (k kᵀ where it uses no query) of what it is given, plus what a mask or a bias
     adds, if so: monitors say so, and callbacks that act on those logits refuse the layer."""
+    stochastic: ClassVar[bool] = False
+    """Whether, by its definition, it draws at random in training, and so gives there another output than elsewhere."""
     before_rotation: bool = False
     """Whether it treats features of a head apart, so that rotary positions must not have mixed them before."""
     cache: ClassVar[Cache]

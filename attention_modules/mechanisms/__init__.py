@@ -6,6 +6,14 @@ from attention_modules.mechanisms.keys.forgetting import (
 )
 from attention_modules.mechanisms.keys.kde import KDEAttention as KDEAttention, kde_attention as kde_attention
 from attention_modules.mechanisms.keys.l2 import L2Attention as L2Attention, l2_attention as l2_attention
+from attention_modules.mechanisms.keys.mom import (
+    MedianOfMeansAttention as MedianOfMeansAttention,
+    mom_attention as mom_attention,
+)
+from attention_modules.mechanisms.keys.rkde import (
+    RobustKDEAttention as RobustKDEAttention,
+    rkde_attention as rkde_attention,
+)
 from attention_modules.mechanisms.keys.sink import SinkAttention as SinkAttention, sink_attention as sink_attention
 from attention_modules.mechanisms.keys.sinkhorn import (
     SinkhornAttention as SinkhornAttention,
@@ -22,6 +30,10 @@ from attention_modules.mechanisms.layers.neutreno import (
 from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
+)
+from attention_modules.mechanisms.maps.dam import (
+    DifferentiableAttentionMask as DifferentiableAttentionMask,
+    dam_attention as dam_attention,
 )
 from attention_modules.mechanisms.maps.entmax import (
     EntmaxAttention as EntmaxAttention,

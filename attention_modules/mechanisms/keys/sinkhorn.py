@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import without_autocast
-from attention_modules.masks import check_mask, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_integer
+from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 CHUNK = 256  # rows whose logits are held at once
@@ -84,17 +84,10 @@ def sinkhorn_attention(
         torch.Size([1, 3, 5, 8])
     """
     check_self_attention("sinkhorn", q, k)
-    check_mask(attn_mask, q, k)
-    attn_mask = hide(attn_mask)
-    if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-        raise ValueError(
-            f"sinkhorn attention normalizes columns over all rows, so it takes masks of padding alone, [B, 1, 1, N], "
-            f"got {tuple(attn_mask.shape)}"
-        )
+    attn_mask = padding_alone("sinkhorn", attn_mask, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     bias = q.new_zeros(1, 1, 1)
     if attn_mask is not None:
-        attn_mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
         bias = attn_mask.squeeze(-2)
         if bias.dtype == torch.bool:
             bias = torch.zeros(bias.shape, device=q.device, dtype=q.dtype).masked_fill(~bias, float("-inf"))
@@ -124,10 +117,7 @@ class SinkhornAttention(AttentionMechanism):
         self.iterations = check_integer("iterations", iterations, at_least=1)
         if self.iterations % 2 == 0:
             raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
-        if spec.is_causal:
-            raise ValueError(
-                "sinkhorn attention normalizes over later rows too, and this layer hides the future; choose another"
-            )
+        refuse_causal("sinkhorn", spec)
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}"
@@ -147,6 +137,5 @@ class SinkhornAttention(AttentionMechanism):
         Raises:
             ValueError: if attention is causal or a mask tells rows apart.
         """
-        if is_causal:
-            raise ValueError("sinkhorn attention normalizes over later rows too: it cannot be causal")
+        refuse_causality("sinkhorn", is_causal)
         return sinkhorn_attention(q, k, v, self.iterations, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)

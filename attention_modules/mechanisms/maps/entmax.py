@@ -87,7 +87,7 @@ def entmax_attention(
     if alpha == 1.0:
         return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)
 
-    def weights(logits: Tensor, seen: Tensor) -> Tensor:
+    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
         top = logits.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True)
         top = torch.where(top.isneginf(), logits.new_zeros(()), top).detach()
         return entmax(torch.where(seen, logits, top - _FAR / (alpha - 1)), alpha)

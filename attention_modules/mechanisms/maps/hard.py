@@ -11,7 +11,7 @@ from attention_modules.mechanism import AttentionMechanism, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 
 
-def _one_hot(logits: Tensor, seen: Tensor) -> Tensor:
+def _one_hot(logits: Tensor, seen: Tensor, first: int) -> Tensor:
     largest = logits.masked_fill(~seen, float("-inf")).argmax(-1, keepdim=True)
     return torch.zeros_like(logits).scatter(-1, largest, 1.0)
 

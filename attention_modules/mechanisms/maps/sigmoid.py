@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import autocast, check_dropout
-from attention_modules.masks import combine_masks, visible
+from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.maps.sigmoid_rows import Logits, SigmoidRows, rows_apply
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
 
 def sigmoid_attention(
@@ -55,7 +56,7 @@ def sigmoid_attention(
     check_dropout(dropout_p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-    def weights(logits: Tensor, seen: Tensor) -> Tensor:
+    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
         if bias is not None:
             return (logits + bias).sigmoid()
         count = seen.expand(*seen.shape[:-1], logits.shape[-1]).sum(-1, keepdim=True, dtype=logits.dtype)
@@ -66,22 +67,9 @@ def sigmoid_attention(
 
     if not rows_apply(q, k, v, attn_mask, dropout_p):
         return plain(q, k, v)
-    logits = Logits(_shift(bias, q, k, attn_mask, is_causal), attn_mask, is_causal, scale)
+    shift = -visible_keys(q, k, attn_mask, is_causal).log()
+    logits = Logits(shift if bias is None else torch.full_like(shift, bias), attn_mask, is_causal, scale)
     return SigmoidRows.apply(autocast(q), autocast(k), autocast(v), logits, plain)
-
-
-def _shift(bias: float | None, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The bias of each row, ``[B|1, H|1, N|1, 1]``."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    count = torch.full((1, 1, 1, 1), float(k.shape[-2]), dtype=wide, device=q.device)
-    if bias is not None:
-        return torch.full_like(count, bias)
-    if is_causal:
-        count = torch.arange(1, q.shape[-2] + 1, dtype=wide, device=q.device).view(1, 1, -1, 1)
-    elif attn_mask is not None:
-        seen = visible(attn_mask)
-        count = seen.expand(*seen.shape[:-1], k.shape[-2]).sum(-1, keepdim=True).to(wide)
-    return -count.clamp(min=1.0).log()
 
 
 @register_mechanism("sigmoid")

@@ -13,7 +13,7 @@ from attention_modules.kernels import autocast, check_dropout, without_autocast
 from attention_modules.masks import visible
 
 CHUNK = 128  # rows of a map that are held at once
-Weights = Callable[[Tensor, Tensor], Tensor]
+Weights = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def attend_by(
@@ -29,8 +29,8 @@ def attend_by(
     """weights(q kᵀ · scale + mask) v, with memory that is linear in the number of tokens.
 
     Args:
-        weights: makes weights of logits ``[B, H, n, M]``, at least float32, and of what each row sees, boolean,
-            broadcastable to them; what it gives for hidden keys is not read.
+        weights: makes weights of logits ``[B, H, n, M]``, at least float32, of what each row sees, boolean,
+            broadcastable to them, and of the place of the first row; what it gives for hidden keys is not read.
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
         v: values ``[B, H, M, d']``.
@@ -57,7 +57,7 @@ def attend_by(
                 last = torch.arange(first, first + q.shape[-2], device=q.device)
                 seen = torch.arange(k.shape[-2], device=q.device) <= last.unsqueeze(-1)
                 seen = seen.view(1, 1, *seen.shape)
-            found = torch.where(seen, weights(logits, seen), logits.new_zeros(()))
+            found = torch.where(seen, weights(logits, seen, first), logits.new_zeros(()))
             if dropout_p > 0.0:
                 found = F.dropout(found, dropout_p)
             return found.to(v.dtype) @ v

@@ -33,6 +33,7 @@ class Case:
         options: that it is built with, in the checks of every mechanism.
         tensors: further arguments of the function, by name, and their shapes.
         shape: of queries, keys and values.
+        tolerance: of outputs and gradients, absolute.
         shared: names of the options that the function takes too.
     """
 
@@ -40,7 +41,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shape: tuple[int, ...] = HEADS
-    shared: tuple[str, ...] = ("iterations", "pairs", "alpha", "bias")
+    tolerance: float = 1e-12
+    shared: tuple[str, ...] = ("iterations", "pairs", "alpha", "bias", "loss", "a", "outliers")
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -71,6 +73,10 @@ CASES = [
     Case("sinkhorn", {"iterations": 1}),
     Case("sinkhorn", {"iterations": 5}),
     Case("kde"),
+    Case("rkde"),
+    Case("rkde", {"loss": "hampel", "a": 0.5}),
+    Case("mom", {"outliers": 0.3}, tensors={"draws": (3, 9)}),
+    Case("dam", {"num_tokens": 9}, tensors={"gates": (3, 11)}, tolerance=1e-11),  # 10⁴ times the gate, in the logits
     Case("sigmoid"),
     Case("sigmoid", {"bias": -2.0}),
     Case("entmax"),
@@ -102,7 +108,7 @@ def test_equals_its_equation(case, mask, scale):
     given |= {"scale": scale, **{name: case.options[name] for name in case.shared if name in case.options}}
     actual = values_and_gradients(lambda **inputs: case.function(**inputs, **given), case.inputs())
     expected = values_and_gradients(lambda **inputs: case.twin(**inputs, **given), case.inputs())
-    assert_same(actual, expected, 1e-12)
+    assert_same(actual, expected, case.tolerance)
 
 
 PADDING = ("nothing", "padding")
@@ -133,11 +139,12 @@ NAMES = sorted({case.name for case in CASES})
 
 @pytest.mark.parametrize("name", NAMES)
 def test_starts_as_softmax_where_it_says_so(name):
-    neutral = build_mechanism(name, AttentionSpec(24, 3, 8)).neutral
+    neutral = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=7)).neutral
+    length = {"num_tokens": 7} if name == "dam" else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
     plain = model(x, padding)
-    swap_attention(model, name, **(neutral or {}))
+    swap_attention(model, name, **(neutral or {}), **length)
     change = (model(x, padding) - plain)[~padding].abs().max().item()
     assert change < 1e-5 if neutral is not None else change > 1e-3
 
@@ -147,7 +154,7 @@ def test_starts_as_softmax_where_it_says_so(name):
 def test_is_finite_and_near_for_one_token_and_for_4096(name, dtype):
     for tokens in (1, 4096):
         spec = AttentionSpec(8, 1, 8, num_tokens=tokens)
-        mechanism = build_mechanism(name, spec)
+        mechanism = build_mechanism(name, spec).eval()
         shape = (1, 1, tokens, 8)
         inputs = {n: x.float() for n, x in random_heads(("q", "k", "v", *mechanism.needs), shape).items()}
         if "x" in inputs:

@@ -1,0 +1,139 @@
+"""Differentiable attention mask: a learned gate a head and distance (SparseBERT, Shi et al., ICML 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.masks import combine_masks
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.symmetric import check_self_attention
+
+_CLOSED = -1e4  # added to a logit whose gate is 0
+
+
+def dam_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale - 10⁴ (1 - m_|i-j|) + mask) v (differentiable attention mask, Shi et al., ICML 2021).
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+        v: values ``[B, H, N, d]``.
+        gates: m of each head and distance, in [0, 1], ``[H, D]`` with D of at least N.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        is_causal: row i sees keys 0 to i only.
+        dropout_p: attention dropout.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N, d]``; zeros in rows that see nothing. A row all of whose gates are 0 is a row without gates.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit, or there is not one query for each key.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.functional import dam_attention
+        >>> q, k, v = torch.randn(3, 1, 3, 5, 8)
+        >>> dam_attention(q, k, v, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0]).expand(3, 5)).shape
+        torch.Size([1, 3, 5, 8])
+    """
+    check_self_attention("dam", q, k)
+    heads, tokens = k.shape[-3:-1]
+    if gates.dim() != 2 or gates.shape[0] != heads or gates.shape[1] < tokens:
+        raise ValueError(f"gates must be [H, D] with H = {heads} and D of at least {tokens}, got {tuple(gates.shape)}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+
+    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
+        rows = torch.arange(first, first + logits.shape[-2], device=logits.device)
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        gate = gates.to(logits.dtype)[:, (rows.unsqueeze(-1) - columns).abs()]
+        logits = logits + (1 - gate) * _CLOSED
+        lowest = torch.finfo(logits.dtype).min / 2  # -inf would be NaN in rows that see nothing
+        return torch.where(seen, logits, lowest).softmax(-1)
+
+    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+
+
+@register_mechanism("dam")
+class DifferentiableAttentionMask(AttentionMechanism):
+    """:func:`dam_attention` with gates that are learned: in training hard Gumbel draws, straight-through.
+
+    In evaluation a gate is open where its logit is the larger one (our choice; the released code draws there too). The
+    released code has one set of gates for all layers; here each layer has its own.
+
+    Args:
+        spec: the layer that it serves.
+        num_tokens: the longest sequence, that of ``spec`` where None.
+        start: logit with which gates are open at first; 0 as published, where half of them are closed.
+
+    Raises:
+        ValueError: if ``start`` is no finite number, or nothing says how many tokens there are at most.
+    """
+
+    one_query_per_key = True
+    surrogate_gradient = True
+    stochastic = True
+    own_logits: ClassVar = "its gates hide keys"
+    neutral: ClassVar = {"start": 30.0}
+
+    def __init__(self, spec: AttentionSpec, num_tokens: int | None = None, start: float = 0.0) -> None:
+        if num_tokens is not None:
+            spec = dataclasses.replace(spec, num_tokens=num_tokens)
+        if spec.num_tokens is None:
+            raise ValueError(
+                "dam learns a gate for each distance, and nothing here says how many tokens there are at most; give it "
+                "the option num_tokens=N"
+            )
+        super().__init__(spec)
+        start = check_number("start", start)
+        self.logits = nn.Parameter(1e-3 * torch.randn(spec.num_heads, spec.num_tokens, 2))
+        with torch.no_grad():
+            self.logits[..., 0] += start
+
+    def gates(self) -> Tensor:
+        """m, ``[H, D]``, 0 or 1; its mean is the penalty ‖m‖₁ of the paper, up to a factor."""
+        if self.training:
+            return F.gumbel_softmax(self.logits, hard=True)[..., 0]
+        return (self.logits[..., 0] >= self.logits[..., 1]).to(self.logits.dtype)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Mix the values that the gates let through.
+
+        Raises:
+            ValueError: if there are more tokens than gates, or not one query for each key.
+        """
+        tokens, limit = k.shape[-2], self.logits.shape[1]
+        if tokens > limit:
+            raise ValueError(
+                f"dam was built for at most {limit} tokens, got {tokens}; shorten the input, or give the mechanism the "
+                f"option num_tokens={tokens}"
+            )
+        given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+        return dam_attention(q, k, v, self.gates(), **given)  # type: ignore[arg-type]
