@@ -60,8 +60,8 @@ class SelfAttentionHost(Host):
         start = width if layer.mechanism.uses_query else 0
         return Rows(layer.qkv, 0, width), Rows(layer.qkv, start, start + width)
 
-    def caveat(self, layer: Any) -> str | None:
-        return None if isinstance(layer.k_norm, nn.Identity) else "q/k norm: the logits do not have the spectrum of W"
+    def norm(self, layer: Any) -> str | None:
+        return None if isinstance(layer.k_norm, nn.Identity) else "q/k norm"
 
     def query_refusal(self, layer: Any) -> str | None:
         if not layer.mechanism.uses_query:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -141,9 +141,19 @@ class Host(ABC):
         """Query heads that share one key head."""
         return 1
 
+    def qk_biases(self, layer: Any) -> tuple[Rows | None, Rows | None]:
+        """The query's and the key's rows of the projection's bias, as the layer is now; None where it has none."""
+        query, key = (_bias_of(rows) for rows in self.qk_rows(layer))
+        return query, key
+
+    def norm(self, layer: Any) -> str | None:
+        """What normalizes queries and keys before their product, so that the scale of W_q and W_k is lost, if so."""
+        return None
+
     def caveat(self, layer: Any) -> str | None:
         """Why the spectrum of W_qᵀ W_k is not that of the logits, if so."""
-        return None
+        norm = self.norm(layer)
+        return norm and f"{norm}: the logits do not have the spectrum of W"
 
     def weights_refusal(self, layer: Any) -> str | None:
         """Why W_q and W_k cannot be given, if so."""
@@ -230,6 +240,11 @@ class Host(ABC):
     def _restore_query(self, layer: Any) -> None:
         restore_query(layer, layer.dropped_query)
         layer.dropped_query = ()
+
+
+def _bias_of(rows: Rows) -> Rows | None:
+    name = rows.tensor.replace("weight", "bias")
+    return replace(rows, tensor=name) if getattr(rows.owner, name, None) is not None else None
 
 
 def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]) -> str | None:

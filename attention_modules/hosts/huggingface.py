@@ -241,12 +241,11 @@ class HuggingFaceHost(Host):
     def groups(self, layer: Any) -> int:
         return int(getattr(layer, "num_key_value_groups", 1))
 
+    def norm(self, layer: Any) -> str | None:
+        return None if self._query_norm(layer) is None else "q/k norm"
+
     def caveat(self, layer: Any) -> str | None:
-        if self._query_norm(layer) is not None:
-            return "q/k norm: the logits do not have the spectrum of W"
-        if self.rotates(layer):
-            return "rope: the spectrum of the logits is not W's"
-        return None
+        return super().caveat(layer) or ("rope: the spectrum of the logits is not W's" if self.rotates(layer) else None)
 
     def refusal(self, layer: Any) -> str | None:
         config = layer.plain_config if isinstance(layer, SwappedHuggingFace) else layer.config

@@ -197,6 +197,14 @@ class MultiheadAttentionHost(Host):
         start = 0 if getattr(layer, "dropped_query", ()) else width
         return Rows(layer, 0, width, "in_proj_weight"), Rows(layer, start, start + width, "in_proj_weight")
 
+    def qk_biases(self, layer: Any) -> tuple[Rows | None, Rows | None]:
+        if layer.in_proj_bias is None:
+            return None, None
+        width = layer.embed_dim
+        start = 0 if getattr(layer, "dropped_query", ()) else width
+        query, key = (Rows(layer, begin, begin + width, "in_proj_bias") for begin in (0, start))
+        return query, key
+
     def refusal(self, layer: Any) -> str | None:
         if layer.bias_k is not None or layer.add_zero_attn:
             return "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"

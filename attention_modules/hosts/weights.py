@@ -54,6 +54,17 @@ class Rows:
         full = full.t() if self.transposed else full.flatten(1)  # a 1 x 1 convolution's is [out, in, 1, 1]
         return full.unflatten(0, (self.blocks, -1))[:, self.start : self.stop].flatten(0, 1)
 
+    @torch.no_grad()
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the features in place by one factor each, ``[blocks * (stop - start)]``; the others are not touched.
+
+        The tensor is a Parameter or buffer of the owner (a bias may be one), and none that is computed at each call.
+        """
+        held = getattr(self.owner, self.tensor).detach()
+        held = held.t() if self.transposed and held.ndim > 1 else held
+        part = held.unflatten(0, (self.blocks, -1))[:, self.start : self.stop]
+        part.mul_(factors.to(part.dtype).view(self.blocks, -1, *[1] * (part.ndim - 2)))
+
     def parameters(self) -> list[nn.Parameter]:
         """The Parameters that :meth:`weight` reads."""
         owner: Any = self.owner

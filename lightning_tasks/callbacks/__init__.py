@@ -17,6 +17,7 @@ from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
+from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
 from lightning_tasks.callbacks.swap import SwapAttention
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "NonFiniteGuard",
     "PredictionTable",
     "PursuitMonitor",
+    "QKClip",
     "QKWeightDecay",
     "RobustnessEvaluation",
     "RunSummary",

@@ -145,10 +145,12 @@ class TimmHost(Host):
         widths = self.widths(layer)
         return widths.heads // widths.key_heads
 
-    def caveat(self, layer: Any) -> str | None:
-        if _query_norm(layer):
-            return "q/k norm: the logits do not have the spectrum of W"
-        return None
+    def qk_biases(self, layer: Any) -> tuple[Rows | None, Rows | None]:
+        own = self.projections(layer).own_qk_biases(layer, self.widths(layer))
+        return super().qk_biases(layer) if own is None else own
+
+    def norm(self, layer: Any) -> str | None:
+        return "q/k norm" if _query_norm(layer) else None
 
     def query_refusal(self, layer: Any) -> str | None:
         if _query_norm(layer):

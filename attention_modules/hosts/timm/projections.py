@@ -109,6 +109,13 @@ class Projections:
         blocks = widths.heads if self.by_head else 1
         return Rows(layer.get_submodule(self._holder(letter)), start, start + width(letter), blocks=blocks)
 
+    def own_qk_biases(self, layer: Any, widths: Widths) -> tuple[Rows | None, Rows] | None:
+        """Where the layer itself holds the biases of queries and keys; None where the projection does."""
+        if not self.own_biases or layer.v_bias is None:
+            return None
+        query, key = (Rows(layer, 0, widths.features(letter), f"{letter}_bias") for letter in "qk")
+        return (query if self._present(layer, "q") else None), key
+
     def input_width(self, layer: Any) -> int:
         """C."""
         projection: Any = layer.get_submodule(self._holder("k"))

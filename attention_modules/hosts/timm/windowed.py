@@ -93,8 +93,8 @@ class SwinV2Host(ShiftedHost):
     def scale(self, layer: Any) -> float:
         return 1.0
 
-    def caveat(self, layer: Any) -> str | None:
-        return "cosine attention: the logits do not have the spectrum of W"
+    def norm(self, layer: Any) -> str | None:
+        return "cosine attention"
 
 
 class SwappedSwinV2Cr(SwappedCosine):

@@ -12,6 +12,7 @@ from lightning_tasks.callbacks import (
     LocAteR,
     LogitMonitor,
     PursuitMonitor,
+    QKClip,
     QKWeightDecay,
     SpectrumMonitor,
     SwapAttention,
@@ -25,6 +26,7 @@ REFUSED = [
     LipschitzMonitor,
     LogitMonitor,
     PursuitMonitor,
+    QKClip,
     SpectrumMonitor,
 ]
 
