@@ -13,6 +13,13 @@ _RECIPE_OPTIONS = ("-c", "--config")
 _ALWAYS_FILES = (*_RECIPE_OPTIONS, "--trainer")
 _FILE_OPTIONS = (*_ALWAYS_FILES, "--model", "--data")
 _CHECKPOINT_OPTIONS = ("--ckpt_path", "--init_from")
+_VALUES = {
+    "-c": "RECIPE",
+    "--config": "RECIPE",
+    "--ckpt_path": "CHECKPOINT",
+    "--init_from": "FILE",
+    "--images": "FOLDER",
+}
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 """What stands for a checkpoint without being a path; the command resolves `last`, and Lightning the others."""
 _NOTHING_TO_RUN = """\
@@ -48,6 +55,9 @@ def check_asked(arguments: Sequence[str]) -> None:
     if not asks_for_text and not any(each.split(".")[0] in known for each in options):
         classes = _CLASSES.get(command, "--model CLASS --data CLASS")
         raise UsageError(_NOTHING_TO_RUN.format(command=command, classes=classes))
+    for option, value in zip(rest, [*rest[1:], "--"], strict=True):
+        if option in _VALUES and value.startswith("--"):
+            raise UsageError(f"{option} has no value: give {option} {_VALUES[option]}")
     expand_recipe_names(rest)
     for option in _CHECKPOINT_OPTIONS:
         path = value_of(rest, option)

@@ -44,6 +44,8 @@ def test_a_recipe_follows_the_command(command, name):
         (["quickstart/clasification"], "--config 'quickstart/clasification'.*nearest names are quickstart/classificat"),
         (["missing.yaml"], "neither a file nor a shipped recipe"),
         (["quickstart/classification", "--trainer=strategy/dpp"], "strategy/ddp"),
+        (["--config"], "--config has no value: give --config RECIPE"),
+        (["quickstart/classification", "--ckpt_path", "--trainer.max_steps=1"], "--ckpt_path has no value: give"),
         (["quickstart/classification", "--ckpt_path", "no.ckpt"], "--ckpt_path no.ckpt: no such file"),
         (["quickstart/classification", "--init_from=no.ckpt"], "--init_from no.ckpt: no such file"),
     ],
