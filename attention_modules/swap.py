@@ -13,7 +13,14 @@ from torch import nn
 
 from attention_modules.base import described, options_text
 from attention_modules.hosts import describe
-from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Swapped, hook_refusal, swapped_class
+from attention_modules.hosts.base import (
+    AttentionLayer,
+    AttentionSwapError,
+    Swapped,
+    hook_refusal,
+    plain_type,
+    swapped_class,
+)
 from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
 from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
 from attention_modules.hosts.query import QueryPart
@@ -122,15 +129,15 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 def make_plain(model: nn.Module, names: Sequence[str]) -> None:
     """Undo :func:`make_observable` for these layers, whatever the model was wrapped into since.
 
-    A layer that itself became another class meanwhile (sharded alone, parametrized) keeps its softmax: it would lose
-    that class with it.
+    A layer that itself became another class meanwhile (sharded alone) keeps its softmax: it would lose that class with
+    it.
     """
     layers = [layer for layer in survey(model).layers if layer.name in names]
     _restore(model, [layer for layer in layers if _only_swapped(layer.module)])
 
 
 def _only_swapped(layer: nn.Module) -> bool:
-    return isinstance(layer, Swapped) and type(layer) is swapped_class(layer.host, layer.plain_class)
+    return isinstance(layer, Swapped) and plain_type(layer) is swapped_class(layer.host, layer.plain_class)
 
 
 def _swap(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
@@ -84,6 +85,19 @@ def _swapped_blank(host: Host, plain: nn.Module) -> nn.Module:
     """An empty swapped layer from an empty plain one, for copying and unpickling to fill."""
     plain.__class__ = swapped_class(host, type(plain))
     return plain
+
+
+def plain_type(layer: nn.Module) -> type[nn.Module]:
+    """The layer's class, without the one that parametrizations of its own tensors put over it."""
+    return type(layer).__bases__[0] if parametrize.is_parametrized(layer) else type(layer)
+
+
+def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    """Give the layer a class, under the one that parametrizations of its own tensors put over it."""
+    if parametrize.is_parametrized(layer):
+        over = {name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")}
+        cls = type(f"Parametrized{cls.__name__}", (cls,), over)
+    layer.__class__ = cls
 
 
 class Host(ABC):
@@ -198,6 +212,12 @@ class Host(ABC):
             owner = layer.get_submodule(part.owner)
             if wrapped_by_peft(owner):
                 return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
+            if parametrize.is_parametrized(owner, part.tensor):
+                return (
+                    f"its projection {part.key('')!r} is computed at each call (a parametrization such as "
+                    "SigmaReparam): remove that first (torch.nn.utils.parametrize.remove_parametrizations, "
+                    "attention_modules.stabilizers.sigma.remove_sigma_reparam)"
+                )
             if not part.filled(layer):
                 return (
                     f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap, or "
@@ -213,7 +233,7 @@ class Host(ABC):
     def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
         """Put a mechanism into a plain or swapped layer."""
         if not isinstance(layer, Swapped):
-            layer.__class__ = swapped_class(self, type(layer))
+            _set_class(layer, swapped_class(self, plain_type(layer)))
             layer.dropped_query = ()
         if mechanism.uses_query:
             self._restore_query(layer)
@@ -227,7 +247,7 @@ class Host(ABC):
         del layer.dropped_query
         layer.__dict__.pop("link", None)
         self._take_mechanism(layer)
-        layer.__class__ = layer.plain_class
+        _set_class(layer, layer.plain_class)
 
     def _take_mechanism(self, layer: Any) -> None:
         del layer.mechanism
@@ -256,15 +276,15 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
                 f"its projection {path!r} is wrapped by peft ({type(owner).__name__}): call merge_and_unload() first, "
                 "or swap before get_peft_model(), with target_modules that leave out the query's projection"
             )
-        if type(owner) is not wanted:
+        if plain_type(owner) is not wanted:
             found = f"{type(owner).__module__}.{type(owner).__qualname__}"
             return f"its projection {path!r} is a {found}, and only a plain {wanted.__name__} can be split"
         made = [name for name in ("weight", "bias") if name not in owner._parameters]
         if made:
             return (
-                f"the {' and '.join(made)} of its projection {path!r} is computed at each call (pruning, weight_norm "
-                "or spectral_norm), and only Parameters can be split; make it permanent first, as prune.remove() and "
-                "remove_weight_norm() do"
+                f"the {' and '.join(made)} of its projection {path!r} is computed at each call (SigmaReparam, "
+                "pruning, weight_norm or spectral_norm), and only Parameters can be split: list SwapAttention before "
+                "SigmaReparam, or make it permanent first, as prune.remove() and remove_weight_norm() do"
             )
         if codes := quantized(owner):
             return f"its projection {path!r} cannot be split: {codes}"

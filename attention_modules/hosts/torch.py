@@ -212,7 +212,10 @@ class MultiheadAttentionHost(Host):
 
     def query_refusal(self, layer: Any) -> str | None:
         if layer._parameters.get("in_proj_weight") is None:
-            return "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split"
+            return (
+                "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split; "
+                "list SwapAttention before SigmaReparam"
+            )
         if codes := quantized(layer, "in_proj_weight"):
             return f"its in_proj_weight cannot be split: {codes}"
         return super().query_refusal(layer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 # What a weight is read from: float8 is scaled by a number that stands elsewhere.
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -69,6 +70,8 @@ class Rows:
         """The Parameters that :meth:`weight` reads."""
         owner: Any = self.owner
         if not wrapped_by_peft(owner):
+            if parametrize.is_parametrized(owner, self.tensor):
+                return list(owner.parametrizations[self.tensor].parameters())
             value = getattr(owner, self.tensor)
             return [value] if isinstance(value, nn.Parameter) else []
         factors = [

@@ -18,6 +18,7 @@ from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
+from lightning_tasks.callbacks.stabilizers.sigma_reparam import SigmaReparam
 from lightning_tasks.callbacks.swap import SwapAttention
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RunSummary",
     "SaveOnStop",
     "SegmentationOverlay",
+    "SigmaReparam",
     "SpectrumMonitor",
     "SwapAttention",
     "WarnOfMissedValidation",

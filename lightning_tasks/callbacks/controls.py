@@ -21,15 +21,16 @@ def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Ten
     In a fused projection these are the query and key rows. Biases are not part of W_q and W_k.
 
     Raises:
-        ValueError: if W_q and W_k are not entries of one Parameter each (LoRA), or take no gradient.
+        ValueError: if W_q and W_k are not entries of one Parameter each (LoRA, SigmaReparam), or take no gradient.
     """
     found: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for layer in layers:
         parameters = layer.qk_parameters()
-        if len(parameters) > 2 or not all(parameter.requires_grad for parameter in parameters):
+        whole = all(parameter.requires_grad and parameter.ndim > 1 for parameter in parameters)
+        if len(parameters) > 2 or not whole:
             raise ValueError(
-                f"W_q and W_k of {layer.name!r} are sums of several weights or do not require gradients; merge "
-                "adapters (merge_and_unload()), unfreeze the weights, or name the layer in exclude="
+                f"W_q and W_k of {layer.name!r} are computed of several (adapters, SigmaReparam), or do not require "
+                "gradients; merge adapters (merge_and_unload()), unfreeze the weights, or name the layer in exclude="
             )
         with torch.enable_grad():
             read = torch.stack([weight.sum() for weight in layer.qk_weights()]).sum()

@@ -14,6 +14,7 @@ from lightning_tasks.callbacks import (
     PursuitMonitor,
     QKClip,
     QKWeightDecay,
+    SigmaReparam,
     SpectrumMonitor,
     SwapAttention,
 )
@@ -27,6 +28,7 @@ REFUSED = [
     LogitMonitor,
     PursuitMonitor,
     QKClip,
+    SigmaReparam,
     SpectrumMonitor,
 ]
 

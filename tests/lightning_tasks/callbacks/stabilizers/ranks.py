@@ -7,11 +7,15 @@ import sys
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from lightning_tasks.callbacks import QKClip
+from lightning_tasks.callbacks import QKClip, SigmaReparam
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, weights_of
 
 TAU = 0.05  # which most heads pass
-CALLBACKS = {"none": list, "QKClip": lambda: [QKClip(TAU)]}
+CALLBACKS = {
+    "none": list,
+    "QKClip": lambda: [QKClip(TAU)],
+    "SigmaReparam": lambda: [SigmaReparam(gamma=1.0)],
+}
 
 
 def trained(*callbacks, ranks=1, rank=0, **options):

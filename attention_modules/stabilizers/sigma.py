@@ -1,0 +1,210 @@
+"""σReparam: weights divided by their largest singular value, times a learned scalar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts.weights import wrapped_by_peft
+from attention_modules.kernels import without_autocast
+from attention_modules.mechanism import AttentionMechanism
+
+_ORIGINAL = re.compile(r"(?P<owner>(?:.*\.)?)parametrizations\.(?P<tensor>\w+)\.original", re.DOTALL)
+
+
+class SigmaReparametrization(nn.Module):
+    """Ŵ = (γ / σ(W)) W, a parametrization of :mod:`torch.nn.utils.parametrize` (Zhai et al., ICML 2023).
+
+    σ(W) = uᵀ W v, with u and v the leading singular vectors: by SVD at the start, then by :meth:`step`. The forward
+    pass changes nothing, so that reading the weight does not train it; u and v take no gradient, and γ takes one where
+    W does.
+
+    Args:
+        weight: W, whose first dimension is one side of the matrix.
+        gamma: γ at the start; None for σ(W), which leaves the weight as it is up to rounding.
+
+    Raises:
+        ValueError: if W is zero, not finite or has no values yet.
+
+    Shape:
+        Any, as ``weight``.
+    """
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, weight: Tensor, gamma: float | None = None) -> None:
+        super().__init__()
+        self.start = gamma
+        for name, value in self.fitted(weight).items():
+            if name == "gamma":
+                self.gamma = nn.Parameter(value, requires_grad=weight.requires_grad)
+            else:
+                self.register_buffer(name, value)
+
+    @torch.no_grad()
+    def fitted(self, weight: Tensor) -> dict[str, Tensor]:
+        """γ, u and v for a weight, as at the start."""
+        if weight.is_meta:
+            raise ValueError("σReparam needs the weight's values, which are on the meta device: load them first")
+        matrix = _matrix(weight)
+        if not bool(matrix.isfinite().all()) or not bool(matrix.any()):
+            raise ValueError("σReparam divides by the largest singular value of a weight that is zero or not finite")
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        gamma = values[0] if self.start is None else torch.full_like(values[0], self.start)
+        return {"gamma": gamma.clone(), "u": left[:, 0].clone(), "v": right[0].clone()}
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Ŵ, in the weight's shape and dtype."""
+        with without_autocast(weight.device):
+            return (self.gamma / self.sigma(weight)).to(weight.dtype) * weight
+
+    def sigma(self, weight: Tensor) -> Tensor:
+        """uᵀ W v, a scalar of at least float32."""
+        return torch.dot(self.u, torch.mv(_matrix(weight), self.v))
+
+    @torch.no_grad()
+    def step(self, weight: Tensor) -> None:
+        """One step of the power iteration, in place."""
+        with without_autocast(weight.device):
+            matrix = _matrix(weight)
+            self.v.copy_(nn.functional.normalize(torch.mv(matrix.t(), self.u), dim=0))
+            self.u.copy_(nn.functional.normalize(torch.mv(matrix, self.v), dim=0))
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def sigma_reparametrize(owner: nn.Module, tensor: str, gamma: float | None = None) -> None:
+    """Put σReparam onto a weight of a module, which keeps the Parameter under ``parametrizations.TENSOR.original``.
+
+    The module's state dict then has γ, u and v beside the original; it also loads the plain layout, and takes γ, u and
+    v of the loaded weight, as at the start.
+
+    Raises:
+        ValueError: as :class:`SigmaReparametrization`.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import sigma_reparametrize
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> before = layer.weight.detach().clone()
+        >>> sigma_reparametrize(layer, "weight")
+        >>> torch.allclose(layer.weight, before, atol=1e-6)
+        True
+    """
+    parametrization = SigmaReparametrization(getattr(owner, tensor), gamma)
+    parametrize.register_parametrization(owner, tensor, parametrization)
+    owner.register_load_state_dict_pre_hook(_accept_plain_layout)
+
+
+def _accept_plain_layout(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Where ``state`` holds a plain weight, load it as the original, with γ, u and v of its own."""
+    for tensor, parametrization in _of(module):
+        plain, inner = f"{prefix}{tensor}", f"{prefix}parametrizations.{tensor}."
+        if plain in state:
+            weight = state.pop(plain)
+            state |= {f"{inner}original": weight}
+            state |= {f"{inner}0.{name}": value for name, value in parametrization.fitted(weight).items()}
+
+
+def reparametrizations(model: nn.Module) -> Iterator[tuple[nn.Module, str, SigmaReparametrization]]:
+    """Every σReparam in a model: whose weight it is, the weight's name, and the parametrization."""
+    for module in model.modules():
+        for tensor, parametrization in _of(module):
+            yield module, tensor, parametrization
+
+
+def _of(module: nn.Module) -> Iterator[tuple[str, SigmaReparametrization]]:
+    if parametrize.is_parametrized(module):
+        for tensor, parts in module.parametrizations.items():  # type: ignore[operator,union-attr]
+            if isinstance(parts[0], SigmaReparametrization):
+                yield tensor, parts[0]
+
+
+def power_step(model: nn.Module) -> None:
+    """One step of the power iteration for every σReparam of a model: call it before the forward of a training step."""
+    for module, tensor, parametrization in reparametrizations(model):
+        parametrization.step(module.parametrizations[tensor].original)  # type: ignore[index,union-attr]
+
+
+def remove_sigma_reparam(model: nn.Module) -> None:
+    """Leave every weight as Ŵ, a plain Parameter; the model then has its plain layout again.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import remove_sigma_reparam, sigma_reparametrize
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> sigma_reparametrize(layer, "weight", gamma=1.0)
+        >>> remove_sigma_reparam(layer)
+        >>> [*layer.state_dict()], round(torch.linalg.matrix_norm(layer.weight, 2).item(), 4)
+        (['bias', 'weight'], 1.0)
+    """
+    for module, tensor, _ in list(reparametrizations(model)):
+        parametrize.remove_parametrizations(module, tensor)
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with Ŵ in place of each σReparam, which loads strictly into the plain model.
+
+    Args:
+        state: of a model with σReparam, such as ``checkpoint["state_dict"]``.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import plain_state, sigma_reparametrize
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> sigma_reparametrize(layer, "weight")
+        >>> sorted(plain_state(layer.state_dict()))
+        ['bias', 'weight']
+    """
+    plain = dict(state)
+    for key in state:
+        found = _ORIGINAL.fullmatch(key)
+        inner = key.removesuffix("original")
+        if found is None or f"{inner}0.gamma" not in state or f"{inner}0.u" not in state:
+            continue
+        weight = plain.pop(key)
+        gamma, u, v = (plain.pop(f"{inner}0.{name}") for name in ("gamma", "u", "v"))
+        sigma = torch.dot(u, torch.mv(_matrix(weight), v))
+        plain[found["owner"] + found["tensor"]] = (gamma / sigma).to(weight.dtype) * weight
+    return plain
+
+
+def projections(layer: AttentionLayer) -> list[tuple[nn.Module, str]]:
+    """The weights of a layer's projections, the output's too: module and name; those of its mechanism are none.
+
+    Raises:
+        ValueError: if one is wrapped by peft.
+    """
+    found = []
+    for name, module in layer.module.named_modules():
+        if wrapped_by_peft(module):
+            raise ValueError(f"{layer.name!r} has adapters ({name}): merge them (merge_and_unload()) before σReparam")
+        mechanism = isinstance(module, (AttentionMechanism, SigmaReparametrization))
+        inside = any(part in ("mechanism", "parametrizations") for part in name.split("."))
+        if mechanism or inside:
+            continue
+        found += [(module, tensor) for tensor, value in _weights(module)]
+    return found
+
+
+def linear_weights(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The weight of every linear layer of a model: module and name."""
+    kinds = (nn.Linear, nn.MultiheadAttention)
+    known = [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
+    return [(module, tensor) for module in known for tensor, _ in _weights(module)]
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Matrices of a module, those under σReparam too."""
+    held = {name: value for name, value in module._parameters.items() if value is not None}
+    held |= {tensor: getattr(module, tensor) for tensor, _ in _of(module)}
+    return ((name, value) for name, value in held.items() if name.endswith("weight") and value.ndim >= 2)

@@ -1,0 +1,108 @@
+"""σReparam for the projections of attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.stabilizers.sigma import (
+    linear_weights,
+    power_step,
+    projections,
+    reparametrizations,
+    sigma_reparametrize,
+)
+from lightning_tasks.callbacks.base import Callback, Where, check_alone, is_strategy, refuse_flat_shards
+from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
+from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
+from lightning_tasks.training.limits import check_choice, check_number
+
+
+class SigmaReparam(Callback):
+    """Trains the projections of attention layers as Ŵ = (γ / σ(W)) W, which bounds the growth of logits.
+
+    σReparam (Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, ICML 2023): σ(W)
+    is the largest singular value, γ a learned scalar. u and v of σ = uᵀ W v come from an SVD when the model is built,
+    and take one step of the power iteration before each training batch. A fused projection of queries, keys and values
+    has one σ. Put on by :mod:`torch.nn.utils.parametrize` at the end of ``configure_model``, before checkpoints are
+    read and optimizers built, in every stage; hosts, ``LocAteR`` and ``SpectrumMonitor`` read Ŵ.
+
+    State dicts hold ``...parametrizations.weight.original`` and γ, u and v beside it in place of ``...weight``, and a
+    resumed run ends bitwise identical. A checkpoint of the plain model still loads, strictly: its weights become W,
+    with their own γ, u and v. For the way back,
+    :func:`attention_modules.stabilizers.sigma.plain_state` makes a state dict of the plain layout, and
+    :func:`~attention_modules.stabilizers.sigma.remove_sigma_reparam` a plain model. List ``SwapAttention`` before it: a
+    mechanism without a query cannot split a weight that is computed.
+
+    Args:
+        gamma: γ at the start: ``"sigma"`` for σ(W), so that the model is unchanged up to rounding, or a number.
+        all_linear: also every linear layer of the model outside attention, the head included, as in the paper.
+        where: names of layers (a glob or several); all where None.
+        layers: which of those, counted in module order.
+        exclude: names (globs) to leave out.
+
+    Raises:
+        ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number; when a trainer starts, if it has a second
+            ``SigmaReparam``, or the strategy is FSDP1, FSDP2 or DeepSpeed; when the model is configured, if no layer
+            matches, or a weight is zero, not finite, quantized or wrapped by peft.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import SigmaReparam
+        >>> trainer = Trainer(callbacks=[SigmaReparam()], logger=False)
+    """
+
+    def __init__(
+        self,
+        gamma: float | Literal["sigma"] = "sigma",
+        all_linear: bool = False,
+        where: Where = None,
+        layers: list[int] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        own = isinstance(gamma, str) and gamma == "sigma"
+        self.gamma = "sigma" if own else check_number("gamma, if not 'sigma',", gamma, minimum=0.0)
+        if not self.gamma:
+            raise ValueError("gamma must be above 0, got 0: the weights would be zero")
+        self.all_linear = all_linear
+        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_alone(trainer, self)
+        refuse_flat_shards(trainer, "SigmaReparam cannot read weights")
+        if is_strategy(trainer, "ModelParallelStrategy"):
+            raise ValueError("SigmaReparam cannot take singular vectors of weights that FSDP2 shards: use DDP")
+        after_configure_model(pl_module, self, self._reparametrize)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        power_step(pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        forget_actions(pl_module, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        forget_actions(pl_module, self)
+
+    def _reparametrize(self, pl_module: pl.LightningModule) -> None:
+        """Put it onto the chosen weights that do not have it yet."""
+        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        wanted: list[tuple[nn.Module, str]] = [weight for layer in layers for weight in projections(layer)]
+        if self.all_linear:
+            inside = {id(part) for layer in attention_layers(pl_module) for part in layer.module.modules()}
+            wanted += [weight for weight in linear_weights(pl_module) if id(weight[0]) not in inside]
+        done = {(id(module), tensor) for module, tensor, _ in reparametrizations(pl_module)}
+        new = [(module, tensor) for module, tensor in wanted if (id(module), tensor) not in done]
+        start = None if self.gamma == "sigma" else float(self.gamma)
+        with followed_by_cli_optimizer(pl_module):
+            for module, tensor in new:
+                sigma_reparametrize(module, tensor, start)
+        if new:
+            rank_zero_info(f"SigmaReparam: {len(new)} weights in {len(layers)} attention layers and around them")

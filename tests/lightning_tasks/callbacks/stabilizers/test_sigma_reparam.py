@@ -1,0 +1,171 @@
+"""SigmaReparam trains γ/σ(W) W, with the callbacks that read weights, and survives checkpoints."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+from attention_modules.hosts import attention_layers
+from attention_modules.stabilizers.sigma import plain_state, reparametrizations
+from lightning_tasks.callbacks import (
+    AttentionMonitor,
+    FreezeQK,
+    LocAteR,
+    QKClip,
+    SigmaReparam,
+    SpectrumMonitor,
+    SwapAttention,
+)
+from tests.lightning_tasks.callbacks.locater_cells import GAMMA, TARGET, WEIGHT, callback, naive_penalty
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    BuildsInConfigureModel,
+    BuildsInSetup,
+    TinyLM,
+    batches,
+    fit,
+    weights_of,
+)
+
+QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
+def attentions(module):
+    return [layer.self_attn for layer in module.net["encoder"].layers]
+
+
+class NaiveSigma(TinyLM):
+    """γ/σ(W) W written into the forward of the attention layers, σ by SVD."""
+
+    def __init__(self, penalty=False):
+        super().__init__()
+        self.penalty = penalty
+        self.gammas = torch.nn.ParameterList()
+        for layer in attentions(self):
+            for weight in (layer.in_proj_weight, layer.out_proj.weight):
+                self.gammas.append(torch.linalg.matrix_norm(weight.detach(), 2))
+        for layer in attentions(self):
+            for owner, name in ((layer, "in_proj_weight"), (layer.out_proj, "weight")):
+                parametrize.register_parametrization(owner, name, Spectral(self.gammas[self._next()]))
+
+    def _next(self):
+        self.count = getattr(self, "count", -1) + 1
+        return self.count
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (naive_penalty(self) if self.penalty else 0.0)
+
+
+class Spectral(torch.nn.Module):
+    def __init__(self, gamma):
+        super().__init__()
+        self.held = [gamma]
+
+    def forward(self, weight):
+        return self.held[0] / torch.linalg.matrix_norm(weight, 2) * weight
+
+
+def many_steps(module, batch_idx=None):
+    """As many steps of the power iteration as SVD is worth."""
+    for _ in range(300):
+        for owner, tensor, part in reparametrizations(module):
+            part.step(owner.parametrizations[tensor].original)
+
+
+class ToTheEnd(SigmaReparam):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        many_steps(pl_module)
+
+
+@pytest.mark.parametrize("penalty", [False, True], ids=["alone", "with LocAteR"])
+def test_trains_the_equation(penalty):
+    found, expected, plain = TinyLM(), NaiveSigma(penalty), TinyLM()
+    callbacks = [ToTheEnd(), callback()] if penalty else [ToTheEnd()]
+    fit(found, callbacks)
+    fit(expected, accumulate_grad_batches=1)
+    fit(plain, callbacks[1:])
+    for one, other, without in zip(*map(attentions, (found, expected, plain)), strict=True):
+        for a, b, c in (
+            (one.in_proj_weight, other.in_proj_weight, without.in_proj_weight),
+            (one.out_proj.weight, other.out_proj.weight, without.out_proj.weight),
+        ):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+            assert (a - c).abs().max() > 1e-4
+    assert (callback().weight, callback().gamma, callback().mean_target) == (WEIGHT, GAMMA, TARGET)
+
+
+@pytest.mark.parametrize("kind", [TinyLM, BuildsInSetup, BuildsInConfigureModel])
+def test_a_resumed_run_is_the_same_run(kind, tmp_path):
+    def callbacks():
+        return [SwapAttention("symmetric", layers=[0]), SigmaReparam(all_linear=True), AttentionMonitor(2)]
+
+    straight, resumed = kind(), kind()
+    fit(straight, callbacks(), max_epochs=4)
+    fit(kind(), callbacks(), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=callbacks(), **QUIET)
+    trainer.fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(weights_of(resumed), weights_of(straight))
+    tested = kind()
+    trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks(), **QUIET)
+    trainer.test(tested, batches(), ckpt_path=tmp_path / "half.ckpt", verbose=False)
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in tested.state_dict().items())
+
+
+def test_the_plain_checkpoint_loads_and_the_way_back():
+    module = TinyLM()
+    fit(module, [SigmaReparam()])
+    state = module.state_dict()
+    assert "net.encoder.layers.0.self_attn.parametrizations.in_proj_weight.original" in state
+    plain = TinyLM()
+    plain.load_state_dict(plain_state(state))
+    inputs = next(iter(batches()))[0]
+    torch.testing.assert_close(plain(inputs), module(inputs))
+    module.load_state_dict(TinyLM().state_dict())
+    torch.testing.assert_close(module(inputs), TinyLM()(inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_the_optimizer_has_gamma_and_the_spectrum_is_that_of_the_acting_weight():
+    module = TinyLM(lr=0.0)
+    trainer = fit(module, [SigmaReparam(gamma=1.0), SpectrumMonitor(every_n_steps=1)], max_steps=1)
+    gammas = {id(part.gamma) for _, _, part in reparametrizations(module)}
+    assert len(gammas) == 4  # two projections in two layers
+    assert gammas <= {id(one) for group in trainer.optimizers[0].param_groups for one in group["params"]}
+    w_q, w_k = attention_layers(module)[0].qk_weights()
+    torch.testing.assert_close(torch.linalg.matrix_norm(attentions(module)[0].in_proj_weight, 2), torch.tensor(1.0))
+    scale = (w_q.transpose(1, 2) @ w_k).square().sum((1, 2)).mean()
+    torch.testing.assert_close(trainer.callback_metrics["qk_spectrum/scale/layer_00"], scale, check_dtype=False)
+
+
+def test_watching_does_not_train_it():
+    watched, alone = TinyLM(), TinyLM()
+    fit(watched, [SigmaReparam(), SpectrumMonitor(1), LocAteR(0.1, observe_only=True), AttentionMonitor(1)])
+    fit(alone, [SigmaReparam()])
+    assert torch.equal(weights_of(watched), weights_of(alone))
+    assert attention_layers(watched)[0].mechanism is None
+
+
+@pytest.mark.parametrize("other", [lambda: QKClip(), lambda: FreezeQK()], ids=["QKClip", "FreezeQK"])
+def test_what_changes_weights_itself_refuses_weights_that_are_computed(other):
+    with pytest.raises(ValueError, match=r"computed (at each call|of several)"):
+        fit(TinyLM(), [SigmaReparam(), other()])
+
+
+def test_all_linear_layers():
+    module = TinyLM()
+    fit(module, [SigmaReparam(all_linear=True)], max_steps=1)
+    assert parametrize.is_parametrized(module.net["head"], "weight")
+    assert len(list(reparametrizations(module))) == 2 * 4 + 1
+    assert attentions(module)[0].in_proj_weight.shape == (3 * DIM, DIM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 0}, "gamma must be above 0, got 0"),
+        ({"gamma": "one"}, "gamma, if not 'sigma', must be a finite number of at least 0, got 'one'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        SigmaReparam(**options)
