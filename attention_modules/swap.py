@@ -305,6 +305,8 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         swapped = isinstance(module, Swapped)
         _raise_for(layer.name, host.refusal(module))
         _raise_for(layer.name, host.mechanism_refusal(module, built))
+        if not built.row_masks:
+            _raise_for(layer.name, host.row_refusal(module))
         if built.before_rotation and host.rotates(module):
             _raise_for(
                 layer.name,

@@ -181,6 +181,10 @@ class Host(ABC):
         """Why this mechanism, of all, cannot be put into this layer, if so."""
         return None
 
+    def row_refusal(self, layer: Any) -> str | None:
+        """Why no mechanism whose ``row_masks`` is False can be put into this layer, if so."""
+        return None
+
     def rotates(self, layer: Any) -> bool:
         """Whether the mechanism is handed queries and keys that rotary positions have turned."""
         return False

@@ -88,6 +88,8 @@ def mechanism_attention_forward(
             f"({type(attention_mask).__name__}), as another attention implementation makes it: call "
             'model.set_attn_implementation("sdpa")'
         )
+    if attention_mask is not None and not mechanism.row_masks:
+        attention_mask = _one_row(attention_mask, type(mechanism).__name__)
     if module.num_groups > 1:
         key, value = (tensor.repeat_interleave(module.num_groups, dim=1) for tensor in (key, value))
     # One new token sees every cached one, while SDPA's is_causal would let it see the first only.
@@ -111,6 +113,17 @@ def mechanism_attention_forward(
         query, key, value, x, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
     )
     return out.transpose(1, 2).contiguous(), weights[0] if weights else out.new_empty(*out.shape[:-1], 0)
+
+
+def _one_row(mask: Tensor, mechanism: str) -> Tensor:
+    """A mask of padding, ``[B, 1 or H, 1, M]``, which models write out for every row; on a GPU checked without a sync.
+
+    Raises:
+        RuntimeError: if the rows differ.
+    """
+    first = mask[:, :, :1]
+    torch._assert_async((mask == first).all(), f"{mechanism} takes masks of padding alone, and this one has other rows")
+    return first
 
 
 def _attentions_asked(arguments: Mapping[str, object]) -> bool:

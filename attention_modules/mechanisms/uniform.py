@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -24,8 +25,8 @@ def uniform_attention(
 ) -> Tensor:
     """Each row is the mean of the values that it may see, whatever queries and keys say (a control, our own).
 
-    Of an additive mask only the hidden entries count, not its finite biases. Queries and keys receive zero
-    gradients, so that no parameter goes unused.
+    Of an additive mask only the hidden entries count, not its finite biases. Queries, keys and a
+    learned bias receive zero gradients, so that no parameter goes unused.
 
     Args:
         q: queries ``[B, H, N, d]``; their number is read alone.
@@ -52,7 +53,8 @@ def uniform_attention(
     check_dropout(dropout_p)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     if attn_mask is not None:
-        attn_mask = visible(attn_mask)
+        seen = visible(attn_mask)
+        attn_mask = torch.where(seen, attn_mask * 0, float("-inf")) if attn_mask.requires_grad else seen
     return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 

@@ -29,6 +29,14 @@ class BiasedHost(TimmHost):
         """Whether this layer has one."""
         return True
 
+    def row_refusal(self, layer: Any) -> str | None:
+        if not self.biased(layer):
+            return None
+        return (
+            "its relative position bias differs from row to row, and this mechanism takes one number a key alone, as "
+            "padding gives it; choose another mechanism"
+        )
+
     def caveat(self, layer: Any) -> str | None:
         bias = "relative position bias: the logits are those of W plus the bias" if self.biased(layer) else None
         return super().caveat(layer) or bias

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
-from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 
 
 def elliptical_weights(
@@ -93,10 +93,26 @@ def elliptical_attention(
 
 @register_mechanism("elliptical")
 class EllipticalAttention(AttentionMechanism):
-    """:func:`elliptical_attention` as a mechanism, for all layers of a stack; the first is plain attention."""
+    """:func:`elliptical_attention` as a mechanism, for all layers of a stack; the first is plain attention.
+
+    Args:
+        spec: the layer that it serves.
+
+    Raises:
+        ValueError: if its heads have values and keys of different widths.
+    """
 
     needs = ("previous_value",)
     surrogate_gradient = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if spec.value_dim not in (None, spec.head_dim):
+            raise ValueError(
+                f"elliptical attention stretches keys by the spread of values, and this layer's heads have them of "
+                f"different widths ({spec.head_dim} and {spec.value_dim}); use a mechanism that keeps them apart"
+            )
+        super().__init__(spec)
+
     own_logits: ClassVar = "it weights the features of queries and keys"
 
     def forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,14 +13,43 @@ import torch
 from torch import Tensor, nn
 
 DIM, HEADS, TOKENS, BATCH = 16, 4, 6, 2
+Run = Callable[[nn.Module, Tensor | None], Tensor]
 
+# The table's columns: every registered mechanism, and the options that change what hosts they go into.
 MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax", {}),
     "symmetric": ("symmetric", {}),
     "rpc": ("rpc", {"iterations": 2}),
     "scaled": ("scaled", {"variant": "scalar"}),
+    "differential": ("differential", {}),
+    "differential, pairs='heads'": ("differential", {"pairs": "heads"}),
+    "elliptical": ("elliptical", {}),
+    "entmax": ("entmax", {}),
+    "forgetting": ("forgetting", {}),
+    "gated": ("gated", {}),
+    "hard": ("hard", {}),
+    "kde": ("kde", {}),
+    "l2": ("l2", {}),
+    "l2, shared=True": ("l2", {"shared": True}),
+    "neutreno": ("neutreno", {}),
+    "qk_norm": ("qk_norm", {}),
+    "qk_norm, gain='scalar'": ("qk_norm", {"gain": "scalar"}),
+    "sigmoid": ("sigmoid", {}),
+    "sink": ("sink", {}),
+    "sinkhorn": ("sinkhorn", {}),
+    "ssa": ("ssa", {}),
+    "ssmax": ("ssmax", {}),
+    "talking_heads": ("talking_heads", {}),
+    "twicing": ("twicing", {}),
+    "uniform": ("uniform", {}),
+    "value_residual": ("value_residual", {}),
 }
-WITHOUT_QUERY = ("symmetric", "rpc")
+# Those that every test of a host runs; the table test runs all.
+FEW = {name: MECHANISMS[name] for name in ("softmax", "symmetric", "rpc", "scaled")}
+WITHOUT_QUERY = ("symmetric", "rpc", "l2, shared=True")
+FEATURES_APART = ("differential", "qk_norm")
+BETWEEN_LAYERS = ("neutreno", "value_residual", "elliptical")
+ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, "scaled", "forgetting", "neutreno", "sinkhorn", "twicing")
 
 
 @dataclass(frozen=True)
@@ -33,14 +63,18 @@ class HostCase:
         refuses: mechanism -> a piece of the error's text.
         padding: whether it takes padding.
         layers: how many layers are swapped.
+        deep: makes the model with two layers in each stack; None where ``build`` does, or makes a layer alone.
+        refuses_call: as ``refuses``, where only the call tells the layer that it is to hide the future.
     """
 
     title: str
     build: Callable[[], nn.Module]
-    run: Callable[[nn.Module, Tensor | None], Tensor]
+    run: Run
     refuses: dict[str, str] = field(default_factory=dict)
     padding: bool = True
     layers: int = 1
+    deep: Callable[[], nn.Module] | None = None
+    refuses_call: dict[str, str] = field(default_factory=dict)
 
 
 def features(seed: int = 0) -> Tensor:
@@ -79,10 +113,10 @@ def _run_rope(model: nn.Module, padding: Tensor | None) -> Tensor:
     return model(features(), rope=angles, attn_mask=mask)
 
 
-def _vision_transformer() -> nn.Module:
+def _vision_transformer(depth: int = 1) -> nn.Module:
     module = pytest.importorskip("timm.models.vision_transformer")
     return module.VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=DIM, depth=1, num_heads=HEADS, num_classes=3, mlp_ratio=1
+        img_size=8, patch_size=4, embed_dim=DIM, depth=depth, num_heads=HEADS, num_classes=3, mlp_ratio=1
     )
 
 
@@ -106,6 +140,9 @@ def _encoder(**options: Any) -> Callable[[], nn.Module]:
         return nn.TransformerEncoder(layer, 2)
 
     return build
+
+
+ENCODER = _encoder()
 
 
 def _run_encoder(model: nn.Module, padding: Tensor | None) -> Tensor:
@@ -201,8 +238,24 @@ def _run_segformer(model: nn.Module, padding: Tensor | None) -> Tensor:
     return model(torch.randn(BATCH, 16, DIM, generator=torch.Generator().manual_seed(0)), (4, 4))
 
 
-def _refuses(text: str) -> dict[str, str]:
-    return dict.fromkeys(WITHOUT_QUERY, text)
+def _transformer(depth: int) -> nn.Module:
+    return nn.Transformer(DIM, HEADS, depth, depth, 2 * DIM, batch_first=True)
+
+
+def _decoder(depth: int) -> nn.Module:
+    return nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, HEADS, 2 * DIM, batch_first=True), depth)
+
+
+def _vit(**options: Any) -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": DIM, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 2 * DIM}
+    return hugging_face("ViTModel", "ViTConfig", **{**sizes, "image_size": 8, "patch_size": 4, **options})
+
+
+_NO_QUERY_NORM = dict.fromkeys(WITHOUT_QUERY, "q_norm")
+_NOT_GROUPED = dict.fromkeys(WITHOUT_QUERY, "grouped keys")
+_ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
+_CAUSAL = {"sinkhorn": "hides the future"}
+_TWO = {"num_hidden_layers": 2}
 
 
 HOSTS: dict[str, HostCase] = {
@@ -212,59 +265,79 @@ HOSTS: dict[str, HostCase] = {
         "timm `Attention` with q/k norm",
         _timm_layer("Attention", qk_norm=True, scale_norm=True, gated=True, norm_layer=nn.LayerNorm),
         _run_masked,
-        _refuses("q_norm"),
+        _NO_QUERY_NORM,
     ),
-    "timm-vit": HostCase("timm `VisionTransformer`", _vision_transformer, _run_image, padding=False),
+    "timm-vit": HostCase(
+        "timm `VisionTransformer`",
+        _vision_transformer,
+        _run_image,
+        padding=False,
+        deep=partial(_vision_transformer, 2),
+    ),
     "timm-rope": HostCase(
-        "timm `AttentionRope`", _timm_layer("AttentionRope", scale_norm=True, norm_layer=nn.LayerNorm), _run_rope
+        "timm `AttentionRope`", _timm_layer("AttentionRope", scale_norm=True, norm_layer=nn.LayerNorm), _run_rope, _ROPE
     ),
     "timm-rope-unfused": HostCase(
-        "timm `AttentionRope`, `qkv_fused=False`", _timm_layer("AttentionRope", qkv_fused=False), _run_rope
+        "timm `AttentionRope`, `qkv_fused=False`", _timm_layer("AttentionRope", qkv_fused=False), _run_rope, _ROPE
     ),
     "timm-rope-grouped": HostCase(
         "timm `AttentionRope`, grouped keys",
         _timm_layer("AttentionRope", qkv_fused=False, num_kv_heads=2, rotate_half=True),
         _run_rope,
-        _refuses("grouped keys"),
+        {**_NOT_GROUPED, **_ROPE},
     ),
     "mha": HostCase("`nn.MultiheadAttention`", lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True), _run_mha),
-    "encoder": HostCase("`nn.TransformerEncoder`", _encoder(), _run_encoder, layers=2),
+    "encoder": HostCase("`nn.TransformerEncoder`", ENCODER, _run_encoder, layers=2, deep=ENCODER),
     "decoder": HostCase(
         "`nn.TransformerDecoder` (self-attention)",
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, HEADS, 2 * DIM, batch_first=True), 1),
+        partial(_decoder, 1),
         _run_decoder,
+        deep=partial(_decoder, 2),
+        refuses_call={"sinkhorn": "cannot be causal|masks of padding alone"},
     ),
     "transformer": HostCase(
         "`nn.Transformer` (self-attention)",
-        lambda: nn.Transformer(DIM, HEADS, 1, 1, 2 * DIM, batch_first=True),
+        partial(_transformer, 1),
         _run_transformer,
         layers=2,
+        deep=partial(_transformer, 2),
     ),
-    "gpt2": HostCase("Hugging Face GPT-2", gpt2(), run_tokens),
-    "bert": HostCase("Hugging Face BERT", _bert("Bert"), run_tokens),
-    "roberta": HostCase("Hugging Face RoBERTa", _bert("Roberta", max_position_embeddings=40), run_tokens),
-    "llama": HostCase("Hugging Face Llama", decoder("Llama"), run_tokens),
+    "gpt2": HostCase("Hugging Face GPT-2", gpt2(), run_tokens, _CAUSAL, deep=gpt2(n_layer=2)),
+    "bert": HostCase("Hugging Face BERT", _bert("Bert"), run_tokens, deep=_bert("Bert", **_TWO)),
+    "roberta": HostCase(
+        "Hugging Face RoBERTa",
+        _bert("Roberta", max_position_embeddings=40),
+        run_tokens,
+        deep=_bert("Roberta", max_position_embeddings=40, **_TWO),
+    ),
+    "llama": HostCase(
+        "Hugging Face Llama", decoder("Llama"), run_tokens, {**_ROPE, **_CAUSAL}, deep=decoder("Llama", **_TWO)
+    ),
     "llama-grouped": HostCase(
-        "Hugging Face Llama, grouped keys", decoder("Llama", groups=2), run_tokens, _refuses("grouped keys")
+        "Hugging Face Llama, grouped keys",
+        decoder("Llama", groups=2),
+        run_tokens,
+        {**_NOT_GROUPED, **_ROPE, **_CAUSAL},
+        deep=decoder("Llama", groups=2, **_TWO),
     ),
-    "mistral": HostCase("Hugging Face Mistral", decoder("Mistral", sliding_window=3), run_tokens),
-    "qwen2": HostCase("Hugging Face Qwen2", decoder("Qwen2"), run_tokens),
-    "qwen3": HostCase("Hugging Face Qwen3 (q/k norm)", decoder("Qwen3"), run_tokens, _refuses("q_norm")),
-    "hf-vit": HostCase(
-        "Hugging Face ViT",
-        hugging_face(
-            "ViTModel",
-            "ViTConfig",
-            hidden_size=DIM,
-            num_hidden_layers=1,
-            num_attention_heads=HEADS,
-            intermediate_size=2 * DIM,
-            image_size=8,
-            patch_size=4,
-        ),
-        _run_image_features,
-        padding=False,
+    "mistral": HostCase(
+        "Hugging Face Mistral",
+        decoder("Mistral", sliding_window=3),
+        run_tokens,
+        {**_ROPE, **_CAUSAL},
+        deep=decoder("Mistral", sliding_window=3, **_TWO),
     ),
+    "qwen2": HostCase(
+        "Hugging Face Qwen2", decoder("Qwen2"), run_tokens, {**_ROPE, **_CAUSAL}, deep=decoder("Qwen2", **_TWO)
+    ),
+    "qwen3": HostCase(
+        "Hugging Face Qwen3 (q/k norm)",
+        decoder("Qwen3"),
+        run_tokens,
+        {**_NO_QUERY_NORM, **_ROPE, **_CAUSAL},
+        deep=decoder("Qwen3", **_TWO),
+    ),
+    "hf-vit": HostCase("Hugging Face ViT", _vit(), _run_image_features, padding=False, deep=_vit(**_TWO)),
     "mmseg-vit": HostCase("mmsegmentation ViT, Segmenter's decoder", mmseg_layer("vit"), _run_mmseg, padding=False),
     "mmseg-segformer": HostCase(
         "mmsegmentation SegFormer, last stage", mmseg_layer("mit"), _run_segformer, padding=False
@@ -273,16 +346,46 @@ HOSTS: dict[str, HostCase] = {
         "mmsegmentation SegFormer, reduced keys",
         mmseg_layer("mit", sr_ratio=2),
         _run_segformer,
-        dict.fromkeys(("symmetric", "rpc", "scaled"), "reduced image"),
+        dict.fromkeys(ONE_QUERY_PER_KEY, "reduced image"),
         padding=False,
     ),
 }
 
 
+class Beside(nn.Module):
+    """Two layers of a stack, each called with the same, where the host is a layer alone."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, run: Run, padding: Tensor | None) -> Tensor:
+        first, second = (run(layer, padding) for layer in self.layers)
+        return first + second
+
+
+def deep(host: str) -> tuple[nn.Module, Run]:
+    """A model of the host with two layers in each stack, and how it is run; as `built`."""
+    case = HOSTS[host]
+    if case.deep is not None:
+        return settled(case.deep), case.run
+    return Beside([settled(case.build), settled(case.build, 1)]), lambda model, padding: model(case.run, padding)
+
+
+def subject(host: str, mechanism: str) -> tuple[nn.Module, Run]:
+    """A plain model, with two layers in each stack where the mechanism asks for them, and how it is run."""
+    return deep(host) if mechanism in BETWEEN_LAYERS else (built(host), HOSTS[host].run)
+
+
 def built(host: str, seed: int = 0) -> nn.Module:
     """The plain model of a case, in eval mode, without dropout, the same at every call."""
+    return settled(HOSTS[host].build, seed)
+
+
+def settled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """What is built, as `built` says."""
     torch.manual_seed(seed)
-    model = HOSTS[host].build()
+    model = build()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS
+from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, HOSTS, MECHANISMS
 from tests.attention_modules.hosts.timm import models as timm_models
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hosts.md"
-REASONS = {"grouped keys": "¹", "q_norm": "²", "reduced image": "³"}
+REASONS = {
+    "grouped keys": "¹",
+    "q_norm": "²",
+    "reduced image": "³",
+    "rotary positions": "⁴",
+    "hides the future": "⁵",
+    "cannot be causal|masks of padding alone": "⁵",
+}
 
 NOTES = """\
-✓ = the mechanism is called, with finite output, in training, evaluation, `no_grad`, `inference_mode`, autocast, with a
-padding mask (where the host has one) and compiled; softmax put in for softmax changes no output beyond 1e-5
+✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient), evaluation,
+`no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and taken out again
+bit by bit; softmax put in for softmax changes no output beyond 1e-5
 (of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
-them away, float64 1e-13). Refusals are errors that leave the model as it was:
+them away, float64 1e-13). A number is a refusal, an error that leaves the model as it was; "call" is one at the call,
+where the layer itself cannot tell:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
 ³ reduced keys: more queries than keys, and the mechanism needs one for each.
+⁴ rotary positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and
+`qk_norm` `gain='scalar'` there.
+⁵ the layer hides the future, over which the mechanism normalizes.
+⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers, of
+which the second is given the very values of the first; a layer alone refuses them.
 
 What else to know:
 
@@ -101,12 +115,35 @@ size, and a small model of each family whole, forward and backward, on real tens
 """
 
 
+def cell(host: str, mechanism: str) -> str:
+    """What the table test shows of a host and a mechanism."""
+    case = HOSTS[host]
+    text = case.refuses.get(mechanism) or case.refuses_call.get(mechanism)
+    if text is None:
+        return "✓"
+    return REASONS[text] if mechanism in case.refuses else f"call {REASONS[text]}"
+
+
+def columns() -> list[tuple[list[str], list[str]]]:
+    """Mechanisms that all hosts treat alike, and what each host makes of them."""
+    found: dict[tuple[object, ...], tuple[list[str], list[str]]] = {}
+    for mechanism in MECHANISMS:
+        cells = [cell(host, mechanism) for host in HOSTS]
+        found.setdefault((*cells, mechanism in BETWEEN_LAYERS), ([], cells))[0].append(mechanism)
+    return list(found.values())
+
+
 def table() -> str:
-    """A row a host, a column a mechanism, made of the cases that the table test runs."""
-    lines = [f"| Host | {' | '.join(MECHANISMS)} |", "|---" * (len(MECHANISMS) + 1) + "|"]
-    for case in HOSTS.values():
-        cells = ["refused" + REASONS[case.refuses[name]] if name in case.refuses else "✓" for name in MECHANISMS]
-        lines.append(f"| {case.title} | {' | '.join(cells)} |")
+    """A column for mechanisms that all hosts treat alike, and a row a host, made of the cases of the table test."""
+    groups = columns()
+    letters = [chr(ord("A") + index) for index in range(len(groups))]
+    lines = ["| Column | Mechanisms |", "|---|---|"]
+    for letter, (members, _) in zip(letters, groups, strict=True):
+        asks = "⁶" if members[0] in BETWEEN_LAYERS else ""
+        lines.append(f"| {letter}{asks} | {', '.join(f'`{name}`' for name in members)} |")
+    lines += ["", f"| Host | {' | '.join(letters)} |", "|---" * (len(letters) + 1) + "|"]
+    for case, *row in zip(HOSTS.values(), *(cells for _, cells in groups), strict=True):
+        lines.append(f"| {case.title} | {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,17 +5,17 @@ import torch
 
 from attention_modules import swap_attention
 from attention_modules.hosts.trained import plain_parameters
-from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
+from tests.attention_modules.hosts.cases import FEW, HOSTS, built
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_swap_changes_no_plain_parameter(host: str, mechanism: str) -> None:
     if mechanism in HOSTS[host].refuses:
         pytest.skip("refused, as the table test shows")
     model = built(host)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    name, options = MECHANISMS[mechanism]
+    name, options = FEW[mechanism]
     swap_attention(model, name, **options)
     after = plain_parameters(model)
     assert after.keys() == before.keys()

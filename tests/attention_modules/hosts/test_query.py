@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built
+from tests.attention_modules.hosts.cases import FEW, HOSTS, built
 
 # One host for each way in which a query is held: joint rows, joint columns (Conv1D), a projection of its own.
 HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "mha", "gpt2", "bert", "llama"]
@@ -23,7 +23,7 @@ HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "mha", "gpt2", "bert", 
 
 def swapped(host: str, mechanism: str, seed: int = 0) -> nn.Module:
     model = built(host, seed)
-    name, options = MECHANISMS[mechanism]
+    name, options = FEW[mechanism]
     swap_attention(model, name, **options)
     return model
 
@@ -68,7 +68,7 @@ def test_ddp_sends_no_kept_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 @pytest.mark.parametrize("host", HOLDERS)
 def test_copies_are_whole_and_independent(host: str, mechanism: str, clone: Callable) -> None:
     model = swapped(host, mechanism)
@@ -122,7 +122,7 @@ def test_a_swapped_checkpoint_assigned_to_a_model_on_meta_leaves_no_rows_to_rest
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 @pytest.mark.parametrize("host", HOLDERS)
 def test_plain_and_swapped_checkpoints_load_strictly(host: str, mechanism: str, assign: bool) -> None:
     source, model = built(host, seed=1), swapped(host, mechanism)

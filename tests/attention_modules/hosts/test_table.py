@@ -10,12 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import AttentionSwapError
-from attention_modules.mechanism import AttentionMechanism
+from attention_modules.mechanism import AttentionMechanism, available_mechanisms, mechanism_class
+from attention_modules.sharing import stack_of
 from attention_modules.swap import restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
+from tests.attention_modules.hosts.cases import (
+    BETWEEN_LAYERS,
+    FEW,
+    HOSTS,
+    MECHANISMS,
+    Run,
+    built,
+    deep,
+    padding_mask,
+    subject,
+)
 
-MODES = ("train", "eval", "no_grad", "inference_mode", "autocast", "padding")
+MODES = ("eval", "no_grad", "inference_mode", "autocast", "padding", "train")
+MODES_OF_IMAGES = tuple(mode for mode in MODES if mode != "padding")
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -23,17 +34,17 @@ CONTEXTS = {
 }
 
 
-def count_calls(model: nn.Module) -> list[str]:
-    """A list that grows by one at each call of a mechanism.
+def count_calls(model: nn.Module) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """A list that grows by one at each call of a mechanism: its name, the values and the keywords that it is given.
 
     Not by hooks: nn.TransformerEncoderLayer leaves its fused path where any module below it has one.
     """
-    calls: list[str] = []
+    calls: list[tuple[str, Tensor, dict[str, Any]]] = []
 
     def counted(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any, **kwargs: Any) -> Tensor:
-            calls.append(name)
-            return forward(*args, **kwargs)
+        def call(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            calls.append((name, v, kwargs))
+            return forward(q, k, v, *args, **kwargs)
 
         return call
 
@@ -43,40 +54,117 @@ def count_calls(model: nn.Module) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("mode", [*MODES, pytest.param("compile", marks=pytest.mark.costly)])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("host", HOSTS)
-def test_mechanism_is_called(host: str, mechanism: str, mode: str) -> None:
-    case, model = HOSTS[host], built(host)
+def as_it_is(model: nn.Module) -> tuple[list[type], list[tuple[str, int]], list[str]]:
+    """What a refused swap must leave: classes, Parameters and keys."""
+    parameters = [(key, id(value)) for key, value in model.named_parameters()]
+    return [type(module) for module in model.modules()], parameters, list(model.state_dict())
+
+
+def check_refused(model: nn.Module, mechanism: str, text: str) -> None:
+    """The swap is an error by name that leaves the model as it was."""
+    before = as_it_is(model)
     name, options = MECHANISMS[mechanism]
-    if mode == "padding" and not case.padding:
-        pytest.skip("images have no padding")
-    if mechanism in case.refuses:
-        before = {key: id(value) for key, value in model.named_parameters()}
-        with pytest.raises(AttentionSwapError, match=case.refuses[mechanism]):
-            swap_attention(model, name, **options)
-        assert {key: id(value) for key, value in model.named_parameters()} == before
-        return
-    report = swap_attention(model, name, **options)
-    assert len(report) == case.layers
-    calls = count_calls(model)
+    with pytest.raises(ValueError, match=text):
+        swap_attention(model, name, **options)
+    assert as_it_is(model) == before
+
+
+def check_mode(model: nn.Module, run: Run, calls: list[Any], mode: str) -> None:
+    """The mechanism is called once a layer, with finite output, and in training every Parameter gets a gradient."""
+    calls.clear()
     padding = padding_mask() if mode == "padding" else None
+    with CONTEXTS.get(mode, contextlib.nullcontext)():
+        out = run(model.train(mode == "train"), padding)
+    assert len(calls) == sum(isinstance(module, AttentionMechanism) for module in model.modules()), mode
+    assert torch.isfinite(out).all(), mode
     if mode == "train":
-        out = case.run(model.train(), padding)
         out.square().sum().backward()
         unused = [key for key, value in model.named_parameters() if value.grad is None]
         assert not [key for key in unused if "pooler" not in key]
-    elif mode == "compile":
-        expected = case.run(model, padding)
-        calls.clear()
-        for row in report:  # the layers alone: a fifth of the time that whole models take
-            model.get_submodule(row.name).compile(backend="aot_eager")
-        out = case.run(model, padding)
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-    else:
-        with CONTEXTS.get(mode, contextlib.nullcontext)():
-            out = case.run(model, padding)
-    assert len(calls) == case.layers
+
+
+def test_every_registered_mechanism_is_in_the_table() -> None:
+    """Those of other packages, and of other tests, are theirs."""
+    own = {name for name in available_mechanisms() if mechanism_class(name).__module__.startswith("attention_modules.")}
+    assert own == {name for name, _ in MECHANISMS.values()}
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_mechanism_is_called(host: str, mechanism: str) -> None:
+    """In every mode, and taken out again bit by bit."""
+    case = HOSTS[host]
+    model, run = subject(host, mechanism)
+    if mechanism in case.refuses:
+        check_refused(model, mechanism, case.refuses[mechanism])
+        return
+    plain, before = run(model, None), as_it_is(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    name, options = MECHANISMS[mechanism]
+    report = swap_attention(model, name, **options)
+    assert len(report) == case.layers or mechanism in BETWEEN_LAYERS
+    calls = count_calls(model)
+    for mode in MODES if case.padding else MODES_OF_IMAGES:
+        if mechanism in case.refuses_call:
+            with pytest.raises(ValueError, match=case.refuses_call[mechanism]):
+                check_mode(model, run, calls, mode)
+        else:
+            check_mode(model, run, calls, mode)
+    assert len(restore_attention(model)) == len(report)
+    assert torch.equal(run(model.eval(), None), plain)
+    assert as_it_is(model)[::2] == before[::2]
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("mechanism", BETWEEN_LAYERS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_layers_read_the_values_of_others(host: str, mechanism: str) -> None:
+    """The very values of the layer that the mechanism names, the first of a stack none; alone a layer refuses."""
+    case = HOSTS[host]
+    if mechanism in case.refuses:
+        pytest.skip("refused, as the table test shows")
+    if case.deep is not case.build:
+        check_refused(built(host), mechanism, "first of its stack")
+    model, run = deep(host)
+    swap_attention(model, MECHANISMS[mechanism][0])
+    calls = count_calls(model)
+    run(model, padding_mask() if case.padding else None)
+    (need,) = mechanism_class(mechanism).needs
+    stacks: dict[str, list[Tensor]] = {}
+    for name, v, given in calls:
+        earlier = stacks.setdefault(stack_of(name), [])
+        if earlier:
+            assert given[need] is earlier[0 if need == "first_value" else -1]
+        else:
+            assert given[need] is None
+        earlier.append(v)
+    assert {len(values) for values in stacks.values()} == {2}
+
+
+def _compiled() -> list[Any]:
+    """A few mechanisms in every host, every mechanism in one, and the rest among the slow tests."""
+    found = []
+    for host, case in HOSTS.items():
+        for mechanism in MECHANISMS:
+            if mechanism not in case.refuses and mechanism not in case.refuses_call:
+                often = mechanism in FEW or host == "timm-attention"
+                found.append(pytest.param(host, mechanism, marks=() if often else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("host", "mechanism"), _compiled())
+def test_mechanism_compiles(host: str, mechanism: str) -> None:
+    model, run = subject(host, mechanism)
+    name, options = MECHANISMS[mechanism]
+    report = swap_attention(model, name, **options)
+    calls = count_calls(model)
+    expected = run(model, None)
+    calls.clear()
+    for row in report:  # the layers alone: a fifth of the time that whole models take
+        model.get_submodule(row.name).compile(backend="aot_eager")
+    out = run(model, None)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    assert len(calls) == len(report)
     assert torch.isfinite(out).all()
 
 
@@ -113,20 +201,3 @@ def test_softmax_for_softmax_changes_nothing(host: str, grad: bool, padded: bool
         torch.testing.assert_close(case.run(model, padding)[keep], plain[keep], atol=1e-5, rtol=1e-5)
         restore_attention(model)
         assert torch.equal(case.run(model, padding)[keep], plain[keep])
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("host", HOSTS)
-def test_restore_is_bit_identical(host: str, mechanism: str) -> None:
-    case, model = HOSTS[host], built(host)
-    if mechanism in case.refuses:
-        pytest.skip("refused, as the table test shows")
-    name, options = MECHANISMS[mechanism]
-    plain, kinds = case.run(model, None), [type(module) for module in model.modules()]
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    swap_attention(model, name, **options)
-    assert len(restore_attention(model)) == case.layers
-    assert torch.equal(case.run(model, None), plain)
-    assert [type(module) for module in model.modules()] == kinds
-    assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

@@ -14,7 +14,7 @@ from attention_modules.mechanism import AttentionMechanism
 from attention_modules.mechanisms.scaled import ScaledAttention
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import DIM, HOSTS, MECHANISMS, built, features
+from tests.attention_modules.hosts.cases import DIM, FEW, HOSTS, built, features
 
 # Layers that read their input directly, so that the test can multiply by hand (rope and norms turn q and k).
 PLAIN = [name for name in HOSTS if not any(part in name for part in ("norm", "rope", "llama", "mistral", "qwen"))]
@@ -84,14 +84,14 @@ def test_weights_give_the_logits(host: str, mechanism: type[Recorder]) -> None:
         assert (first is second) is (mechanism is KeyRecorder)
 
 
-@pytest.mark.parametrize("mechanism", [None, *MECHANISMS])
+@pytest.mark.parametrize("mechanism", [None, *FEW])
 @pytest.mark.parametrize("host", HOSTS)
 def test_weights_are_differentiable_views_of_the_parameters_they_name(host: str, mechanism: str | None) -> None:
     model = built(host)
     if mechanism in HOSTS[host].refuses:
         pytest.skip("refused, as the table test shows")
     if mechanism is not None:
-        swap_attention(model, MECHANISMS[mechanism][0], **MECHANISMS[mechanism][1])
+        swap_attention(model, FEW[mechanism][0], **FEW[mechanism][1])
     known = {id(parameter) for parameter in model.parameters()}
     for layer in attention_layers(model):
         parameters = layer.qk_parameters()

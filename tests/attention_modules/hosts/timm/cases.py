@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEATURES_APART, WITHOUT_QUERY
+
 BATCH, DIM, HEADS, SIDE = 2, 16, 4, 4
 TOKENS = SIDE * SIDE
-QUERY_NORM = dict.fromkeys(("symmetric", "rpc"), "q_norm")
-QUERY_BIAS = dict.fromkeys(("symmetric", "rpc"), "product with the query")
-WIDE_VALUES = {"rpc": r"different widths \(4 and 8\)"}
+ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
+QUERY_NORM = {**ROPE, **dict.fromkeys(WITHOUT_QUERY, "q_norm")}
+BIASED = {"sinkhorn": "differs from row to row"}
+QUERY_BIAS = {**BIASED, **dict.fromkeys(WITHOUT_QUERY, "product with the query")}
+WIDE_VALUES = {**BIASED, **dict.fromkeys(("rpc", "elliptical"), r"different widths \(4 and 8\)")}
+SHIFTED = {**BIASED, **dict.fromkeys(BETWEEN_LAYERS, "windows are shifted")}
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -96,15 +101,21 @@ _HEADS: dict[str, Any] = {"num_heads": HEADS, "qkv_bias": True}
 _MAXX: dict[str, Any] = {"dim_head": DIM // HEADS}
 _LEVIT = {"key_dim": 4, "num_heads": HEADS, "attn_ratio": 2, "resolution": (SIDE, SIDE)}
 _EVA = {**_HEADS, "norm_layer": nn.LayerNorm}
-_NORMED = {"symmetric": "batch norm", "rpc": r"different widths \(4 and 8\)"}
+_NORMED = {**dict.fromkeys(WITHOUT_QUERY, "batch norm"), **WIDE_VALUES}
 
 LAYERS: dict[str, LayerCase] = {
-    "eva": LayerCase(_models("eva"), "EvaAttention", (DIM,), _EVA, lambda: tokens(_rope()), linear=False),
+    "eva": LayerCase(_models("eva"), "EvaAttention", (DIM,), _EVA, lambda: tokens(_rope()), linear=False, refuses=ROPE),
     "eva-separate-bias": LayerCase(
-        _models("eva"), "EvaAttention", (DIM,), {**_EVA, "qkv_bias_separate": True, "gated": True}
+        _models("eva"), "EvaAttention", (DIM,), {**_EVA, "qkv_bias_separate": True, "gated": True}, refuses=ROPE
     ),
     "eva-unfused": LayerCase(
-        _models("eva"), "EvaAttention", (DIM,), {**_EVA, "qkv_fused": False}, lambda: tokens(_rope()), linear=False
+        _models("eva"),
+        "EvaAttention",
+        (DIM,),
+        {**_EVA, "qkv_fused": False},
+        lambda: tokens(_rope()),
+        linear=False,
+        refuses=ROPE,
     ),
     "eva-norm": LayerCase(
         _models("eva"),
@@ -130,13 +141,15 @@ LAYERS: dict[str, LayerCase] = {
         (DIM,),
         {**_HEADS, "window_size": (SIDE, SIDE - 1)},
         lambda: (noise(BATCH, SIDE * (SIDE - 1) + 1, DIM), noise(1, HEADS, 13, 13, seed=1)),
+        refuses=BIASED,
     ),
-    "beit-no-window": LayerCase(_models("beit"), "Attention", (DIM,), {"num_heads": HEADS}),
+    "beit-no-window": LayerCase(_models("beit"), "Attention", (DIM,), {"num_heads": HEADS}, refuses=BIASED),
     "relpos": LayerCase(
         _models("vision_transformer_relpos"),
         "RelPosAttention",
         (DIM,),
         {**_HEADS, "rel_pos_cls": _relative("RelPosBias")},
+        refuses=BIASED,
     ),
     "relpos-shared": LayerCase(
         _models("vision_transformer_relpos"),
@@ -144,6 +157,7 @@ LAYERS: dict[str, LayerCase] = {
         (DIM,),
         _HEADS,
         lambda: tokens(noise(1, HEADS, TOKENS, TOKENS, seed=1)),
+        refuses=BIASED,
     ),
     "sam": LayerCase(
         _models("vision_transformer_sam"),
@@ -155,13 +169,28 @@ LAYERS: dict[str, LayerCase] = {
     ),
     "sam-no-bias": LayerCase(_models("vision_transformer_sam"), "Attention", (DIM,), _HEADS, partial(grid, 2, 3)),
     "maxxvit-2d": LayerCase(
-        _models("maxxvit"), "Attention2d", (DIM,), {**_MAXX, "rel_pos_cls": _relative("RelPosBias")}, image
+        _models("maxxvit"),
+        "Attention2d",
+        (DIM,),
+        {**_MAXX, "rel_pos_cls": _relative("RelPosBias")},
+        image,
+        refuses=BIASED,
     ),
     "maxxvit-2d-heads-last": LayerCase(
-        _models("maxxvit"), "Attention2d", (DIM, 24), {**_MAXX, "head_first": False, "expand_first": False}, image
+        _models("maxxvit"),
+        "Attention2d",
+        (DIM, 24),
+        {**_MAXX, "head_first": False, "expand_first": False},
+        image,
+        refuses=BIASED,
     ),
     "maxxvit-cl": LayerCase(
-        _models("maxxvit"), "AttentionCl", (DIM,), {**_MAXX, "rel_pos_cls": _relative("RelPosBiasTf")}, grid
+        _models("maxxvit"),
+        "AttentionCl",
+        (DIM,),
+        {**_MAXX, "rel_pos_cls": _relative("RelPosBiasTf")},
+        grid,
+        refuses=BIASED,
     ),
     "maxxvit-cl-heads-last": LayerCase(
         _models("maxxvit"),
@@ -169,22 +198,34 @@ LAYERS: dict[str, LayerCase] = {
         (DIM,),
         {**_MAXX, "head_first": False, "rel_pos_cls": _relative("RelPosMlp")},
         grid,
+        refuses=BIASED,
     ),
     "levit": LayerCase(_models("levit"), "Attention", (DIM,), _LEVIT, tokens, _NORMED, linear=False),
     "levit-conv": LayerCase(
         _models("levit"), "Attention", (DIM,), {**_LEVIT, "use_conv": True}, image, _NORMED, linear=False
     ),
     "tiny-vit": LayerCase(
-        _models("tiny_vit"), "Attention", (DIM,), {**_LEVIT, "attn_ratio": 1}, refuses={}, linear=False
+        _models("tiny_vit"), "Attention", (DIM,), {**_LEVIT, "attn_ratio": 1}, refuses=BIASED, linear=False
     ),
     "efficientformer": LayerCase(
         _models("efficientformer"), "Attention", (DIM,), {**_LEVIT, "resolution": SIDE}, refuses=WIDE_VALUES
     ),
     "swin": LayerCase(
-        _models("swin_transformer"), "WindowAttention", (DIM, HEADS), {"window_size": SIDE, "head_dim": 4}, windows
+        _models("swin_transformer"),
+        "WindowAttention",
+        (DIM, HEADS),
+        {"window_size": SIDE, "head_dim": 4},
+        windows,
+        refuses=SHIFTED,
     ),
     "swin-v2": LayerCase(
-        _models("swin_transformer_v2"), "WindowAttention", (DIM, (SIDE, SIDE), HEADS), {}, windows, linear=False
+        _models("swin_transformer_v2"),
+        "WindowAttention",
+        (DIM, (SIDE, SIDE), HEADS),
+        {},
+        windows,
+        linear=False,
+        refuses=SHIFTED,
     ),
     "swin-v2-separate-bias": LayerCase(
         _models("swin_transformer_v2"),
@@ -193,6 +234,7 @@ LAYERS: dict[str, LayerCase] = {
         {"qkv_bias_separate": True},
         tokens,
         linear=False,
+        refuses=SHIFTED,
     ),
     "swin-v2-cr": LayerCase(
         _models("swin_transformer_v2_cr"),
@@ -201,6 +243,7 @@ LAYERS: dict[str, LayerCase] = {
         {},
         windows,
         linear=False,
+        refuses=SHIFTED,
     ),
     "gcvit": LayerCase(
         _models("gcvit"),
@@ -208,6 +251,7 @@ LAYERS: dict[str, LayerCase] = {
         (DIM, HEADS, (SIDE, SIDE)),
         {"use_global": False},
         lambda: tokens(noise(BATCH, SIDE, SIDE, DIM, seed=1)),
+        refuses=BIASED,
     ),
     "metaformer": LayerCase(_models("metaformer"), "Attention", (DIM,), {"head_dim": 4, "qkv_bias": True}),
     "convit": LayerCase(_models("convit"), "MHSA", (DIM,), _HEADS),

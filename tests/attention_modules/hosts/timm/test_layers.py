@@ -15,7 +15,7 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.masks import visible
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import MECHANISMS
+from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEW, MECHANISMS, WITHOUT_QUERY, Beside
 from tests.attention_modules.hosts.timm.cases import LAYERS, layer
 
 
@@ -40,7 +40,7 @@ def run(name: str, module: nn.Module) -> Tensor:
 def swapped(name: str, mechanism: str, seed: int = 0) -> nn.Module:
     if mechanism in LAYERS[name].refuses:
         pytest.skip("refused, as another test shows")
-    kind, options = MECHANISMS[mechanism]
+    kind, options = FEW[mechanism]
     module = layer(name, seed)
     swap_attention(module, kind, **options)
     return module
@@ -67,24 +67,27 @@ def test_softmax_for_softmax_changes_nothing(name: str, fused: bool) -> None:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_trains_or_is_refused(name: str, mechanism: str) -> None:
-    case, module = LAYERS[name], layer(name)
+    """A mechanism that reads another layer's values has one beside it."""
+    case = LAYERS[name]
+    layers = [layer(name, seed) for seed in range(2 if mechanism in BETWEEN_LAYERS else 1)]
+    model = Beside(layers) if len(layers) == 2 else layers[0]
     kind, options = MECHANISMS[mechanism]
     if mechanism in case.refuses:
-        before = [(key, id(value)) for key, value in module.named_parameters()]
+        before = [(key, id(value)) for key, value in model.named_parameters()]
         with pytest.raises(ValueError, match=case.refuses[mechanism]):
-            swap_attention(module, kind, **options)
-        assert [(key, id(value)) for key, value in module.named_parameters()] == before
+            swap_attention(model, kind, **options)
+        assert [(key, id(value)) for key, value in model.named_parameters()] == before
         return
-    plain = run(name, module)
-    (row,) = swap_attention(module, kind, **options)
-    module.train()
-    out = run(name, module)
+    plain = run(name, layers[0])
+    rows = swap_attention(model, kind, **options)
+    model.train()
+    out = run(name, model) if len(layers) == 1 else model(lambda module, _: run(name, module), None)
     assert out.shape == plain.shape
     assert torch.isfinite(out).all()
     out.square().sum().backward()
-    unused = [key for key, value in module.named_parameters() if value.grad is None or not value.grad.isfinite().all()]
+    unused = [key for key, value in model.named_parameters() if value.grad is None or not value.grad.isfinite().all()]
     assert not unused
-    assert (row.after < row.before) == (mechanism in ("symmetric", "rpc"))
+    assert all((row.after < row.before) == (mechanism in WITHOUT_QUERY) for row in rows)
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
