@@ -22,7 +22,18 @@ SECTIONS = (
     *("seed_everything", "model", "data", "trainer", "init_from", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),  # of validate, test and predict
 )
-COMPARISON_KEYS = {"base", "variants", "settings", "test", "metrics", "references", "grid", "select"}
+COMPARISON_KEYS = {
+    "base",
+    "variants",
+    "settings",
+    "test",
+    "metrics",
+    "references",
+    "primary",
+    "margins",
+    "grid",
+    "select",
+}
 # Files that became variants of another one. The names still work.
 FORMER_NAMES = {
     f"{recipe}_{variant}": f"{recipe}/{variant}"

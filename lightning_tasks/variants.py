@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,8 +137,10 @@ def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[V
         raise UsageError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
             "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
-            "`metrics: [name]`, `references: {name: [name]}`, and `grid: {setting: [value]}` with `select`"
+            "`metrics: [name]`, of which `primary: name` is one, `margins: {name: number}`, "
+            "`references: {name: [name]}`, and `grid: {setting: [value]}` with `select`"
         )
+    check_endpoints(path, content.get("primary", ""), content.get("margins", {}), metrics)
     check_references(path, content.get("references", {}), [str(key) for key in variants])
     file, _ = find_file(str(content["base"]), root)
     if is_comparison(read_settings(file)):
@@ -183,6 +186,24 @@ def _grids(
                 raise UsageError(f"{path}: {key} of {name!r} is in `grid` and set elsewhere too; leave one out")
             lists[name].append([_arguments(path, "grid", {key: value})[0] for value in values])
     return {name: tuple(product(*each)) if each else () for name, each in lists.items()}
+
+
+def check_endpoints(path: Path, primary: Any, margins: Any, metrics: Sequence[str]) -> None:
+    """Check that `primary` and `margins` of the file at `path` are of its `metrics`, and margins positive numbers.
+
+    Raises:
+        UsageError: they are not.
+    """
+    if not isinstance(primary, str) or not isinstance(margins, dict):
+        raise UsageError(
+            f"{path}: `primary` must be a metric and `margins` `{{metric: number}}`, got {primary!r} and {margins!r}"
+        )
+    for name in (*filter(None, [primary]), *map(str, margins)):
+        if name not in metrics:
+            raise UsageError(f"{path}: {name!r} is in `primary` or `margins` and not in `metrics`; add it there")
+    for name, margin in margins.items():
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < math.inf:
+            raise UsageError(f"{path}: `margins` of {name} must be a number above 0, got {margin!r}")
 
 
 def check_references(path: Path, references: Any, variants: Sequence[str]) -> None:

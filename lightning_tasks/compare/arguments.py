@@ -16,6 +16,8 @@ a comparison file:
   references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
   test: true                                test each model after its fit
   metrics: [METRIC]                         of the summary
+  primary: METRIC                           the one that decides; the p-values of all others are corrected together
+  margins: {METRIC: NUMBER}                 differences below which two variants count as equivalent
   grid: {KEY: [VALUE, ...]}                 values of which each variant gets its best; {KEY: {NAME: [...]}} for some
   select: {metric: METRIC, mode: max, seeds: [SEED]}   how: by the mean over seeds that the table does not use
 """

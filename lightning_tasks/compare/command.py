@@ -16,12 +16,13 @@ from lightning_tasks.compare.plan import (
     check_cells,
     parse_seeds,
     plan_cells,
+    summary_endpoints,
     summary_metrics,
     summary_references,
 )
 from lightning_tasks.compare.record import record_of, write_record
 from lightning_tasks.compare.selection import Choice, Select, choose, chosen, plan_selection, read_select
-from lightning_tasks.compare.statistics import SummaryRow
+from lightning_tasks.compare.summary import Endpoints, SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         " + ".join(full_name(name) for name in options.configs),
         options.metrics.split(",") if options.metrics else summary_metrics(options.configs),
         summary_references(options.configs),
+        summary_endpoints(options.configs),
         read_select(options.configs, seeds),
     )
     check_cells(cell for cell in (*comparison.selection, *comparison.ready) if not cell.is_finished())
@@ -71,6 +73,7 @@ class Comparison:
     name: str
     metrics: Sequence[str]
     references: Mapping[str, Sequence[str]]
+    endpoints: Endpoints
     select: Select | None
 
     @property
@@ -96,12 +99,13 @@ class Comparison:
 
     def write_record(self, failed: Collection[Cell] = ()) -> None:
         """Write `comparison.json`."""
-        write_record(record_of(self.cells, self.metrics, self.references, failed, self.choices), self.output)
+        given = self.metrics, self.references, failed, self.choices, self.endpoints
+        write_record(record_of(self.cells, *given), self.output)
 
     def write_tables(self) -> list[SummaryRow] | None:
         """Write the tables and the figure."""
         said = [str(choice) for choice in self.choices]
-        return write_tables(self.cells, self.metrics, self.references, self.output, said)
+        return write_tables(self.cells, self.metrics, self.references, self.output, said, self.endpoints)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.variants import Variant, find_file
@@ -50,6 +51,22 @@ def summary_references(names: Sequence[str]) -> dict[str, list[str]]:
     """The references that comparison files ask for, by variant."""
     asked = [read_settings(path).get("references", {}) for path, variant in map(find_file, names) if variant is None]
     return {str(name): [str(other) for other in others] for each in asked for name, others in each.items()}
+
+
+def summary_endpoints(names: Sequence[str]) -> Endpoints:
+    """The primary endpoint and the margins that comparison files ask for.
+
+    Raises:
+        UsageError: two files name another primary endpoint or margin.
+    """
+    asked = [read_settings(path) for path, variant in map(find_file, names) if variant is None]
+    primary = {str(each["primary"]) for each in asked if each.get("primary")}
+    margins: dict[str, set[float]] = {}
+    for name, margin in (pair for each in asked for pair in each.get("margins", {}).items()):
+        margins.setdefault(str(name), set()).add(float(margin))
+    if len(primary) > 1 or any(len(each) > 1 for each in margins.values()):
+        raise UsageError(f"{' and '.join(names)} have different `primary` or `margins`: compare them one by one")
+    return Endpoints("".join(primary), {name: min(each) for name, each in margins.items()})
 
 
 def summary_metrics(names: Sequence[str]) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, folder_name
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record
-from lightning_tasks.compare.statistics import SummaryRow, summarize
+from lightning_tasks.compare.statistics import p_of_interval
+from lightning_tasks.compare.summary import SummaryRow, corrected_by_family, summarize
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
 from lightning_tasks.runs.log import Rows, merge_epochs
@@ -131,7 +132,7 @@ def _notes(
 def _summary(logged: dict[Place, Rows], record: Record) -> list[SummaryRow]:
     rows = [{"config": config, "seed": seed, **row} for (config, seed), of_cell in logged.items() for row in of_cell]
     configs = list(dict.fromkeys([*record.configs, *(config for config, _ in logged)]))
-    return summarize(with_stops(rows), configs, record.metrics, record.references)
+    return summarize(with_stops(rows), configs, record.metrics, record.references, record.endpoints)
 
 
 def _run_of_cell(cell: Place, folder: Path, rows: Rows) -> Run:
@@ -187,7 +188,7 @@ def _summary_rows(path: Path) -> list[SummaryRow]:
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has another number of values than there are columns")
-    return [_summary_row(row) for row in rows]
+    return corrected_by_family([_summary_row(row) for row in rows])
 
 
 def _summary_row(row: dict[str, str]) -> SummaryRow:
@@ -195,5 +196,11 @@ def _summary_row(row: dict[str, str]) -> SummaryRow:
     pairs = int(row.get("pairs") or 0)
     paired: Any = {key: float(row[key]) for key in ("difference", "low", "high", "detectable")} if pairs else {}
     reference = row.get("reference", "the first" if pairs else "")
+    if pairs:
+        tested = {key: float(row.get(key) or "nan") for key in ("p", "margin", "within")}
+        if "p" not in row:
+            tested["p"] = p_of_interval(paired["difference"], paired["low"], paired["high"], pairs)
+        paired |= tested
+    paired["primary"] = row.get("primary") == "True"
     mean, std = float(row["mean"]), float(row.get("std") or "nan")
     return SummaryRow(row["metric"], row["config"], int(row.get("seeds") or 0), mean, std, reference, pairs, **paired)

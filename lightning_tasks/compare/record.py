@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from attention_modules import __version__
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.selection import Choice, Tried
+from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
@@ -67,6 +69,8 @@ class Record:
         variants: in the order of the comparison file; the first is the reference of all others.
         references: further references, by variant.
         metrics: those of the summary.
+        primary: the one of them that decides; "" where none was named.
+        margins: by metric, the difference below which two variants count as equivalent.
         seeds: those that the last command asked for.
         cells: of these seeds, and those of the same settings that an earlier command finished.
         versions: of Python and of libraries, by name.
@@ -80,6 +84,13 @@ class Record:
     cells: list[CellRecord] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
+    primary: str = ""
+    margins: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """What the summary is told of its metrics."""
+        return Endpoints(self.primary, self.margins)
 
     @property
     def configs(self) -> list[str]:
@@ -93,6 +104,7 @@ def record_of(
     references: Mapping[str, Sequence[str]],
     failed: Collection[Cell] = (),
     choices: Sequence[Choice] = (),
+    endpoints: Endpoints | None = None,
 ) -> Record:
     """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
     variants = {cell.name: cell for cell in cells}
@@ -105,6 +117,8 @@ def record_of(
         [_cell_record(cell, cell in failed) for cell in (*cells, *_finished_before(variants.values(), cells))],
         {name: version for name, version in versions.items() if version},
         [*choices],
+        endpoints.primary if endpoints else "",
+        dict(endpoints.margins) if endpoints else {},
     )
 
 
@@ -141,6 +155,8 @@ def _checked(given: Any) -> Record:
         [_cell(each) for each in _list(given["cells"], dict)],
         {_text(name): _text(version) for name, version in _of(given["versions"], dict).items()},
         [_choice(each) for each in _list(given.get("choices", []), dict)],
+        _text(given.get("primary", "")),
+        {_text(name): _margin(value) for name, value in _of(given.get("margins", {}), dict).items()},
     )
     names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
     if len(names) < len(found.variants) or len(cells) < len(found.cells):
@@ -162,6 +178,12 @@ def _variant(given: Any) -> VariantRecord:
 def _cell(given: Any) -> CellRecord:
     texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
     return CellRecord(**texts, seed=_seed(given["seed"]), seconds=float(_of(given["seconds"], float, int)))
+
+
+def _margin(value: Any) -> float:
+    if not 0 < float(_of(value, float, int)) < math.inf:
+        raise ValueError(f"a margin is {str(value)[:80]}, and must be above 0")
+    return float(value)
 
 
 def _choice(given: Any) -> Choice:

@@ -9,7 +9,8 @@ from typing import Any
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.statistics import SummaryRow, summarize, write_summary
+from lightning_tasks.compare.formats import write_summary
+from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
@@ -67,10 +68,11 @@ def write_tables(
     references: Mapping[str, Sequence[str]],
     output: Path,
     choices: Sequence[str] = (),
+    endpoints: Endpoints | None = None,
 ) -> list[SummaryRow] | None:
     """Write and print what the finished cells say; return the summary, None where no cell is finished.
 
-    `choices` are sentences that `summary.md` lists.
+    `choices` are sentences that `summary.md` lists, `endpoints` what was said of the metrics before.
     """
     rows, names = collect_results(cells), list(dict.fromkeys(cell.name for cell in cells))
     write_results(rows, output / RESULTS)
@@ -85,7 +87,7 @@ def write_tables(
     }
     rows = with_stops(rows)
     write_curves(rows, names, metrics, output / "curves.png")
-    summary = summarize(rows, names, metrics, references)
+    summary = summarize(rows, names, metrics, references, endpoints)
     print(write_summary(summary, remarks, output))
     if absent := [metric for metric in metrics if metric not in logged]:
         near = "".join(did_you_mean(metric, logged) for metric in absent)

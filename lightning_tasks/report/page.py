@@ -13,7 +13,8 @@ import numpy as np
 import yaml
 
 from lightning_tasks.compare.reading import Read
-from lightning_tasks.compare.statistics import SummaryRow, last_values
+from lightning_tasks.compare.statistics import last_values
+from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.arguments import parser

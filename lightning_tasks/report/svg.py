@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tasks.compare.statistics import SummaryRow
+from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.figures.curves import curve, draw_curve, looks
 from lightning_tasks.runs.metric_names import MetricName
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.plan import parse_seeds, plan_cells, summary_references
+from lightning_tasks.compare.plan import parse_seeds, plan_cells, summary_endpoints, summary_references
+from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import Variant, override_arguments, read_variants
 
@@ -61,6 +62,12 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
         "base: demo\nvariants: {a: {}}\nmore: 1",
         "base: demo\nvariants: {a: [1]}",
         "base: demo\nvariants: {a: {}}\nmetrics:",
+        "base: demo\nvariants: {a: {}}\nprimary: val/loss",
+        "base: demo\nvariants: {a: {}}\nmetrics: [val/loss]\nprimary: [val/loss]",
+        "base: demo\nvariants: {a: {}}\nmetrics: [val/loss]\nmargins: {val/top1: 0.1}",
+        "base: demo\nvariants: {a: {}}\nmetrics: [val/loss]\nmargins: {val/loss: 0.0}",
+        "base: demo\nvariants: {a: {}}\nmetrics: [val/loss]\nmargins: {val/loss: .nan}",
+        "base: demo\nvariants: {a: {}}\nmetrics: [val/loss]\nmargins: {val/loss: true}",
         "base: demo\nvariants: {a: {}, b: {}}\nreferences: [a, b]",
         "base: demo\nvariants: {a: {}, b: {}}\nreferences: {b: a}",
         "[1]",
@@ -90,6 +97,20 @@ def test_references_that_are_no_variants_are_refused_before_anything_runs(compar
     with pytest.raises(UsageError, match=text):
         read_variants(str(comparison))
     assert not (tmp_path / "out").exists()
+
+
+def test_endpoints_make_no_other_cells_and_two_files_must_agree(comparison, tmp_path):
+    before = plan_cells(read_variants(str(comparison)), [0], tmp_path)
+    other = tmp_path / "other.yaml"
+    plain = comparison.read_text()
+    for path, primary in ((comparison, "val/loss"), (other, "val/top1")):
+        said = {"metrics": ["val/loss", "val/top1"], "primary": primary, "margins": {"val/loss": 0.1}}
+        path.write_text(yaml.safe_dump({**yaml.safe_load(plain), **said}, sort_keys=False))
+    after = plan_cells(read_variants(str(comparison)), [0], tmp_path)
+    assert [cell.fingerprint for cell in after] == [cell.fingerprint for cell in before]
+    assert summary_endpoints([str(comparison)]) == Endpoints("val/loss", {"val/loss": 0.1})
+    with pytest.raises(UsageError, match="have different `primary` or `margins`"):
+        summary_endpoints([str(comparison), str(other)])
 
 
 def test_references_make_no_other_cells_and_may_be_numbers(comparison, tmp_path):

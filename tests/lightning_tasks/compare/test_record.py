@@ -11,6 +11,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import guessed_record, read_comparison
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record, record_of, write_record
+from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.run import is_comparison
 from lightning_tasks.variants import Variant
@@ -43,7 +44,8 @@ def planned(demo, tmp_path):
 def test_the_record_says_what_was_asked_and_what_became_of_it(planned, tmp_path):
     finish(planned[0], 1.0)
     finish(planned[1], float("nan"))
-    record = record_of(planned, ["val/loss"], {"a": ["b"]}, [planned[2]])
+    said = Endpoints("val/loss", {"val/loss": 0.1})
+    record = record_of(planned, ["val/loss"], {"a": ["b"]}, [planned[2]], endpoints=said)
     write_record(record, tmp_path / "out")
     assert read_record(tmp_path / "out") == record
     assert [asdict(variant) for variant in record.variants[:1]] == [
@@ -51,6 +53,7 @@ def test_the_record_says_what_was_asked_and_what_became_of_it(planned, tmp_path)
     ]
     assert (record.configs, record.references, record.metrics) == (["z", "b", "a"], {"a": ["b"]}, ["val/loss"])
     assert record.seeds == [0, 1]
+    assert record.endpoints == said
     assert {"attnswap", "python", "torch"} <= record.versions.keys()
     assert [cell.state for cell in record.cells] == ["finished", "finished", "failed", "waiting", "waiting", "waiting"]
     first, diverged = record.cells[:2]
@@ -162,8 +165,10 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"cells": [{**GOOD["cells"][0], "seconds": 10**400}]}, "too large"),
         ({"cells": [{"variant": "a"}]}, "KeyError"),
         ({"versions": {"torch": [1]}}, r"'\[1\]' is list"),
+        ({"primary": 1}, "'1' is int, and str is needed"),
+        ({"margins": {"val/loss": -1.0}}, "a margin is -1.0, and must be above 0"),
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
     text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)

@@ -5,16 +5,17 @@ import math
 import numpy as np
 import pytest
 
+from lightning_tasks.compare.formats import latex, markdown, write_summary
 from lightning_tasks.compare.statistics import (
-    SummaryRow,
+    equivalence_p,
+    holm,
     last_values,
-    latex,
-    markdown,
     minimum_detectable_effect,
+    p_of_interval,
     paired_interval,
-    summarize,
-    write_summary,
+    paired_p,
 )
+from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import read_metrics
@@ -46,36 +47,84 @@ def test_paired_interval_of_a_known_sample():
     assert paired_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-5)
 
 
+def test_p_values_against_scipy():
+    from scipy import stats
+
+    found = [0.3, -0.1, 0.4, 0.2, 0.1]
+    assert paired_p(found) == pytest.approx(stats.ttest_1samp(found, 0.0).pvalue)
+    assert p_of_interval(np.mean(found), *paired_interval(found), 5) == pytest.approx(paired_p(found))
+    above = stats.ttest_1samp(found, -0.5, alternative="greater").pvalue
+    below = stats.ttest_1samp(found, 0.5, alternative="less").pvalue
+    assert equivalence_p(found, 0.5) == pytest.approx(max(above, below))
+    # The 90% interval ends at the margin where the p-value is 0.05.
+    assert equivalence_p(found, max(map(abs, paired_interval(found, 0.9)))) == pytest.approx(0.05)
+    assert math.isnan(paired_p([1.0, 1.0]))
+    assert math.isnan(equivalence_p([1.0, 1.0], 0.1))
+
+
+def test_holm_of_the_textbook():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, math.nan, 0.7])[::2] == [1.0, 1.0]
+    assert math.isnan(holm([0.6, math.nan])[1])
+    assert holm([]) == []
+
+
+def with_differences(differences, metric="m"):
+    return [
+        {
+            "config": config,
+            "seed": seed,
+            "step": 1,
+            "metric": metric,
+            "value": 5.0 + (difference if config == "b" else 0.0),
+        }
+        for seed, difference in enumerate(differences)
+        for config in ("a", "b")
+    ]
+
+
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        ([-1.0, -1.1, -0.9], "lower"),
-        ([1.0, 1.1, 0.9], "higher"),
-        ([-1.0, 1.2, 0.1], "budget too small"),
+        ([-1.0, -1.1, -0.9, -1.0], "lower"),
+        ([1.0, 1.1, 0.9, 1.0], "higher"),
+        ([1.0, 1.1, 0.9], "too few pairs"),
+        ([-1.0, 1.2, 0.1, 0.3], "budget too small"),
         ([0.0, 0.0, 0.0], "equal"),
+        ([0.5, 0.5, 0.5, 0.5], "no spread"),
         ([1.0], ""),
-        ([0.0, 0.92, 1.84], "budget too small"),
         ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but budget too small"),
         ([0.1, math.nan, 0.2], "diverged"),
         ([0.1, math.inf, 0.2], "diverged"),
         ([-math.inf], "diverged"),
     ],
 )
-def test_the_verdict_follows_the_paired_interval(differences, verdict):
-    rows = [
-        {
-            "config": config,
-            "seed": seed,
-            "step": 1,
-            "metric": "m",
-            "value": 5.0 + (difference if config == "b" else 0.0),
-        }
-        for seed, difference in enumerate(differences)
-        for config in ("a", "b")
-    ]
-    _, row = summarize(rows, ["a", "b"], ["m"])
+def test_the_verdict_follows_the_paired_differences(differences, verdict):
+    _, row = summarize(with_differences(differences), ["a", "b"], ["m"])
     assert row.verdict == verdict
     assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
+
+
+def test_a_margin_that_was_stated_before_makes_small_differences_equivalent():
+    rows = with_differences([0.01, -0.02, 0.015, 0.0])
+
+    def verdict(margins):
+        return summarize(rows, ["a", "b"], ["m"], None, Endpoints("", margins))[1].verdict
+
+    assert verdict({"m": 0.1}) == "equivalent"
+    assert verdict({}) == verdict({"m": 0.011}) == "budget too small"
+    text = markdown(summarize(rows, ["a", "b"], ["m"], None, Endpoints("m", {"m": 0.1})))
+    assert text.startswith("### m (primary endpoint, equivalent within ±0.1)")
+
+
+def test_other_metrics_are_corrected_for_their_number_and_the_primary_endpoint_is_not():
+    names = [f"m{index}" for index in range(20)]
+    one = [1.0, 1.3, 0.3, 0.9, 0.6]  # significant alone, and not among twenty
+    rows = [row for name in names for row in with_differences(one, name)]
+    found = {row.metric: row for row in summarize(rows, ["a", "b"], names, None, Endpoints("m0")) if row.pairs}
+    assert found["m0"].corrected == found["m0"].p == found["m1"].p
+    assert found["m1"].corrected == pytest.approx(19 * found["m1"].p)
+    assert (found["m0"].verdict, found["m1"].verdict) == ("higher", "higher, not after correction")
 
 
 def logged(config, seed, **values):
@@ -120,7 +169,7 @@ def test_a_run_that_diverged_is_said_to_for_each_of_its_metrics():
     ]
     assert [row.pairs for row in summary[:4]] == [0, 2, 2, 2]  # no seed is left out
     assert math.isnan(summary[3].mean)
-    assert "| c | 2, 1 diverged | nan | a | +nan [+nan, +nan] | nan | diverged |" in markdown(summary)
+    assert "| c | 2, 1 diverged | nan | a | +nan [+nan, +nan] | nan | nan | diverged |" in markdown(summary)
 
 
 def test_a_stopped_run_has_nan_where_others_went_on():
@@ -160,7 +209,7 @@ def test_a_named_reference_is_paired_as_the_first_is():
     assert (to_named.config, to_named.reference, to_named.pairs, to_named.difference) == ("c", "b", 3, 2.0)
     assert (to_named.low, to_named.high) == pytest.approx(paired_interval([1.0, 2.0, 3.0]))
     assert to_named.detectable == pytest.approx(minimum_detectable_effect(1.0, 3))
-    assert to_named.verdict == "budget too small"
+    assert to_named.verdict == "too few pairs"
     assert "| c | 3 | 371.67 ± 5.5e+02 | b | +2 [-0.4841, +4.484] |" in markdown([to_named])
 
 
@@ -179,7 +228,7 @@ def test_latex_escapes_what_names_hold_and_has_every_row():
     assert r"a\_b \& 50\% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} \$ & 2 & 1 $\pm$ 0.5 &" in text
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
     assert r"{val/loss\_a} \\" in text
-    assert all(line.count(" & ") == 6 for line in text.splitlines() if " & " in line)
+    assert all(line.count(" & ") == 7 for line in text.splitlines() if " & " in line)
 
 
 def test_a_summary_is_written_as_latex_too(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import lightning_tasks.report.page as report_module
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.statistics import write_summary
+from lightning_tasks.compare.formats import write_summary
 from lightning_tasks.compare.tables import write_curves, write_results
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.heads import read_heads, write_heads

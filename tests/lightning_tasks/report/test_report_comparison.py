@@ -3,7 +3,8 @@
 import json
 import re
 
-from lightning_tasks.compare.statistics import SummaryRow, summarize, write_summary
+from lightning_tasks.compare.formats import write_summary
+from lightning_tasks.compare.summary import SummaryRow, summarize
 from lightning_tasks.compare.tables import write_results
 from lightning_tasks.report.svg import curves_svg, forest_svg
 from tests.lightning_tasks.report.report_folders import report

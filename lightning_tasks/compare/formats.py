@@ -1,0 +1,85 @@
+"""The summary of a comparison as Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.runs.safe_files import write_rows, written_whole
+
+HEADS = (
+    *("configuration", "seeds", "mean ± std", "compared with", "difference [95%]", "p, corrected", "detectable"),
+    "verdict",
+)
+_TEX = {sign: f"\\{sign}" for sign in "&%$#_{}"}
+_TEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+_TEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"}
+
+
+def _cells(row: SummaryRow) -> list[str]:
+    """A row of the tables, under `HEADS`."""
+    difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
+    detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
+    mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
+    seeds = f"{row.seeds}, {row.diverged} diverged" if row.diverged else str(row.seeds)
+    p = "" if row.pairs == 0 else f"{row.corrected:.2g}"
+    return [row.config, seeds, mean, row.reference, difference, p, detectable, row.verdict]
+
+
+def _title(metric: str, rows: Sequence[SummaryRow]) -> str:
+    """The metric, whether it decides, and its margin."""
+    said = ["primary endpoint"] if rows[0].primary else []
+    said += [f"equivalent within ±{rows[0].margin:g}"] if not math.isnan(rows[0].margin) else []
+    return f"{metric} ({', '.join(said)})" if said else metric
+
+
+def _by_metric(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
+    found: dict[str, list[SummaryRow]] = {}
+    for row in summary:
+        found.setdefault(row.metric, []).append(row)
+    return found
+
+
+def markdown(summary: Sequence[SummaryRow]) -> str:
+    """The summary as Markdown, one table a metric."""
+    lines: list[str] = []
+    for metric, rows in _by_metric(summary).items():
+        lines += [f"### {_title(metric, rows)}", "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+        lines += [*(f"| {' | '.join(_cells(row))} |" for row in rows), ""]
+    return "\n".join(lines)
+
+
+def latex(summary: Sequence[SummaryRow]) -> str:
+    """The same tables in LaTeX, for the package booktabs; special characters of names are escaped."""
+    lines: list[str] = []
+    for metric, rows in _by_metric(summary).items():
+        lines += [r"\begin{tabular}{" + "l" * len(HEADS) + "}", r"\toprule"]
+        lines += [rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(_title(metric, rows))}}} \\", r"\midrule"]
+        lines += [_tex_row(HEADS), r"\midrule", *(_tex_row(_cells(row)) for row in rows)]
+        lines += [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
+
+
+def _tex_row(cells: Sequence[str]) -> str:
+    return rf"{' & '.join(map(_tex, cells))} \\"
+
+
+def _tex(text: str) -> str:
+    """The text without what LaTeX takes for a command; a bracket at the beginning of a cell is none of `\\\\`."""
+    plain = "".join(_TEX.get(sign, sign) for sign in " ".join(text.split()))
+    return f"{{{plain}}}" if plain.startswith(("[", "*")) else plain
+
+
+def write_summary(summary: Sequence[SummaryRow], remarks: Mapping[str, Sequence[str]], output: Path) -> str:
+    """Write summary.csv, tables.tex, and summary.md, which ends with lists of `remarks` by title; return the latter."""
+    write_rows(output / "summary.csv", [field.name for field in fields(SummaryRow)], map(asdict, summary))
+    lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
+    text = "\n".join([markdown(summary), *(line for lines in lists for line in lines)])
+    with written_whole(output / "tables.tex") as path:
+        path.write_text(latex(summary), encoding="utf-8")
+    with written_whole(output / "summary.md") as path:
+        path.write_text(text, encoding="utf-8")
+    return text
