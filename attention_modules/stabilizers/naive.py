@@ -17,3 +17,14 @@ def naive_logits(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool
         seen = seen & (attn_mask > -9984)
         logits = logits + attn_mask.masked_fill(attn_mask <= -9984, 0.0)
     return logits.masked_fill(~seen, float("-inf"))
+
+
+def naive_row_entropy(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """-Σ A ln A of each row, 0 in rows that see nothing, ``[B, H, N]``."""
+    logits = naive_logits(q, k, attn_mask, is_causal, scale)
+    some = (logits > float("-inf")).any(-1, keepdim=True)
+    log_a = torch.where(some, logits, 0.0).log_softmax(-1)
+    finite = log_a.masked_fill(log_a == float("-inf"), 0.0)  # 0 ln 0 is 0
+    return torch.where(some.squeeze(-1), -(log_a.exp() * finite).sum(-1), 0.0)

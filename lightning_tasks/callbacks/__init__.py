@@ -16,6 +16,7 @@ from lightning_tasks.callbacks.run_summary import RunSummary
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
+from lightning_tasks.callbacks.stabilizers.entropy_regularizer import EntropyRegularizer
 from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
 from lightning_tasks.callbacks.stabilizers.sigma_reparam import SigmaReparam
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionMapLogger",
     "AttentionMonitor",
     "Callback",
+    "EntropyRegularizer",
     "FreezeQK",
     "LipschitzMonitor",
     "LocAteR",

@@ -7,6 +7,7 @@ import pytest
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
+    EntropyRegularizer,
     FreezeQK,
     LipschitzMonitor,
     LocAteR,
@@ -39,7 +40,9 @@ def trainer(strategy, **attributes):
 
 @pytest.mark.parametrize("strategy", ["FSDPStrategy", "DeepSpeedStrategy"])
 @pytest.mark.parametrize(
-    "callback", [*(kind() for kind in REFUSED), LocAteR(0.1), QKWeightDecay(0.1)], ids=lambda one: type(one).__name__
+    "callback",
+    [*(kind() for kind in REFUSED), LocAteR(0.1), QKWeightDecay(0.1), EntropyRegularizer(0.1)],
+    ids=lambda one: type(one).__name__,
 )
 def test_what_reads_layers_weights_or_gradients_is_refused(callback, strategy):
     run = trainer(strategy)

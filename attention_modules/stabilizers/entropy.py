@@ -1,0 +1,169 @@
+"""The entropy of attention as a penalty: differentiable, on fused attention, without a map in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules.analysis.chunks import ChunkedLogits
+from attention_modules.analysis.kernels import lse_and_mean_key
+from attention_modules.kernels import attend, without_autocast
+from attention_modules.masks import combine_masks, visible
+from attention_modules.mechanisms.shared.chunks import CHUNK
+
+
+def row_entropy(
+    q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """H_i = -Σ_j A_ij ln A_ij of A = softmax(scale · q kᵀ + mask), in nats, with gradients for queries and keys.
+
+    H_i = lse_i - scale · q_i·(A K)_i. One more key, whose logit is a detached estimate s of lse_i and whose value is an
+    indicator, gives p = σ(s - lse_i) beside A K in one fused pass, and so lse_i = s - logit(p) with its gradient. Where
+    an additive mask adds to logits, the entropy is summed over some rows at a time, and again in the backward pass.
+
+    Args:
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``; it takes no gradient.
+        is_causal: row i sees keys 0 to i only.
+        scale: factor on the logits, 1/sqrt(d) where None.
+
+    Returns:
+        ``[B, H, N]``, at least float32; 0 in rows that see nothing.
+
+    Raises:
+        TypeError: if the mask's dtype does not fit.
+        ValueError: if a shape does not fit.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.entropy import row_entropy
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)  # a batch of one, three heads, five tokens of width 8
+        >>> row_entropy(q * 0, k)[0, 0].exp()  # uniform attention
+        tensor([5., 5., 5., 5., 5.])
+    """
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q.device):
+        q, k = q.to(dtype) * scale, k.to(dtype)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            if not _only_hides(attn_mask):
+                return _in_chunks(q, k, attn_mask)
+            attn_mask = visible(attn_mask)
+        return _fused(q, k, attn_mask, is_causal)
+
+
+def _only_hides(attn_mask: Tensor) -> bool:
+    """Whether an additive mask adds nothing; on other devices than the CPU, nobody waits to know."""
+    return attn_mask.device.type == "cpu" and not bool(attn_mask.masked_fill(~visible(attn_mask), 0.0).any())
+
+
+def _fused(q: Tensor, k: Tensor, seen: Tensor | None, is_causal: bool) -> Tensor:
+    """Of queries that hold the scale."""
+    if seen is not None:
+        seen = seen.expand(*seen.shape[:-1], k.shape[-2])
+    some = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen.any(-1)  # rows that see a key
+    guess = torch.where(some, _log_sum_exp(q.detach(), k.detach(), seen, is_causal), 0.0).unsqueeze(-1)
+    # The further key is the first, so that causal rows see it; under causality a further row takes its place.
+    query = F.pad(torch.cat([q, guess], -1), (0, 0, int(is_causal), 0))
+    key = F.pad(torch.cat([k, torch.zeros_like(k[..., :1])], -1), (0, 0, 1, 0))
+    indicator = torch.zeros_like(key)
+    indicator[..., 0, -1] = 1.0
+    mask = None if seen is None else F.pad(seen, (1, 0), value=True)
+    out = attend(query, key + indicator, key + indicator, mask, is_causal, 0.0, 1.0)[..., int(is_causal) :, :]
+    share = torch.where(some, out[..., -1], 0.5)
+    lse = guess.squeeze(-1) - torch.logit(share)
+    mean_logit = (q * out[..., :-1]).sum(-1) / (1 - share)
+    return torch.where(some, lse - mean_logit, 0.0)
+
+
+@torch.no_grad()
+def _log_sum_exp(q: Tensor, k: Tensor, seen: Tensor | None, is_causal: bool) -> Tensor:
+    found = lse_and_mean_key(q, k, seen, is_causal, 1.0)
+    if found is not None:
+        return found[0].to(q.dtype)
+    return torch.cat([part.logsumexp(-1) for part in ChunkedLogits(q, k, seen, None, is_causal, 1.0).chunks()], -1)
+
+
+def _in_chunks(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
+    found = []
+    for first in range(0, q.shape[-2], CHUNK):
+        mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., first : first + CHUNK, :]
+        part = q[..., first : first + CHUNK, :]
+        found.append(
+            checkpoint(_of_rows, part, k, mask, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else _of_rows(part, k, mask)
+        )
+    return torch.cat(found, -1)
+
+
+def _of_rows(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
+    seen = visible(attn_mask)
+    logits = q @ k.mT + attn_mask.to(q.dtype).masked_fill(~seen, 0.0)
+    some = seen.expand_as(logits).any(-1, keepdim=True)
+    log_p = logits.masked_fill(~seen & some, float("-inf")).log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    return torch.where(some.squeeze(-1), entropy, 0.0)
+
+
+def entropy_penalty(
+    q: Tensor,
+    k: Tensor,
+    *,
+    floor: float | None = None,
+    target: float | None = None,
+    max_rows: int | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Σ over heads of the mean over samples of max(0, floor - h)², or of (h - target)².
+
+    h is the mean of H_i / ln n_i over the rows of a head that see n_i ≥ 2 keys: 0 where each attends to one key, 1
+    where attention is uniform. The form is our reading of an entropy regularizer.
+
+    Args:
+        q, k, attn_mask, is_causal, scale: as :func:`row_entropy`.
+        floor: what h should not fall below, from 0 to 1; or
+        target: what h should be.
+        max_rows: more rows than these are looked at in so many that lie evenly from the first to the last.
+
+    Returns:
+        A scalar; 0 where no row sees two keys.
+
+    Raises:
+        ValueError: if both or neither of ``floor`` and ``target`` are given, or shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.entropy import entropy_penalty
+        >>> q, k = torch.randn(2, 1, 3, 5, 8)
+        >>> entropy_penalty(q * 0, k, floor=0.5)  # uniform attention is above every floor
+        tensor(0.)
+    """
+    if (floor is None) == (target is None):
+        raise ValueError(f"give one of floor and target, got floor={floor!r} and target={target!r}")
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
+    number, columns = q.shape[-2], k.shape[-2]
+    if max_rows is not None and number > max_rows:
+        kept = torch.linspace(0, number - 1, max_rows, device=q.device).round().long()
+        q = q[..., kept, :]
+        if is_causal:
+            attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)
+            is_causal = False
+        elif attn_mask is not None and attn_mask.shape[-2] > 1:
+            attn_mask = attn_mask[..., kept, :]
+    seen = None if attn_mask is None else visible(attn_mask)
+    count = ChunkedLogits(q, k, seen, None, is_causal, 1.0).visible_counts().expand(q.shape[:-1])
+    rows = row_entropy(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    several = count >= 2
+    rows = torch.where(several, rows / count.clamp(min=2).to(rows.dtype).log(), 0.0)
+    normalized = rows.sum(-1) / several.sum(-1).clamp(min=1)
+    miss = normalized - target if target is not None else F.relu(floor - normalized)  # type: ignore[operator]
+    counted = several.any(-1)
+    return (torch.where(counted, miss.square(), 0.0).sum(0) / counted.sum(0).clamp(min=1)).sum()

@@ -1,0 +1,212 @@
+"""Penalties of attention maps against the same penalties written into the loss."""
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules.stabilizers.naive import naive_row_entropy
+from attention_modules.swap import swap_attention
+from lightning_tasks.callbacks import EntropyRegularizer
+from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
+
+FLOOR, WEIGHT = 0.95, 20.0
+
+
+def naive_entropy_penalty(q, k, max_rows=None):
+    """Σ over heads of the mean over samples of max(0, floor - h)², of causal maps."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    entropy = naive_row_entropy(q.to(dtype), k.to(dtype), is_causal=True)
+    number = q.shape[2]
+    kept = torch.arange(1, number)
+    if max_rows is not None:
+        kept = torch.linspace(0, number - 1, max_rows).round().long()
+        kept = kept[kept > 0]  # the first row sees one key
+    h = (entropy[..., kept] / (kept + 1).to(dtype).log()).mean(-1)
+    return (FLOOR - h).clamp(min=0).square().mean(0).sum()
+
+
+class InLoss:
+    """Adds the penalty of every layer's map to the loss."""
+
+    penalty = staticmethod(naive_entropy_penalty)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        swap_attention(self, "softmax")
+        self.seen = []
+        for layer in self.net["encoder"].layers:
+            layer.self_attn.mechanism.register_forward_pre_hook(lambda _, args: self.seen.append(args[:2]))
+
+    def added(self, loss):
+        with torch.autocast("cpu", enabled=False):
+            total = loss + WEIGHT * sum(self.penalty(*seen) for seen in self.seen)
+        self.seen = []
+        return total
+
+    def training_step(self, batch, batch_idx):
+        return self.added(super().training_step(batch, batch_idx))
+
+
+class EntropyInLoss(InLoss, TinyLM):
+    pass
+
+
+class EntropyOfSomeRowsInLoss(EntropyInLoss):
+    penalty = staticmethod(lambda q, k: naive_entropy_penalty(q, k, 3))
+
+
+def entropy(**options):
+    return EntropyRegularizer(WEIGHT, floor=FLOOR, **{"max_rows": None, **options})
+
+
+KINDS = {"entropy": (entropy, EntropyInLoss), "some rows": (lambda: entropy(max_rows=3), EntropyOfSomeRowsInLoss)}
+
+
+def assert_same(found, expected, plain, atol):
+    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=atol, rtol=0)
+    assert (weights_of(found) - weights_of(plain)).abs().max() > 1e-3
+
+
+def all_three(kind, make=None, **options):
+    make = make or (lambda in_loss: in_loss() if in_loss else TinyLM())
+    callback, in_loss = KINDS[kind]
+    found, expected, plain = make(None), make(in_loss), make(None)
+    fit(found, [callback()], **options)
+    fit(expected, **options)
+    fit(plain, **options)
+    return found, expected, plain
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_penalty_in_the_loss(kind, precision, accumulate, clip):
+    options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    assert_same(*all_three(kind, **options), atol=1e-6 if precision == "64-true" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_double_precision_equal_those_of_the_loss_form(kind):
+    """To rounding, of every parameter."""
+    grads = []
+
+    class Keeps(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            grads.append({name: part.grad.clone() for name, part in pl_module.named_parameters()})
+
+    callback, in_loss = KINDS[kind]
+    for module, callbacks in ((TinyLM(), [callback()]), (in_loss(), []), (TinyLM(), [])):
+        fit(module, [*callbacks, Keeps()], precision="64-true", max_steps=1)
+    found, expected, plain = grads
+    assert all(grad.dtype == torch.float64 for grad in found.values())
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-12, rtol=1e-9)
+    assert any((found[name] - plain[name]).abs().max() > 1e-3 for name in plain)
+
+
+def test_under_a_gradient_scaler():
+    def trained(module, *callbacks):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        fit(module, callbacks, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        assert scaler.get_scale() == 2.0**10  # no step was skipped
+        return module
+
+    assert_same(trained(TinyLM(), entropy()), trained(EntropyInLoss()), trained(TinyLM()), atol=2e-3)
+
+
+def test_with_manual_optimization():
+    class ManualInLoss(InLoss, TwoOptimizers):
+        training_step = TwoOptimizers.training_step
+
+        def manual_backward(self, loss, *args, **kwargs):
+            super().manual_backward(self.added(loss), *args, **kwargs)
+
+    found, expected, plain = TwoOptimizers(), ManualInLoss(), TwoOptimizers()
+    fit(found, [entropy()])
+    fit(expected)
+    fit(plain)
+    assert_same(found, expected, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_activation_checkpointing(reentrant):
+    def checkpointed(in_loss):
+        module = in_loss() if in_loss else TinyLM()
+        for layer in module.net["encoder"].layers if in_loss is None else []:
+            plain = layer.forward
+            layer.forward = lambda *args, plain=plain, **kwargs: (
+                checkpoint(plain, *args, use_reentrant=reentrant, **kwargs)
+                if not reentrant
+                else checkpoint(lambda x: plain(x, **kwargs), *args, use_reentrant=True)
+            )
+        return module
+
+    found, expected, plain = all_three("entropy", checkpointed, max_steps=2)
+    assert_same(found, expected, plain, atol=1e-5)
+
+
+def test_logs_the_penalty_once(tmp_path):
+    value = fit(TinyLM(), [entropy()], max_steps=1).callback_metrics["entropy_regularizer/penalty"]
+    module = EntropyInLoss()
+    plain = module.training_step(next(iter(batches())), 0) - TinyLM().training_step(next(iter(batches())), 0)
+    assert value.item() == pytest.approx(plain.item(), rel=1e-4)
+
+
+def test_weight_zero_changes_no_bit_and_layers_are_plain_again():
+    found, plain = TinyLM(), TinyLM()
+    fit(found, [EntropyRegularizer(0.0)], max_epochs=2)
+    fit(plain, max_epochs=2)
+    assert torch.equal(weights_of(found), weights_of(plain))
+    assert not any(hasattr(part, "mechanism") for part in found.modules())
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    straight, resumed = TinyLM(), TinyLM()
+    fit(straight, [entropy()], max_epochs=4)
+    fit(TinyLM(), [entropy()], max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", logger=False, callbacks=[entropy()], **quiet)
+    trainer.fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(weights_of(resumed), weights_of(straight))
+
+
+def test_a_mechanism_without_a_query_is_penalized_at_its_keys():
+    weights = []
+    for callbacks in ([entropy()], []):
+        module = TinyLM()
+        swap_attention(module, "symmetric")
+        fit(module, callbacks)
+        weights.append(weights_of(module))
+    assert (weights[0] - weights[1]).abs().max() > 1e-3
+
+
+def test_layers_that_it_cannot_penalize_are_refused():
+    module = TinyLM()
+    swap_attention(module, "l2", layers=[0])
+    with pytest.raises(ValueError, match=r"not the map of 'net.encoder.layers.0.self_attn' \(L2Attention"):
+        fit(module, [entropy()])
+    module = TinyLM()
+    module.requires_grad_(False)
+    module.net["head"].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn' take a gradient.*exclude="):
+        fit(module, [entropy()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": -1.0}, "weight .* at least 0, got -1.0"),
+        ({"weight": 1.0, "floor": 1.5}, "floor .* at most 1, got 1.5"),
+        ({"weight": 1.0, "target": math.nan}, "target .* got nan"),
+        ({"weight": 1.0, "floor": 0.1, "target": 0.2}, "not both: got floor=0.1 and target=0.2"),
+        ({"weight": 1.0, "max_rows": 0}, "max_rows .* got 0"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        EntropyRegularizer(**options)
