@@ -25,6 +25,8 @@ class AttentionSpec:
         layer_index: position of the layer among the model's self-attention layers, else None.
         value_dim: width of one head's value where it is not ``head_dim``, else None.
         layer_name: name of the layer in the model, for messages; else None.
+        mixes_heads: whether the layer mixes the maps of its heads by projections of its own, as CaiT's do, which it
+            hands to the mechanism.
 
     Raises:
         ValueError: if a size is not a positive integer.
@@ -43,6 +45,7 @@ class AttentionSpec:
     layer_index: int | None = None
     value_dim: int | None = None
     layer_name: str | None = field(default=None, compare=False)
+    mixes_heads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_heads", "head_dim", "num_tokens", "value_dim"):

@@ -471,11 +471,17 @@ def naive_talking_heads(
     v: Tensor,
     mix_logits: Tensor,
     mix_weights: Tensor,
+    bias_logits: Tensor | None = None,
+    bias_weights: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """W softmax(L z) v, L and W mixing heads."""
+    """(W softmax(L z + l) + w) v, L and W mixing heads; w for the keys that are seen."""
     logits = torch.einsum("hf,bfnm->bhnm", mix_logits, naive_logits(q, k, scale))
-    a = naive_map(logits, attn_mask, is_causal)
-    return torch.einsum("gh,bhnm->bgnm", mix_weights, a) @ v
+    if bias_logits is not None:
+        logits = logits + bias_logits.view(-1, 1, 1)
+    a = torch.einsum("gh,bhnm->bgnm", mix_weights, naive_map(logits, attn_mask, is_causal))
+    if bias_weights is not None:
+        a = a + bias_weights.view(-1, 1, 1) * _hidden(logits, attn_mask, is_causal)[1]
+    return a @ v

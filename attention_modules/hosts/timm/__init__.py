@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attention_modules.hosts.base import Host
-from attention_modules.hosts.timm import biased, plain, rope, windowed
+from attention_modules.hosts.timm import biased, plain, rope, talking, windowed
 from attention_modules.hosts.timm.refused import REFUSED
 
 __all__ = ["HOSTS", "REFUSED"]
 
-HOSTS: tuple[Host, ...] = (*plain.HOSTS, *rope.HOSTS, *biased.HOSTS, *windowed.HOSTS)
+HOSTS: tuple[Host, ...] = (*plain.HOSTS, *rope.HOSTS, *biased.HOSTS, *windowed.HOSTS, *talking.HOSTS)

@@ -33,6 +33,7 @@ class SwappedTimm(Swapped):
         mask: Tensor | None = None,
         causal: bool = False,
         scale: float | None = None,
+        **given: object,
     ) -> Tensor:
         """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``."""
         out = self.mix(
@@ -44,6 +45,7 @@ class SwappedTimm(Swapped):
             is_causal=causal,
             dropout_p=self._dropout(),
             scale=self.host.scale(self) if scale is None else scale,
+            **given,
         )
         return out.transpose(1, 2).flatten(2)
 

@@ -21,7 +21,6 @@ _BY_MODULE: dict[str, dict[str, str]] = {
     "timm.models.cait": {
         "ClassAttn": _CLASS_TOKEN,
         "LayerScaleBlockClassAttn": _CLASS_TOKEN,
-        "TalkingHeadAttn": _HEADS_MIXED,
     },
     "timm.models.coat": {"FactorAttnConvRelPosEnc": f"factorized attention, {_LINEAR}"},
     "timm.models.convit": {"GPSA": "gated: it mixes the softmax map with one of positions"},

@@ -55,20 +55,25 @@ What else to know:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
   query rows: those of the model stay.
-- What no host knows (T5, XCiT, attention pooling, talking heads, ...) is listed in the report with the reason, never
+- What no host knows (T5, XCiT, attention pooling, class attention, ...) is listed in the report with the reason, never
   swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
+- CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`: outputs and gradients stay
+  (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
+  would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
+  they are mixed. Its class attention is left as it is.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
   `"*.multihead_attn"`, and never for a mechanism without a query.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
 - Relative position bias (BEiT, Swin, MaxViT, LeViT, ...): it is an additive mask for every mechanism, its gradient
   included. Without a query the logits are k kᵀ plus the bias, as symmetric as the bias is; RPC adds it in each pass.
   SAM's bias is a product with the query, and is refused without one. Tokens that a shifted window hides are hidden.
+  `sinkhorn`, which takes one number a key, is refused.
 - Cosine attention (Swin v2): queries and keys of length one, each times the root of the learned scale. Without a query
   the logits are the scale times the cosine of two keys, and RPC's keys are those of length root of the scale.
 - q/k norm: a mechanism with a query sees what is normalized; without one it is refused, since the query's norm would
   train nothing.
 - LeViT has a batch norm behind its joint projection: no query can be split from it, and no W_q and W_k be given. Its
-  values, and EfficientFormer's, are wider than its keys, which RPC refuses.
+  values, and EfficientFormer's, are wider than its keys, which RPC and elliptical attention refuse.
 - Attention weights are made where they are asked for, and only then: with softmax, `nn.MultiheadAttention` gives those
   that `need_weights` (its default!) asks for, and Hugging Face layers those of `output_attentions`. Other mechanisms
   have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys

@@ -83,6 +83,10 @@ CASES = [
     Case("entmax", {"alpha": 2.0}),
     Case("hard"),
     Case("talking_heads", tensors={"mix_logits": (3, 3), "mix_weights": (3, 3)}),
+    Case(
+        "talking_heads",
+        tensors={"mix_logits": (3, 3), "mix_weights": (3, 3), "bias_logits": (3,), "bias_weights": (3,)},
+    ),
     Case("forgetting", tensors={"gate": (2, 3, 9)}),
     Case("differential", tensors={"lam": ()}),
     Case("differential", {"pairs": "heads"}, {"lam": ()}, shape=(2, 2, 9, 8)),

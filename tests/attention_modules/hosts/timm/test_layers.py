@@ -257,7 +257,8 @@ REDUCED = {
     "pvt": (("timm.models.pvt_v2", "Attention", (16,), {"sr_ratio": 2}), "reduced image"),
     "gcvit": (("timm.models.gcvit", "WindowAttentionGlobal", (16, 4, (2, 2)), {}), "whole image's"),
     "levit": (("timm.models.levit", "AttentionDownsample", (16, 32, 4), {}), "fewer queries than keys"),
-    "cait": (("timm.models.cait", "TalkingHeadAttn", (16,), {}), "talking heads"),
+    "cait": (("timm.models.cait", "ClassAttn", (16,), {}), "only the class token asks"),
+    "efficientformer_v2": (("timm.models.efficientformer_v2", "Attention2d", (16,), {}), "talking heads"),
     "xcit": (("timm.models.xcit", "XCA", (16,), {}), "among channels"),
 }
 

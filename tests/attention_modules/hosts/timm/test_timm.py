@@ -126,7 +126,7 @@ def test_other_attention_classes_are_listed_with_the_reason() -> None:
     report = swap_attention(model, "softmax")
     assert [(skipped.name, skipped.kind) for skipped in report.skipped] == [("attn_pool", "AttentionPoolLatent")]
     assert "pooling" in report.skipped[0].reason
-    with pytest.raises(AttentionSwapError, match=r"TalkingHeadAttn\): talking heads"):
+    with pytest.raises(AttentionSwapError, match=r"'blocks.0.attn': talking heads"):
         swap_attention(timm.create_model("cait_xxs24_224"), "softmax")
 
 
