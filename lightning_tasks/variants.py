@@ -97,7 +97,9 @@ def find_variant(name: str, root: Path = CONFIGS) -> Variant:
     settings = read_settings(path)
     if variant is not None and is_comparison(settings):
         found = next(each for each in _of_comparison(path, settings, root) if each.name == variant)
-        return replace(found, name=_full_name(path, variant, root))
+        return replace(
+            found, name=_full_name(path, variant, root), grid=()
+        )  # by itself there is nothing to choose from
     check_recipe(path)
     named = {str(key): overrides for key, overrides in settings.get("variants", {}).items()}
     overrides = () if variant is None else _arguments(path, variant, named[variant])

@@ -56,6 +56,12 @@ def test_a_grid_is_of_all_variants_or_of_some(searched):
     ]
 
 
+def test_one_variant_by_itself_has_the_value_of_its_base(searched):
+    """Given alone, `select` is not read, so that no choice is waited for."""
+    (alone,) = read_variants(f"{searched()}/biased")
+    assert (alone.overrides, alone.grid) == (("--model.init_bias=true",), ())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
