@@ -28,3 +28,29 @@ def naive_row_entropy(
     log_a = torch.where(some, logits, 0.0).log_softmax(-1)
     finite = log_a.masked_fill(log_a == float("-inf"), 0.0)  # 0 ln 0 is 0
     return torch.where(some.squeeze(-1), -(log_a.exp() * finite).sum(-1), 0.0)
+
+
+def naive_diversification(
+    q: Tensor,
+    k: Tensor,
+    threshold: float = 2.0,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The mean cosine between thresholded rows and the thresholded mean row, one sample at a time."""
+    logits = naive_logits(q, k, attn_mask, is_causal, scale)
+    seen = logits > float("-inf")
+    some = seen.any(-1, keepdim=True)
+    maps = torch.where(some, torch.where(some, logits, 0.0).softmax(-1), 0.0).mean(1)
+    cosines = []
+    for a, of_heads in zip(maps, seen, strict=True):
+        counts = of_heads.any(0).sum(-1, keepdim=True)
+        a, counts = a[counts[:, 0] > 0], counts[counts[:, 0] > 0]
+        if not len(a):
+            cosines.append(a.sum())
+            continue
+        mean_row = a.mean(0)
+        mean_row = mean_row * (mean_row > threshold / counts.max())
+        cosines.append(torch.cosine_similarity(mean_row, a * (a > threshold / counts), dim=-1).mean())
+    return torch.stack(cosines).mean()

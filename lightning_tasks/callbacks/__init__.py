@@ -16,6 +16,7 @@ from lightning_tasks.callbacks.run_summary import RunSummary
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
+from lightning_tasks.callbacks.stabilizers.attention_diversification import AttentionDiversification
 from lightning_tasks.callbacks.stabilizers.entropy_regularizer import EntropyRegularizer
 from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
@@ -23,6 +24,7 @@ from lightning_tasks.callbacks.stabilizers.sigma_reparam import SigmaReparam
 from lightning_tasks.callbacks.swap import SwapAttention
 
 __all__ = [
+    "AttentionDiversification",
     "AttentionMapLogger",
     "AttentionMonitor",
     "Callback",

@@ -7,13 +7,14 @@ import sys
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from lightning_tasks.callbacks import EntropyRegularizer, QKClip, SigmaReparam
+from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, QKClip, SigmaReparam
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, weights_of
 
 TAU = 0.05  # which most heads pass
 CALLBACKS = {
     "none": list,
     "QKClip": lambda: [QKClip(TAU)],
+    "AttentionDiversification": lambda: [AttentionDiversification(5.0, threshold=1.0)],
     "EntropyRegularizer": lambda: [EntropyRegularizer(20.0, floor=0.95)],
     "SigmaReparam": lambda: [SigmaReparam(gamma=1.0)],
 }

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from attention_modules.stabilizers.naive import naive_row_entropy
+from attention_modules.stabilizers.naive import naive_diversification, naive_row_entropy
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import EntropyRegularizer
+from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
 
 FLOOR, WEIGHT = 0.95, 20.0
@@ -59,11 +59,29 @@ class EntropyOfSomeRowsInLoss(EntropyInLoss):
     penalty = staticmethod(lambda q, k: naive_entropy_penalty(q, k, 3))
 
 
+class DiversificationInLoss(InLoss, TinyLM):
+    """The mean over two layers."""
+
+    penalty = staticmethod(lambda q, k: naive_diversification(_wide(q), _wide(k), 1.0, is_causal=True) / 2)
+
+
+def _wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def diversification():
+    return AttentionDiversification(WEIGHT, threshold=1.0)
+
+
 def entropy(**options):
     return EntropyRegularizer(WEIGHT, floor=FLOOR, **{"max_rows": None, **options})
 
 
-KINDS = {"entropy": (entropy, EntropyInLoss), "some rows": (lambda: entropy(max_rows=3), EntropyOfSomeRowsInLoss)}
+KINDS = {
+    "entropy": (entropy, EntropyInLoss),
+    "some rows": (lambda: entropy(max_rows=3), EntropyOfSomeRowsInLoss),
+    "diversification": (diversification, DiversificationInLoss),
+}
 
 
 def assert_same(found, expected, plain, atol):
