@@ -21,6 +21,7 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "symmetric": ("symmetric", {}),
     "rpc": ("rpc", {"iterations": 2}),
     "scaled": ("scaled", {"variant": "scalar"}),
+    "dam": ("dam", {"num_tokens": 20}),
     "differential": ("differential", {}),
     "differential, pairs='heads'": ("differential", {"pairs": "heads"}),
     "elliptical": ("elliptical", {}),
@@ -31,9 +32,11 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "kde": ("kde", {}),
     "l2": ("l2", {}),
     "l2, shared=True": ("l2", {"shared": True}),
+    "mom": ("mom", {}),
     "neutreno": ("neutreno", {}),
     "qk_norm": ("qk_norm", {}),
     "qk_norm, gain='scalar'": ("qk_norm", {"gain": "scalar"}),
+    "rkde": ("rkde", {}),
     "sigmoid": ("sigmoid", {}),
     "sink": ("sink", {}),
     "sinkhorn": ("sinkhorn", {}),
@@ -49,7 +52,8 @@ FEW = {name: MECHANISMS[name] for name in ("softmax", "symmetric", "rpc", "scale
 WITHOUT_QUERY = ("symmetric", "rpc", "l2, shared=True")
 FEATURES_APART = ("differential", "qk_norm")
 BETWEEN_LAYERS = ("neutreno", "value_residual", "elliptical")
-ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, "scaled", "forgetting", "neutreno", "sinkhorn", "twicing")
+PADDING_ALONE = ("mom", "rkde", "sinkhorn")
+ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, *PADDING_ALONE, "dam", "scaled", "forgetting", "neutreno", "twicing")
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ def _vit(**options: Any) -> Callable[[], nn.Module]:
 _NO_QUERY_NORM = dict.fromkeys(WITHOUT_QUERY, "q_norm")
 _NOT_GROUPED = dict.fromkeys(WITHOUT_QUERY, "grouped keys")
 _ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
-_CAUSAL = {"sinkhorn": "hides the future"}
+_CAUSAL = dict.fromkeys(PADDING_ALONE, "hides the future")
 _TWO = {"num_hidden_layers": 2}
 
 
@@ -293,7 +297,7 @@ HOSTS: dict[str, HostCase] = {
         partial(_decoder, 1),
         _run_decoder,
         deep=partial(_decoder, 2),
-        refuses_call={"sinkhorn": "cannot be causal|masks of padding alone"},
+        refuses_call=dict.fromkeys(PADDING_ALONE, "cannot be causal|masks of padding alone"),
     ),
     "transformer": HostCase(
         "`nn.Transformer` (self-attention)",

@@ -24,13 +24,14 @@ NOTES = """\
 bit by bit; softmax put in for softmax changes no output beyond 1e-5
 (of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
 them away, float64 1e-13). A number is a refusal, an error that leaves the model as it was; "call" is one at the call,
-where the layer itself cannot tell:
+where the layer itself cannot tell. `scaled` is tried with `variant='scalar'` and `dam` with `num_tokens`, as most hosts
+do not say how many tokens there are:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
 ³ reduced keys: more queries than keys, and the mechanism needs one for each.
 ⁴ rotary positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and
 `qk_norm` `gain='scalar'` there.
-⁵ the layer hides the future, over which the mechanism normalizes.
+⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each other.
 ⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers, of
 which the second is given the very values of the first; a layer alone refuses them.
 
@@ -67,7 +68,7 @@ What else to know:
 - Relative position bias (BEiT, Swin, MaxViT, LeViT, ...): it is an additive mask for every mechanism, its gradient
   included. Without a query the logits are k kᵀ plus the bias, as symmetric as the bias is; RPC adds it in each pass.
   SAM's bias is a product with the query, and is refused without one. Tokens that a shifted window hides are hidden.
-  `sinkhorn`, which takes one number a key, is refused.
+  `sinkhorn`, `rkde` and `mom`, which take masks of padding alone, are refused.
 - Cosine attention (Swin v2): queries and keys of length one, each times the root of the learned scale. Without a query
   the logits are the scale times the cosine of two keys, and RPC's keys are those of length root of the scale.
 - q/k norm: a mechanism with a query sees what is normalized; without one it is refused, since the query's norm would

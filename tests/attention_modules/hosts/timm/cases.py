@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEATURES_APART, WITHOUT_QUERY
+from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEATURES_APART, PADDING_ALONE, WITHOUT_QUERY
 
 BATCH, DIM, HEADS, SIDE = 2, 16, 4, 4
 TOKENS = SIDE * SIDE
 ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
 QUERY_NORM = {**ROPE, **dict.fromkeys(WITHOUT_QUERY, "q_norm")}
-BIASED = {"sinkhorn": "differs from row to row"}
+BIASED = dict.fromkeys(PADDING_ALONE, "differs from row to row")
 QUERY_BIAS = {**BIASED, **dict.fromkeys(WITHOUT_QUERY, "product with the query")}
 WIDE_VALUES = {**BIASED, **dict.fromkeys(("rpc", "elliptical"), r"different widths \(4 and 8\)")}
 SHIFTED = {**BIASED, **dict.fromkeys(BETWEEN_LAYERS, "windows are shifted")}
