@@ -115,7 +115,7 @@ def main(args: list[str] | None = None) -> None:
     notes = (
         f"RPC-Attention with n = {ITERATIONS}, float32, medians of {clock}, the calls of a row taking turns in one "
         f"process. Floor: {ITERATIONS} passes of scaled_dot_product_attention(k, k, v), each with its backward. "
-        "Naive: the equations with every map in memory (attention_modules/naive.py). MiB: rise of resident "
+        "Naive: the equations with every map in memory (attention_modules/naive). MiB: rise of resident "
         "memory during one call."
     )
     rows: list[dict[str, object]] = []
