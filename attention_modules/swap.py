@@ -315,6 +315,12 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             )
         if "x" in built.needs:
             _raise_for(layer.name, host.input_refusal(module))
+        if place.cross and built.uses_query and built.one_query_per_key:
+            _raise_for(
+                layer.name,
+                f"cross-attention has no query for each key, which {type(built).__name__} needs; leave it out of "
+                "`where`, or choose another mechanism",
+            )
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:

@@ -63,7 +63,8 @@ What else to know:
   would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
   they are mixed. Its class attention is left as it is.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
-  `"*.multihead_attn"`, and never for a mechanism without a query.
+  `"*.multihead_attn"`, and never for a mechanism without a query, or that needs a query for each key, or other layers'
+  values.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
 - Relative position bias (BEiT, Swin, MaxViT, LeViT, ...): it is an additive mask for every mechanism, its gradient
   included. Without a query the logits are k kᵀ plus the bias, as symmetric as the bias is; RPC adds it in each pass.

@@ -141,6 +141,18 @@ def test_layers_read_the_values_of_others(host: str, mechanism: str) -> None:
     assert {len(values) for values in stacks.values()} == {2}
 
 
+@pytest.mark.parametrize("mechanism", [name for name, (kind, _) in MECHANISMS.items() if mechanism_class(kind).neutral])
+@pytest.mark.parametrize("host", ["llama-grouped", "timm-rope-grouped"])
+def test_a_neutral_start_is_softmax_over_grouped_keys_too(host: str, mechanism: str) -> None:
+    """Where heads share keys, what a mechanism learns of each head is still of the query's heads."""
+    if mechanism in HOSTS[host].refuses:
+        pytest.skip("refused, as the table test shows")
+    (name, options), (model, run) = MECHANISMS[mechanism], subject(host, mechanism)
+    expected = run(model, None)
+    swap_attention(model, name, **{**options, **(mechanism_class(name).neutral or {})})
+    torch.testing.assert_close(run(model, None), expected, atol=1e-5, rtol=1e-4)
+
+
 def _compiled() -> list[Any]:
     """A few mechanisms in every host, every mechanism in one, and the rest among the slow tests."""
     found = []

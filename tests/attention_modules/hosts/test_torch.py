@@ -7,8 +7,20 @@ import torch
 from torch import nn
 
 from attention_modules.hosts.torch import SwappedMultiheadAttention
+from attention_modules.mechanism import mechanism_class
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import BATCH, DIM, HEADS, TOKENS, features, padding_mask
+from tests.attention_modules.hosts.cases import (
+    BATCH,
+    BETWEEN_LAYERS,
+    DIM,
+    HEADS,
+    HOSTS,
+    MECHANISMS,
+    ONE_QUERY_PER_KEY,
+    TOKENS,
+    features,
+    padding_mask,
+)
 from tests.attention_modules.hosts.test_table import count_calls
 
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
@@ -215,3 +227,19 @@ def test_a_compiled_layer_is_compiled_once_for_all_inputs(batch_first: bool) -> 
         x = torch.randn(3, 3, 8)
         compiled(x, x, x, need_weights=False)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_cross_attention_takes_a_mechanism_or_refuses_it_before_anything_changes(mechanism: str) -> None:
+    model, (name, options) = HOSTS["decoder"].build().eval(), MECHANISMS[mechanism]
+    plain = [type(module) for module in model.modules()]
+    if mechanism in (*ONE_QUERY_PER_KEY, *BETWEEN_LAYERS):
+        with pytest.raises(
+            AttentionSwapError, match=rf"multihead_attn': (?=.*cross-attention).*{mechanism_class(name).__name__}"
+        ):
+            swap_attention(model, name, where="*.multihead_attn", **options)
+        assert [type(module) for module in model.modules()] == plain
+        return
+    swap_attention(model, name, where="*.multihead_attn", **options)
+    memory = torch.randn(BATCH, TOKENS + 3, DIM)
+    assert torch.isfinite(model(features(), memory)).all()

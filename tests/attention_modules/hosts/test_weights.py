@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.hosts.weights import Rows
-from attention_modules.mechanism import AttentionMechanism
+from attention_modules.mechanism import AttentionMechanism, mechanism_class
 from attention_modules.mechanisms.scaled import ScaledAttention
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import DIM, FEW, HOSTS, built, features
+from tests.attention_modules.hosts.cases import DIM, FEW, HOSTS, built, deep, features
 
 # Layers that read their input directly, so that the test can multiply by hand (rope and norms turn q and k).
 PLAIN = [name for name in HOSTS if not any(part in name for part in ("norm", "rope", "llama", "mistral", "qwen"))]
@@ -365,3 +366,22 @@ def test_what_is_swapped_in_after_the_adapters_is_said_not_to_be_in_their_file()
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"]))
     with pytest.warns(UserWarning, match=r"mechanism\.s came after the adapters.*modules_to_save=\['mechanism'\]"):
         swap_attention(adapted, "scaled", num_tokens=4)
+
+
+@pytest.mark.parametrize("mechanism", ["gated", "forgetting", "value_residual", "neutreno"])
+@pytest.mark.parametrize(("host", "targets"), [("llama", ["q_proj", "v_proj"]), ("timm-vit", ["qkv"])])
+def test_adapted_layers_give_their_input_and_their_values(host: str, targets: list[str], mechanism: str) -> None:
+    model, run = deep(host)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    expected = run(model, None)
+    with warnings.catch_warnings():  # of parameters that come after the adapters, which another test shows
+        warnings.simplefilter("ignore")
+        swap_attention(adapted, mechanism, **(mechanism_class(mechanism).neutral or {}))
+    out = run(model, None)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    out.square().sum().backward()
+    assert not [name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None]
+    restore_attention(adapted)
+    assert torch.equal(run(model, None), expected)
