@@ -1,8 +1,9 @@
-"""What the callbacks cost: `python -m benchmarks.callbacks` writes `callbacks` and `attention_monitor` under results.
+"""What callbacks cost: `python -m benchmarks.callbacks` writes `callbacks`, `attention_monitor` and `stabilizers`.
 
 One thread, process CPU time. A regularizer or monitor of weights is timed inside the training steps that pay for it:
 its hooks' time over the rest of the step, medians. Statistics of attention are timed alternately with the attention
-pass that they are compared with.
+pass that they are compared with. Stabilizers act within the forward and backward pass, so that whole steps with and
+without them are compared, in runs that take turns. `--tables stabilizers` measures these alone.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules.analysis import STATISTICS, attention_sink, attention_statistics, token_similarity
 from benchmarks.common import alternate, peak_memory, write_results
-from lightning_tasks.callbacks import LocAteR, SpectrumMonitor
+from lightning_tasks.callbacks import (
+    AttentionDiversification,
+    EntropyRegularizer,
+    LocAteR,
+    LogitMonitor,
+    QKClip,
+    SigmaReparam,
+    SpectrumMonitor,
+)
 from lightning_tasks.callbacks.attention_monitor import SINK_ROWS
 from lightning_tasks.language_modeling import LanguageModelingTask
 
 VOCABULARY, TOKENS, LM_BATCH, IMAGE_BATCH = 33_278, 64, 64, 16
 LONG = (1, 3, 4096, 64)
+TABLES = ["attention_monitor", "callbacks", "stabilizers"]
 
 
 class DeiT(pl.LightningModule):
@@ -99,6 +109,76 @@ class StepTimes(pl.Callback):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.steps.append(time.process_time() - self._start)
+
+
+class WholeSteps:
+    """Two callbacks, the first and the last of a trainer, and the CPU seconds of the steps between them."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        times = self
+
+        class First(pl.Callback):
+            def on_train_batch_start(self, *args: Any) -> None:
+                times.start = time.process_time()
+
+        class Last(pl.Callback):
+            def on_train_batch_end(self, *args: Any) -> None:
+                times.steps.append(time.process_time() - times.start)
+
+        self.first, self.last = First(), Last()
+
+
+STABILIZERS: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "none": (list, ""),
+    "LogitMonitor, every step": (lambda: [LogitMonitor(every_n_steps=1)], ""),
+    "QKClip, no head passes": (lambda: [QKClip(tau=1e4)], "3%"),
+    "QKClip, all looked at": (lambda: [QKClip(tau=1e-4)], ""),
+    "SigmaReparam": (lambda: [SigmaReparam()], "3%"),
+    "EntropyRegularizer, 32 rows": (lambda: [EntropyRegularizer(0.1)], "3%"),
+    "EntropyRegularizer, all rows": (lambda: [EntropyRegularizer(0.1, max_rows=None)], ""),
+    "AttentionDiversification": (lambda: [AttentionDiversification()], ""),
+}
+
+
+def stabilizers_in_a_step(
+    build: Callable[[], tuple[pl.LightningModule, DataLoader]], steps: int, rounds: int
+) -> list[dict[str, str]]:
+    """Rows of the table: what each stabilizer adds to a model's training step, by runs that take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in STABILIZERS}
+    warm_up = 2
+    for _ in range(rounds):
+        for name, (make, _) in STABILIZERS.items():
+            torch.manual_seed(0)
+            module, loader = build()
+            times = WholeSteps()
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                max_steps=steps + warm_up,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[times.first, *make(), times.last],
+            )
+            trainer.fit(module, loader)
+            seconds[name] += times.steps[warm_up:]
+    medians = {name: statistics.median(spent) for name, spent in seconds.items()}
+    default = LogitMonitor().every_n_steps
+    added = {name: medians[name] - medians["none"] for name in STABILIZERS if name != "none"}
+    added[f"LogitMonitor, every {default} steps"] = added["LogitMonitor, every step"] / default
+    limits = {name: limit for name, (_, limit) in STABILIZERS.items()} | {f"LogitMonitor, every {default} steps": "3%"}
+    return [
+        {
+            "training step": build.__name__,
+            "callback": name,
+            "step without": f"{medians['none'] * 1e3:.0f} ms",
+            "added to a step": f"{cost * 1e3:.2f} ms",
+            "share": f"{cost / medians['none']:.2%}",
+            "limit": limits[name],
+        }
+        for name, cost in added.items()
+    ]
 
 
 def share_of_step(build: Callable[[], tuple[pl.LightningModule, DataLoader]], steps: int) -> list[dict[str, str]]:
@@ -174,6 +254,8 @@ def main() -> None:
     """Measure and write both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="training steps of each model")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each stabilizer, which take turns")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which to measure; all by default")
     parser.add_argument("--repeats", type=int, default=15, help="alternating rounds of each statistic")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -183,16 +265,27 @@ def main() -> None:
         f"A layer of B = {batch}, H = {heads}, N = {tokens:,}, d = {dim}, in passes of scaled_dot_product_attention; "
         "medians of process CPU time, peaks of resident memory."
     )
+    models = (language_model, deit)
     tables = {
-        "attention_monitor": ("A firing of AttentionMonitor", statistics_against_attention(options.repeats), against),
+        "attention_monitor": (
+            "A firing of AttentionMonitor",
+            lambda: statistics_against_attention(options.repeats),
+            against,
+        ),
         "callbacks": (
             "LocAteR and SpectrumMonitor within a training step",
-            [row for build in (language_model, deit) for row in share_of_step(build, options.steps)],
+            lambda: [row for build in models for row in share_of_step(build, options.steps)],
             "Medians of process CPU time. SpectrumMonitor: a firing, spread over its default interval.",
         ),
+        "stabilizers": (
+            "Stabilizers within a training step",
+            lambda: [row for build in models for row in stabilizers_in_a_step(build, options.steps, options.rounds)],
+            "Differences of medians of process CPU time, of runs that take turns.",
+        ),
     }
-    for name, (title, rows, notes) in tables.items():
-        print(write_results(name, title, command, rows, notes).read_text())
+    for name in options.tables:
+        title, measure, notes = tables[name]
+        print(write_results(name, title, command, measure(), notes).read_text())
 
 
 if __name__ == "__main__":

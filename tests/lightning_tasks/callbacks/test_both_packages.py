@@ -9,7 +9,18 @@ import torch
 import yaml
 
 from attention_modules.mechanism import AttentionMechanism
-from lightning_tasks.callbacks import AttentionMonitor, Callback, LocAteR, SpectrumMonitor, SwapAttention
+from lightning_tasks.callbacks import (
+    AttentionDiversification,
+    AttentionMonitor,
+    Callback,
+    EntropyRegularizer,
+    LocAteR,
+    LogitMonitor,
+    QKClip,
+    SigmaReparam,
+    SpectrumMonitor,
+    SwapAttention,
+)
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far", "away"]
@@ -39,6 +50,11 @@ def config(package, folder):
         {"class_path": f"{ours}.LocAteR", "init_args": {"weight": 0.01, "gamma": 0.1}},
         {"class_path": f"{ours}.AttentionMonitor", "init_args": {"every_n_steps": 1, "stages": ["train"]}},
         {"class_path": f"{ours}.SpectrumMonitor", "init_args": {"every_n_steps": 1}},
+        {"class_path": f"{ours}.LogitMonitor", "init_args": {"every_n_steps": 1}},
+        {"class_path": f"{ours}.SigmaReparam", "init_args": {"gamma": 1.0, "layers": [2]}},
+        {"class_path": f"{ours}.QKClip", "init_args": {"tau": 0.01, "layers": [0, 1]}},
+        {"class_path": f"{ours}.EntropyRegularizer", "init_args": {"weight": 0.1, "target": 0.5, "max_rows": None}},
+        {"class_path": f"{ours}.AttentionDiversification", "init_args": {"weight": 0.1}},
     ]
     callbacks[0]["init_args"]["where"] = "*encoder*self_attn"
     trainer = {
@@ -68,6 +84,10 @@ def test_demo_module_from_yaml(package, demo_data):
         "attention/entropy/layer_03",
         "qk_spectrum/variance/layer_00",
         "locater/penalty",
+        "attention/largest_logit/layer_02",
+        "qk_clip/clipped_heads",
+        "entropy_regularizer/penalty",
+        "attention_diversification/penalty",
     ):
         assert {int(row["step"]) for row in rows if row[name]} == {0, 1, 2}, name
     checkpoint = torch.load(done.trainer.checkpoint_callback.best_model_path, weights_only=True)
@@ -95,7 +115,10 @@ def test_locater_pulls_the_demo_module(package, demo_data):
     assert scales[1] < 0.9 * scales[0]
 
 
-@pytest.mark.parametrize("kind", [AttentionMonitor, LocAteR, SpectrumMonitor, SwapAttention])
+STABILIZERS = [AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip, SigmaReparam]
+
+
+@pytest.mark.parametrize("kind", [AttentionMonitor, LocAteR, SpectrumMonitor, SwapAttention, *STABILIZERS])
 def test_belongs_to_both_trees(kind, package):
     assert issubclass(kind, Callback)
     assert issubclass(kind, import_module(package).Callback)
