@@ -135,7 +135,7 @@ STABILIZERS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "QKClip, no head passes": (lambda: [QKClip(tau=1e4)], "3%"),
     "QKClip, all looked at": (lambda: [QKClip(tau=1e-4)], ""),
     "SigmaReparam": (lambda: [SigmaReparam()], "3%"),
-    "EntropyRegularizer, 32 rows": (lambda: [EntropyRegularizer(0.1)], "3%"),
+    "EntropyRegularizer, 16 rows": (lambda: [EntropyRegularizer(0.1)], "3%"),
     "EntropyRegularizer, all rows": (lambda: [EntropyRegularizer(0.1, max_rows=None)], ""),
     "AttentionDiversification": (lambda: [AttentionDiversification()], ""),
 }

@@ -20,8 +20,9 @@ def row_entropy(
     """H_i = -Σ_j A_ij ln A_ij of A = softmax(scale · q kᵀ + mask), in nats, with gradients for queries and keys.
 
     H_i = lse_i - scale · q_i·(A K)_i. One more key, whose logit is a detached estimate s of lse_i and whose value is an
-    indicator, gives p = σ(s - lse_i) beside A K in one fused pass, and so lse_i = s - logit(p) with its gradient. Where
-    an additive mask adds to logits, the entropy is summed over some rows at a time, and again in the backward pass.
+    indicator, gives p = σ(s - lse_i) beside A K in one fused pass, and so lse_i = s - logit(p) with its gradient. Few
+    rows (64) are summed over as they are; many, where an additive mask adds to logits, some at a time, and again in the
+    backward pass.
 
     Args:
         q: queries ``[B, H, N, d]``.
@@ -49,6 +50,8 @@ def row_entropy(
     dtype = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device):
         q, k = q.to(dtype) * scale, k.to(dtype)
+        if q.shape[-2] <= CHUNK // 2:
+            return _of_rows(q, k, attn_mask, is_causal)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             if not _only_hides(attn_mask):
                 return _in_chunks(q, k, attn_mask)
@@ -101,14 +104,24 @@ def _in_chunks(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
     return torch.cat(found, -1)
 
 
-def _of_rows(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
+def _of_rows(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    """From the logits of all these rows."""
+    logits = q @ k.mT
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is None:
+        return _entropy(logits)
     seen = visible(attn_mask)
-    logits = q @ k.mT + attn_mask.to(q.dtype).masked_fill(~seen, 0.0)
-    some = seen.expand_as(logits).any(-1, keepdim=True)
-    log_p = logits.masked_fill(~seen & some, float("-inf")).log_softmax(-1)
-    p = log_p.exp()
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-    return torch.where(some.squeeze(-1), entropy, 0.0)
+    if attn_mask.dtype != torch.bool:
+        logits = logits + attn_mask.to(q.dtype).masked_fill(~seen, 0.0)
+    # So low that p is 0, and finite, so that p ln p and its gradient are: no second mask is needed.
+    entropy = _entropy(logits.masked_fill(~seen, torch.finfo(q.dtype).min / 4))
+    return torch.where(seen.expand_as(logits).any(-1), entropy, 0.0)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def entropy_penalty(
@@ -151,7 +164,7 @@ def entropy_penalty(
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     number, columns = q.shape[-2], k.shape[-2]
     if max_rows is not None and number > max_rows:
-        kept = torch.linspace(0, number - 1, max_rows, device=q.device).round().long()
+        kept = torch.arange(max_rows, device=q.device) * (number - 1) // max(max_rows - 1, 1)
         q = q[..., kept, :]
         if is_causal:
             attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)

@@ -52,7 +52,7 @@ class EntropyRegularizer(MapPenalty):
         weight: float,
         floor: float | None = None,
         target: float | None = None,
-        max_rows: int | None = 32,
+        max_rows: int | None = 16,
         where: Where = None,
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),

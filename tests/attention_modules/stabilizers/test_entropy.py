@@ -38,14 +38,14 @@ def inputs(rows=N, columns=M, size=2.0):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "no kernel"])
+@pytest.mark.parametrize("kernel", ["kernel", "no kernel", "few rows"])
 def test_equals_the_whole_map_with_its_gradients(name, is_causal, kernel, monkeypatch):
     rows, columns = (N, N) if is_causal else (N, M)
     q, k = inputs(rows, columns)
     given = mask(name, rows, columns)
-    if not kernel:
+    if kernel == "no kernel":
         monkeypatch.setattr(module, "lse_and_mean_key", lambda *_: None)
-    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(module, "CHUNK", 2 * N if kernel == "few rows" else 3)
     found = row_entropy(q, k, attn_mask=given, is_causal=is_causal, scale=0.7)
     expected = naive_row_entropy(q, k, given, is_causal, 0.7)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
@@ -57,8 +57,10 @@ def test_equals_the_whole_map_with_its_gradients(name, is_causal, kernel, monkey
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
 
 
+@pytest.mark.parametrize("chunk", [128, 4], ids=["few rows", "fused"])
 @pytest.mark.parametrize("size", [0.0, 1.0, 30.0, 300.0])
-def test_stays_finite_where_attention_is_uniform_or_saturated(size):
+def test_stays_finite_where_attention_is_uniform_or_saturated(size, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
     q, k = inputs(size=size)
     q, k = q.detach().float().requires_grad_(), k.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
