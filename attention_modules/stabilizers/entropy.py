@@ -13,6 +13,9 @@ from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanisms.shared.chunks import CHUNK
 
+# So low that p is 0, and finite, as p ln p is then: no second mask is needed. Times a gradient scaler's scale, too.
+_HIDDEN = -1e15
+
 
 def row_entropy(
     q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
@@ -114,8 +117,7 @@ def _of_rows(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool = F
     seen = visible(attn_mask)
     if attn_mask.dtype != torch.bool:
         logits = logits + attn_mask.to(q.dtype).masked_fill(~seen, 0.0)
-    # So low that p is 0, and finite, so that p ln p and its gradient are: no second mask is needed.
-    entropy = _entropy(logits.masked_fill(~seen, torch.finfo(q.dtype).min / 4))
+    entropy = _entropy(logits.masked_fill(~seen, _HIDDEN))
     return torch.where(seen.expand_as(logits).any(-1), entropy, 0.0)
 
 

@@ -71,6 +71,13 @@ def test_stays_finite_where_attention_is_uniform_or_saturated(size, chunk, monke
     torch.testing.assert_close(found.double(), expected, atol=1e-3 * max(1.0, size / 10), rtol=1e-4)
 
 
+def test_hidden_keys_leave_gradients_of_a_scaled_loss_finite():
+    q, k = inputs(N, N)
+    q, k = q.detach().float().requires_grad_(), k.detach().float().requires_grad_()
+    found = row_entropy(q, k, is_causal=True)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(found.sum() * 2.0**24, (q, k)))
+
+
 def naive_penalty(q, k, floor, target, given, is_causal, kept):
     """The penalty in one loop a sample and head."""
     total = 0.0
