@@ -61,7 +61,7 @@ What else to know:
 - CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`: outputs and gradients stay
   (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
   would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
-  they are mixed. Its class attention is left as it is.
+  they are mixed. Its class attention is left as it is. Monitors of q, k and v, and stabilizers, ask for the swap first.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
   `"*.multihead_attn"`, and never for a mechanism without a query, or that needs a query for each key, or other layers'
   values.
