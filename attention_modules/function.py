@@ -15,7 +15,8 @@ from attention_modules.masks import combine_masks
 
 AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
-_OF_THE_SWAP = ("self", "spec", "model", "mechanism", "where", "layers", "exclude")
+OF_THE_SWAP = ("where", "layers", "exclude")
+_TAKEN = ("self", "spec", "model", "mechanism", *OF_THE_SWAP)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -158,11 +159,11 @@ def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAtten
             "model would not have; write a subclass of AttentionMechanism: each layer gets one of its own"
         )
     parameters = list(inspect.signature(function).parameters.values())[3:]
-    taken = [each.name for each in parameters if each.name in _OF_THE_SWAP and each.kind is not each.VAR_KEYWORD]
+    taken = [each.name for each in parameters if each.name in _TAKEN and each.kind is not each.VAR_KEYWORD]
     if taken:
         raise TypeError(
             f"{function.__qualname__} has a parameter {taken[0]!r}, which is an argument of the swap "
-            f"({', '.join(_OF_THE_SWAP[1:])}); give it another name"
+            f"({', '.join(_TAKEN[1:])}); give it another name"
         )
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     needs = tuple(name for name in NEEDS if name in {each.name for each in parameters})

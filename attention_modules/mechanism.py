@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention_modules.base import AttentionMechanism, AttentionSpec
-from attention_modules.function import AttentionFunction, function_class, is_attention_function
+from attention_modules.function import OF_THE_SWAP, AttentionFunction, function_class, is_attention_function
 
 ENTRY_POINT_GROUP = "attnswap.mechanisms"
 MechanismFactory = Callable[[AttentionSpec], AttentionMechanism]
@@ -164,13 +164,14 @@ def check_options(cls: type[AttentionMechanism], options: object) -> None:
             "write them as {'name': value}"
         )
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the spec
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     for name in options:
-        if name not in known:
+        # What is passed on to others may have any name; one that is nearly that of an option is a slip.
+        near = did_you_mean(str(name), known, 0.8) if passes_on else did_you_mean(str(name), [*known, *OF_THE_SWAP])
+        if name not in known and (near or not passes_on):
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise TypeError(f"{cls.__name__} has no option {name!r}; {takes}.{did_you_mean(str(name), known)}")
+            raise TypeError(f"{cls.__name__} has no option {name!r}; {takes}.{near}")
 
 
 def build_mechanism(mechanism: Mechanism, spec: AttentionSpec, **options: object) -> AttentionMechanism:

@@ -14,7 +14,12 @@ Example:
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# In a checkout the folders `datamodules` and `configs` lie beside this one, and Python finds this one first there.
+if not (_here := Path(__file__).resolve().parent).joinpath("datamodules").is_dir():
+    __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
     from attention_modules import (

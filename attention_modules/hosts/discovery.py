@@ -230,7 +230,7 @@ def _indices(layers: int | Sequence[int], count: int) -> list[int]:
     wanted = list(layers) if isinstance(layers, Iterable) else [layers]
     for index in wanted:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise AttentionSwapError(f"layers takes integers, got {index!r}")
+            raise AttentionSwapError(f"layers takes integers, got {layers!r}; names and patterns go into where=")
         if not -count <= index < count:
             raise AttentionSwapError(
                 f"layers: {index} is out of range, {count} self-attention layers match (0 to {count - 1}, or -{count} "

@@ -30,7 +30,7 @@ from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
-from lightning_tasks.cli.predict_images import arguments_of_run
+from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run
 from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
 from lightning_tasks.cli.save_config import SaveConfig, dump_plain
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
@@ -331,7 +331,9 @@ def _command_line(
     build_typed_classes_only()
     know_former_names()
     set_dumper("yaml", dump_plain)
-    arguments = arguments_of_run(arguments) if arguments[0] == "predict" else arguments
+    recipe = recipe_of(arguments)
+    if arguments[0] == "predict":
+        recipe, arguments = recipe or recipe_of_run(arguments), arguments_of_run(arguments)
     expanded = spell_out_classes(expand_recipe_names(arguments))
     with quiet():
         return kind(
@@ -341,7 +343,7 @@ def _command_line(
             parser_kwargs={"prog": "attnswap", "exit_on_error": False, "allow_abbrev": False},
             trainer_defaults={"callbacks": list(callbacks)},
             args=expanded,
-            recipe=recipe_of(arguments),
+            recipe=recipe,
             auto_configure_optimizers=False,  # made before the model is built or swapped, it would train other weights
             **options,
         )

@@ -51,6 +51,21 @@ def settings_of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]] | N
     return found, settings
 
 
+def recipe_of_run(arguments: Sequence[str]) -> str | None:
+    """What the runs of the checkpoint's recipe are called, where its run says how to predict; else None.
+
+    Raises:
+        UsageError: as :func:`settings_of_run`.
+    """
+    found = settings_of_run(arguments)
+    if found is None:
+        return None
+    from lightning_tasks.runs.folder import RUNS
+
+    place, root = found[0].parent.parent, RUNS.resolve()
+    return place.relative_to(root).as_posix() if root in place.parents else place.name
+
+
 def arguments_of_run(arguments: Sequence[str]) -> list[str]:
     """The command line with the model, data and swaps of that run; the file is data, and names nothing of its own.
 

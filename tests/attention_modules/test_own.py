@@ -90,6 +90,10 @@ def test_options_of_a_function_are_given_by_name():
         assert [described(block.attn.mechanism) for block in model.blocks] == ["tempered, temperature=1.0", "tempered"]
         swap_attention(model, functools.partial(tempered, temperature=1.0), layers=[1])
     assert {described(block.attn.mechanism) for block in model.blocks} == {"tempered, temperature=1.0"}
+    with pytest.raises(TypeError, match=r"passes_on has no option 'sharpnes'; it takes sharpness\. Did you mean"):
+        swap_attention(encoder(), passes_on, sharpnes=2.0)
+    with pytest.raises(TypeError, match=r"has no option 'layer'; it takes none\. Did you mean 'layers'"):
+        swap_attention(encoder(), "softmax", layer=[0])
     with pytest.raises(TypeError, match="tempered has no option 'temprature'; it takes temperature"):
         swap_attention(model, tempered, temprature=1.0)
     for function in (tempered, passes_on):

@@ -29,6 +29,15 @@ class MyDigits(DigitsDataModule):
 """
 
 
+def test_a_checkout_hides_no_part_of_itself():
+    """Where Python starts in the clone, its folder `attnswap`, without data modules, comes before an installed one."""
+    code = "from importlib.util import find_spec; print(*(find_spec(f'attnswap.{n}').origin for n in %r), sep=chr(10))"
+    names = ("datamodules", "callbacks")
+    command = [sys.executable, "-S", "-c", code % (names,)]  # without what an editable install maps
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert found == [str(ROOT / "datamodules" / "__init__.py"), str(ROOT / "attnswap" / "callbacks.py")]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from a copy so that the work tree stays as it is."""

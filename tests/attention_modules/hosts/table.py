@@ -88,9 +88,10 @@ What else to know:
   a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
   which are listed in the report with the reason.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
-  call, and flex attention, set before or after a swap, is refused. Softmax continues from a key-value cache; the
-  others refuse it (`use_cache=False`). Learned positions tell `scaled` how many tokens there are at most; models with
-  rope need its option `num_tokens=N`.
+  call, and flex attention, set before or after a swap, is refused. From a key-value cache continue softmax and those
+  whose rows need no more than keys and values (`AttentionMechanism.cache`); those that need one query for each key, as
+  rpc, scaled and twicing do, refuse it (`use_cache=False`). Learned positions tell
+  `scaled` and `dam` how many tokens there are at most; models with rope need their option `num_tokens=N`.
 - Saving Hugging Face models: `save_pretrained` of a swapped model writes the swapped weights and, beside them,
   `attnswap.json` with the mechanism and options of each layer; a warning says what a plain model would miss.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class, and

@@ -71,7 +71,7 @@ def test_selection(choice: dict, expected: list[str]) -> None:
         ({"layers": [3]}, r"3 is out of range, 3 self-attention layers match \(0 to 2"),
         ({"layers": [-4]}, r"-4 is out of range"),
         ({"layers": []}, r"layers is empty"),
-        ({"layers": ["0"]}, r"takes integers, got '0'"),
+        ({"layers": ["0"]}, r"takes integers, got \['0'\]; names and patterns go into where="),
         ({"where": [1]}, r"takes name patterns or a callable, got 1"),
         ({"mechanism": "sofmax"}, r"unknown attention mechanism 'sofmax'.*softmax"),
         ({"mechanism": Noisy, "fail_at": 2}, r"layer 2 refuses"),
