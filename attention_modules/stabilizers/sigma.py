@@ -151,6 +151,30 @@ def remove_sigma_reparam(model: nn.Module) -> None:
         parametrize.remove_parametrizations(module, tensor)
 
 
+def reparametrize_like(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put σReparam onto each weight that has it in a state dict, for the state dict to be loaded after.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import reparametrize_like, sigma_reparametrize
+        >>> trained, layer = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        >>> sigma_reparametrize(trained, "weight")
+        >>> reparametrize_like(layer, trained.state_dict())
+        >>> layer.load_state_dict(trained.state_dict())
+        <All keys matched successfully>
+    """
+    modules = dict(model.named_modules())
+    for key in state:
+        found = _ORIGINAL.fullmatch(key)
+        owner = modules.get(found["owner"].rstrip(".")) if found is not None and _has_sigma(state, key) else None
+        if found is not None and owner is not None and found["tensor"] in owner._parameters:
+            sigma_reparametrize(owner, found["tensor"])  # what is not there, loading names
+
+
+def _has_sigma(state: Mapping[str, Any], key: str) -> bool:
+    return all(f"{key.removesuffix('original')}0.{name}" in state for name in ("gamma", "u", "v"))
+
+
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with Ŵ in place of each σReparam, which loads strictly into the plain model.
 
@@ -169,7 +193,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     for key in state:
         found = _ORIGINAL.fullmatch(key)
         inner = key.removesuffix("original")
-        if found is None or f"{inner}0.gamma" not in state or f"{inner}0.u" not in state:
+        if found is None or not _has_sigma(state, key):
             continue
         weight = plain.pop(key)
         gamma, u, v = (plain.pop(f"{inner}0.{name}") for name in ("gamma", "u", "v"))

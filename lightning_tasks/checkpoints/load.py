@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
+from attention_modules.stabilizers.sigma import reparametrize_like
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint, check_stored
 from lightning_tasks.checkpoints.swaps import carry_out, overrides, saved_plans
 from lightning_tasks.checkpoints.weights import read_checkpoint
@@ -19,6 +20,8 @@ Module = TypeVar("Module", bound=pl.LightningModule)
 
 def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool = False, **kwargs: Any) -> Module:
     """A module from a checkpoint that a trainer with :class:`SwapAttention` wrote, swapped as it was there.
+
+    What ``SigmaReparam`` put on is there again, too.
 
     The network must be built by ``__init__`` or ``configure_model``, as ``cls.load_from_checkpoint`` asks too: only a
     trainer calls ``setup``, which may need its data.
@@ -73,6 +76,7 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
             )
         for plan in plans:
             carry_out(self, plan)
+        reparametrize_like(self, content.get("state_dict", {}))
         swapped.append(self)
 
     cls.configure_model = configure_model  # type: ignore[assignment, method-assign]

@@ -7,6 +7,7 @@ from torch.nn.utils import parametrize
 
 from attention_modules.hosts import attention_layers
 from attention_modules.stabilizers.sigma import plain_state, reparametrizations
+from lightning_tasks import load_swapped
 from lightning_tasks.callbacks import (
     AttentionMonitor,
     FreezeQK,
@@ -123,6 +124,16 @@ def test_the_plain_checkpoint_loads_and_the_way_back():
     torch.testing.assert_close(plain(inputs), module(inputs))
     module.load_state_dict(TinyLM().state_dict())
     torch.testing.assert_close(module(inputs), TinyLM()(inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_a_module_that_was_swapped_too_is_rebuilt(tmp_path):
+    module = TinyLM()
+    trainer = fit(module, [SwapAttention("symmetric", layers=[0]), SigmaReparam()])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    rebuilt = load_swapped(TinyLM, tmp_path / "last.ckpt")
+    inputs = next(iter(batches()))[0]
+    assert torch.equal(rebuilt(inputs), module.eval()(inputs))
+    assert len(list(reparametrizations(rebuilt))) == 4
 
 
 def test_the_optimizer_has_gamma_and_the_spectrum_is_that_of_the_acting_weight():
