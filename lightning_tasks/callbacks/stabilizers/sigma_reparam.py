@@ -20,6 +20,7 @@ from attention_modules.stabilizers.sigma import (
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, is_strategy, refuse_flat_shards
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
+from lightning_tasks.checkpoints.swaps import overrides
 from lightning_tasks.training.limits import check_choice, check_number
 
 
@@ -48,8 +49,9 @@ class SigmaReparam(Callback):
 
     Raises:
         ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number; when a trainer starts, if it has a second
-            ``SigmaReparam``, or the strategy is FSDP1, FSDP2 or DeepSpeed; when the model is configured, if no layer
-            matches, or a weight is zero, not finite, quantized or wrapped by peft.
+            ``SigmaReparam``, the strategy is FSDP1, FSDP2 or DeepSpeed, or a callback averages weights of a copy
+            without it; when the model is configured, if no layer matches, or a weight is zero, not finite, quantized or
+            wrapped by peft.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -78,7 +80,24 @@ class SigmaReparam(Callback):
         refuse_flat_shards(trainer, "SigmaReparam cannot read weights")
         if is_strategy(trainer, "ModelParallelStrategy"):
             raise ValueError("SigmaReparam cannot take singular vectors of weights that FSDP2 shards: use DDP")
+        built = not (overrides(pl_module, "setup") or overrides(pl_module, "configure_model"))
+        if stage == "fit":
+            self._check_averaging(trainer, built)
+        if built:
+            self._reparametrize(pl_module)  # later callbacks may copy the module in their setup
         after_configure_model(pl_module, self, self._reparametrize)
+
+    def _check_averaging(self, trainer: pl.Trainer, built: bool) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        for place, callback in enumerate(callbacks):
+            kinds = {kind.__name__ for kind in type(callback).__mro__}
+            averages = kinds & {"WeightAveraging", "StochasticWeightAveraging"}
+            if averages and (place < callbacks.index(self) or not built):
+                name = type(callback).__name__
+                raise ValueError(
+                    f"{name} would average a copy of the module without σReparam: list SigmaReparam before {name}, and "
+                    "build the network in __init__, without setup or configure_model"
+                )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -162,6 +162,17 @@ def test_what_changes_weights_itself_refuses_weights_that_are_computed(other):
         fit(TinyLM(), [SigmaReparam(), other()])
 
 
+def test_averages_of_weights_hold_it_or_are_refused():
+    averaging = pl.callbacks.WeightAveraging
+    module = TinyLM()
+    average = averaging()
+    fit(module, [SigmaReparam(), average])
+    assert len(list(reparametrizations(module))) == 4
+    for kind, callbacks in ((TinyLM, [averaging(), SigmaReparam()]), (BuildsInSetup, [SigmaReparam(), averaging()])):
+        with pytest.raises(ValueError, match="would average a copy of the module without σReparam: list SigmaReparam"):
+            fit(kind(), callbacks)
+
+
 def test_all_linear_layers():
     module = TinyLM()
     fit(module, [SigmaReparam(all_linear=True)], max_steps=1)
