@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.hosts import AttentionLayer
-from attention_modules.hosts.weights import wrapped_by_peft
+from attention_modules.hosts.weights import quantized, wrapped_by_peft
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionMechanism
 
@@ -89,7 +89,7 @@ def sigma_reparametrize(owner: nn.Module, tensor: str, gamma: float | None = Non
     v of the loaded weight, as at the start.
 
     Raises:
-        ValueError: as :class:`SigmaReparametrization`.
+        ValueError: as :class:`SigmaReparametrization`, and if the weight is quantized.
 
     Example:
         >>> import torch
@@ -100,6 +100,8 @@ def sigma_reparametrize(owner: nn.Module, tensor: str, gamma: float | None = Non
         >>> torch.allclose(layer.weight, before, atol=1e-6)
         True
     """
+    if codes := quantized(owner, tensor):
+        raise ValueError(f"σReparam: {codes}")
     parametrization = SigmaReparametrization(getattr(owner, tensor), gamma)
     parametrize.register_parametrization(owner, tensor, parametrization)
     owner.register_load_state_dict_pre_hook(_accept_plain_layout)

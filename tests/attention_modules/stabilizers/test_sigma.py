@@ -157,6 +157,10 @@ def test_a_frozen_weight_stays_frozen_and_a_zero_one_is_refused():
         SigmaReparametrization(torch.zeros(3, 3))
     with pytest.raises(ValueError, match="meta device"):
         SigmaReparametrization(torch.zeros(3, 3, device="meta"))
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="quantized"):
+        sigma_reparametrize(layer, "weight")
 
 
 def test_every_linear_weight_once():
