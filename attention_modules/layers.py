@@ -98,7 +98,8 @@ class SelfAttention(nn.Module):
         self.head_dim = attn_head_dim or dim // num_heads
         self.is_causal = is_causal
         spec = AttentionSpec(dim, num_heads, self.head_dim, num_tokens, is_causal, layer_index)
-        built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
+        with torch.random.fork_rng(devices=[]):  # as in a swap: the other weights are those beside softmax attention
+            built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
         width = num_heads * self.head_dim
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
 

@@ -163,3 +163,16 @@ def test_options_that_no_mechanism_takes_are_refused():
         SelfAttention(8, 2, "rpc", {"iteration": 4})
     with pytest.raises(TypeError, match=r"options of RPCAttention must be a dict .* got \[4\]"):
         SelfAttention(8, 2, "rpc", [4])
+
+
+def test_a_mechanism_that_draws_leaves_the_other_weights_as_they_are():
+    def layers(mechanism, **options):
+        torch.manual_seed(0)
+        return [SelfAttention(16, 2, mechanism=mechanism, mechanism_options=options) for _ in range(2)]
+
+    plain, drawn = layers("softmax"), layers("differential")
+    for one, other in zip(plain, drawn, strict=True):
+        assert torch.equal(one.qkv.weight, other.qkv.weight)
+        assert torch.equal(one.proj.weight, other.proj.weight)
+    first, second = (each.mechanism.lambda_q1 for each in drawn)
+    assert not torch.equal(first, second)
