@@ -124,8 +124,8 @@ class MedianOfMeansAttention(AttentionMechanism):
         """Numbers in [0, 1) that choose the subsets, ``[K, N]``: multiples of irrational numbers in evaluation."""
         if self.training:
             return torch.rand(self.subsets, k.shape[-2], device=k.device)
-        steps = torch.arange(2, 2 + self.subsets, device=k.device, dtype=torch.float64).mul(2**0.5).frac()
-        places = torch.arange(1, 1 + k.shape[-2], device=k.device, dtype=torch.float64)
+        steps = torch.arange(2, 2 + self.subsets, device=k.device, dtype=torch.float32).mul(2**0.5).frac()
+        places = torch.arange(1, 1 + k.shape[-2], device=k.device, dtype=torch.float32)
         return (steps.unsqueeze(-1) * places).frac()
 
     def forward(

@@ -17,12 +17,16 @@ from tests.lightning_tasks.programs import run_ranks
 
 CHOICE: dict[str, Any] = {"where": ["net.*"], "layers": [0, 1], "exclude": ["*.1.*"]}
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "AttentionDiversification": CHOICE,
     "AttentionMapLogger": {"heads": [0], "queries": [1, 2], **CHOICE},
     "AttentionMonitor": {"statistics": ["entropy", "sink"], "stages": ["train"], **CHOICE},
+    "EntropyRegularizer": {"weight": 0.1, "floor": 0.5, **CHOICE},
     "FreezeQK": CHOICE,
     "LipschitzMonitor": CHOICE,
     "LocAteR": {"weight": 0.1, **CHOICE},
+    "LogitMonitor": CHOICE,
     "PursuitMonitor": CHOICE,
+    "QKClip": CHOICE,
     "QKWeightDecay": {"weight_decay": 0.1, **CHOICE},
     "RobustnessEvaluation": {
         "attacks": ["fgsm", {"name": "pgd", "steps": 3}],
@@ -31,6 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "severities": [1, 3],
         "word_swap_keep": [1, 2],
     },
+    "SigmaReparam": CHOICE,
     "SpectrumMonitor": CHOICE,
     "SwapAttention": {"mechanism": "rpc", "options": {"iterations": 3}, **CHOICE},
 }
