@@ -48,7 +48,7 @@ def largest_logit(
 
 @torch.no_grad()
 def logit_bound(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """|scale| · max_i ‖q_i‖ · max_j ‖k_j‖ of each head, at least the largest logit, in O(N d).
+    """``|scale| · max_i ‖q_i‖ · max_j ‖k_j‖`` of each head, at least the largest logit, in O(N d).
 
     Args:
         q, k, scale: as :func:`largest_logit`.
