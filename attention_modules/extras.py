@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 EXTRA_OF = {
     "imagecorruptions": "robustness",
+    "pyautoattack": "robustness",
     "mmcv": "mmseg",
     "mmengine": "mmseg",
     "mmseg": "mmseg",

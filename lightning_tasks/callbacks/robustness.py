@@ -44,9 +44,10 @@ class RobustnessEvaluation(Callback):
 
     Args:
         num_images: how many images, all where None. They are held in memory.
-        attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, transfer (``source``: checkpoint
-            of the twin; ``attack``: what to run on it, pgd by default), released_fgsm, released_pgd, released_spsa
-            (``std``: what the model divides by). Of two with one name, one needs ``label``, its name in the table.
+        attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, autoattack (``attacks``,
+            ``queries``), transfer (``source``: checkpoint of the twin; ``attack``: what to run on it, pgd by default),
+            released_fgsm, released_pgd, released_spsa (``std``: what the model divides by). Of two with one name, one
+            needs ``label``, its name in the table. Of a :class:`~lightning_tasks.SegmentationTask`: fgsm and pgd.
         eps: radii in [0, 1], as numbers or fractions ("4/255").
         corruptions: "common" (15), "all" (19), or a list of names; an empty list for none.
         severities: of 1 to 5.

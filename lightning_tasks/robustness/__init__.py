@@ -1,11 +1,12 @@
 """How a model does under attack, corruption and a shift of its data; `docs/robustness.md` says what each figure means.
 
-The attacks are our own few lines, tested against closed forms. No attack library was both kept and fit to install
-beside the rest (looked up in November 2026): torchattacks (2023) pins requests 2.25, foolbox was last released in March
-2024, and the Adversarial Robustness Toolbox (2025) goes through numpy at every step and has no SPSA. The corruptions
-are those of `imagecorruptions-imaug` (2026).
+AutoAttack is its authors' library `pyautoattack`; the corruptions are those of `imagecorruptions-imaug` (2026). The
+other attacks are our own few lines, tested against closed forms: torchattacks (2023) pins requests 2.25, foolbox was
+last released in March 2024, and the Adversarial Robustness Toolbox (2025) goes through numpy at every step and has no
+SPSA (looked up in November 2026).
 """
 
+from lightning_tasks.robustness.attacks.auto import autoattack as autoattack, run_autoattack as run_autoattack
 from lightning_tasks.robustness.attacks.gradient import (
     fgsm as fgsm,
     input_gradient_norms as input_gradient_norms,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from attention_modules.precision import to_float64
+from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
 from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
 from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
 from lightning_tasks.robustness.attacks.table import AttackSetting
@@ -171,6 +172,27 @@ def attack_measurement(
     return Measurement(what, setting.passes, measure)
 
 
+def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[str, float]) -> Measurement[Row]:
+    """Accuracy after each attack of AutoAttack, and the worst case, with what its checks say."""
+    text, radius = eps
+
+    def measure(advance: Advance) -> list[Row]:
+        options = {"batch_size": subject.batch_size, "seed": subject.seed, "advance": advance, **setting.options}
+        images, labels = subject.images.to(subject.device), subject.labels.to(subject.device)
+        found = run_autoattack(subject.model, images, labels, eps=radius, **options)
+        norms = subject.gradient_norms(own=False)
+        shares = found.accuracies
+
+        def row(name: str, share: float, note: str = "") -> Row:
+            return Row("attack", name, text, "accuracy", share, len(labels), *norms, note=note)
+
+        worst = row(setting.label, min(shares.values()), autoattack_note(found, setting.options))
+        return [worst, *(row(f"{setting.label} after {name}", shares[name]) for name in setting.options["attacks"])]
+
+    what = {"test": "attack", "name": setting.label, "eps": text, "kind": setting.kind, "options": setting.options}
+    return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure)
+
+
 def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement[Row]:
     """Accuracy under a corruption."""
 
@@ -253,6 +275,8 @@ class ImageKind:
         check_batch(*batch)
         if asked.corrupted:
             require_library(batch[0].shape)
+        if any("autoattack" in (setting.name, setting.on_source) for setting in asked.attacks):
+            autoattack_library()
         return batch[0][:room], batch[1][:room]
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
@@ -279,6 +303,9 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
     white_box = {setting.at_own_prediction for setting in asked.attacks if setting.attack.white_box}
     measurements = [gradient_measurement(subject, own) for own in sorted(white_box)]
     for setting in asked.attacks:
+        if setting.name == "autoattack":
+            measurements += [autoattack_measurement(subject, setting, eps) for eps in asked.eps]
+            continue
         source, digest = None, ""
         if setting.source is not None:
             digest = hashlib.sha256(Path(setting.source).read_bytes()).hexdigest()

@@ -1,9 +1,10 @@
-"""What is measured of a segmentation task: its masks on images as they are, and corrupted."""
+"""What is measured of a segmentation task: its masks on images as they are, attacked, and corrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from attention_modules.precision import to_float64
+from lightning_tasks.robustness.attacks.common import IGNORED
+from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
+from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.settings import RobustnessSettings
@@ -19,6 +24,7 @@ from lightning_tasks.runs.measurements import Advance, Measurement, library_vers
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 
+ATTACKS = ("fgsm", "pgd")
 METRICS = {"miou": "mIoU", "mean_accuracy": "mean accuracy", "overall_accuracy": "overall accuracy"}
 
 
@@ -27,7 +33,7 @@ class MaskedImages:
     """A segmentation task and the images that it is measured on.
 
     Args:
-        task: gives masks ``[B, H, W]`` from ``predict_step((images, masks), index)``.
+        task: gives masks ``[B, H, W]`` from ``predict_step((images, masks), index)``, logits by its forward pass.
         images: each ``[3, H, W]`` in [0, 1].
         masks: each ``[H, W]``.
         num_classes, ignore_index: of the masks.
@@ -59,6 +65,20 @@ class MaskedImages:
                 advance(len(batch) / len(images))
         return scores(metric.compute())
 
+    def labeled_batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The index of the first image, images and masks, where -100 marks what does not count."""
+        for first in range(0, len(self.images), self.batch_size):
+            rows = slice(first, first + self.batch_size)
+            images, masks = (torch.stack(list(each[rows])).to(self.device) for each in (self.images, self.masks))
+            yield first, images, masks.masked_fill(masks == self.ignore_index, IGNORED)
+
+    @cached_property
+    def gradient_norms(self) -> tuple[float, float]:
+        """Mean L1 and L2 norm of the gradient of an image's loss for that image."""
+        pairs = [torch.stack(input_gradient_norms(self.task, *batch)) for _, *batch in self.labeled_batches()]
+        first, second = to_float64(torch.cat(pairs, 1)).mean(1).tolist()
+        return first, second
+
 
 def clean_mask_measurement(subject: MaskedImages) -> Measurement:
     """All scores of the images as they are."""
@@ -68,6 +88,26 @@ def clean_mask_measurement(subject: MaskedImages) -> Measurement:
         return [Row("clean", "", "", METRICS[name], value, len(subject.images)) for name, value in found.items()]
 
     return Measurement({"test": "clean"}, 1.0, measure)
+
+
+def attacked_mask_measurement(
+    subject: MaskedImages, setting: AttackSetting, eps: tuple[str, float]
+) -> Measurement[Row]:
+    """mIoU under an attack that raises the mean cross-entropy of an image's pixels."""
+    text, radius = eps
+
+    def measure(advance: Advance) -> list[Row]:
+        attacked: list[Tensor] = []
+        for first, images, masks in subject.labeled_batches():
+            drawn = {"seed": subject.seed + first} if setting.seeded else {}
+            function = setting.attack.function
+            attacked += function(subject.task, images, masks, eps=radius, **setting.options, **drawn).cpu()
+            advance(len(images) / len(subject.images))
+        found, norms = subject.scores(attacked, lambda share: None), subject.gradient_norms
+        return [Row("attack", setting.label, text, METRICS["miou"], found["miou"], len(attacked), *norms)]
+
+    what = {"test": "attack", "name": setting.label, "eps": text, "kind": setting.kind, "options": setting.options}
+    return Measurement(what, setting.passes, measure)
 
 
 def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) -> Measurement:
@@ -87,8 +127,13 @@ class MaskKind:
     def check(self, asked: RobustnessSettings) -> None:
         if asked.baseline is not None:
             raise ValueError("baseline is for mCE, which is of classifiers: leave it out for a SegmentationTask")
-        if asked.attacks or asked.shifts or asked.ood:
-            rank_zero_warn("attacks, shifts and ood are for classifiers: not measured of a SegmentationTask")
+        others = [each.kind for each in asked.attacks if each.name not in ATTACKS]
+        others += [name for name in ("shifts", "ood") if getattr(asked, name)]
+        if others:
+            rank_zero_warn(
+                f"{', '.join(others)}: for classifiers, not measured of a SegmentationTask, whose attacks are "
+                f"{' and '.join(ATTACKS)}"
+            )
 
     def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
         if asked.corrupted:
@@ -105,6 +150,9 @@ class MaskKind:
             *(model, images, masks, classes, ignored, task.device, batch_size, asked.num_workers, asked.seed)
         )
         measurements = [clean_mask_measurement(subject)]
+        for setting in asked.attacks:
+            if setting.name in ATTACKS:
+                measurements += [attacked_mask_measurement(subject, setting, eps) for eps in asked.eps]
         small = [image for image in images if min(image.shape[1:]) < SMALLEST]
         if not small:
             measurements += [corrupted_mask_measurement(subject, *which) for which in asked.corrupted]

@@ -19,6 +19,7 @@ from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, Seg
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.figures.masks import draw_masks
+from lightning_tasks.robustness import fgsm, input_gradient_norms
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer
@@ -396,13 +397,26 @@ def test_corrupted_evaluation_gives_rows_of_miou(tmp_path):
 
 
 def test_robustness_of_images_of_different_sizes(tmp_path):
-    callback = RobustnessEvaluation(attacks=["fgsm"], corruptions=[])
+    attacks = ["fgsm", {"name": "pgd", "steps": 2}, "square"]
+    callback = RobustnessEvaluation(attacks=attacks, eps=["8/255"], corruptions=[])
     batches = [pair(1, height=40), pair(1, width=48)]
-    run = trainer(tmp_path, callbacks=[callback])
-    with pytest.warns(UserWarning, match="for classifiers: not measured of a SegmentationTask"):
-        logged = run.test(built(), DataLoader(batches, batch_size=None), verbose=False)[0]
-    assert callback.table[0].value == pytest.approx(logged["test/miou"])
-    assert [row.metric for row in callback.table] == ["mIoU", "mean accuracy", "overall accuracy"]
+    run, module = trainer(tmp_path, callbacks=[callback]), built()
+    with pytest.warns(UserWarning, match="square: for classifiers, not measured of a SegmentationTask.* fgsm and pgd"):
+        logged = run.test(module, DataLoader(batches, batch_size=None), verbose=False)[0]
+    values = {(row.test, row.name, row.metric): row.value for row in callback.table}
+    assert [key[-1] for key in values] == ["mIoU", "mean accuracy", "overall accuracy", "mIoU", "mIoU"]
+    assert values["clean", "", "mIoU"] == pytest.approx(logged["test/miou"])
+    metric = SegmentationScores(5, 255)
+    for images, masks in batches:
+        attacked = fgsm(module, images, masks.masked_fill(masks == 255, -100), eps=8 / 255)
+        metric.update(module.predict_masks(attacked), masks)
+    assert values["attack", "fgsm", "mIoU"] == pytest.approx(scores(metric.compute())["miou"])
+    assert logged["robustness/pgd/8_255/mIoU"] == pytest.approx(values["attack", "pgd", "mIoU"])
+    assert values["attack", "pgd", "mIoU"] < values["clean", "", "mIoU"]
+    assert values["attack", "fgsm", "mIoU"] < values["clean", "", "mIoU"]
+    norms = [input_gradient_norms(module, images, masks.masked_fill(masks == 255, -100)) for images, masks in batches]
+    expected = [sum(norm.item() for norm in each) / 2 for each in zip(*norms, strict=True)]
+    assert [callback.table[-1].gradient_l1, callback.table[-1].gradient_l2] == pytest.approx(expected)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ GRADIENT = 3.0
 """Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
 
 
+IGNORED = -100
+"""The label of pixels that do not count, as in :func:`torch.nn.functional.cross_entropy`."""
+
+
 @dataclass(frozen=True)
 class Attack:
     """A function of this package, whether it uses the model's gradient, and its cost in forward passes by options."""
@@ -67,8 +71,10 @@ def check_eps(eps: Any) -> float:
     return float(eps)
 
 
-def check_batch(images: Tensor, labels: Tensor) -> None:
+def check_batch(images: Tensor, labels: Tensor, masks: bool = False) -> None:
     """Check that images ``[B, C, H, W]`` are floats in [0, 1] and labels ``[B]`` integers.
+
+    Where ``masks``, labels may also be masks ``[B, H, W]``.
 
     Raises:
         TypeError: for images in half precision or integers (eps would be lost in rounding), or labels that are floats.
@@ -78,9 +84,11 @@ def check_batch(images: Tensor, labels: Tensor) -> None:
         raise TypeError(f"images are {images.dtype}: give float32 or float64 in [0, 1]")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels are {labels.dtype}: give class indices, int64")
-    if images.ndim != 4 or labels.shape != images.shape[:1]:
+    shapes = [images.shape[:1], *([images.shape[:1] + images.shape[2:]] if masks else [])]
+    if images.ndim != 4 or labels.shape not in shapes:
+        either = "[B], or masks [B, H, W]" if masks else "[B]"
         raise ValueError(
-            f"images must be [B, C, H, W] and labels [B], got {list(images.shape)} and {list(labels.shape)}"
+            f"images must be [B, C, H, W] and labels {either}, got {list(images.shape)} and {list(labels.shape)}"
         )
     low, high = (images.amin().item(), images.amax().item()) if images.numel() else (0.0, 0.0)
     if not (low >= 0 and high <= 1):
@@ -135,24 +143,27 @@ def detached(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Tensor:
-    """The model's logits ``[B, classes]``.
+    """The model's logits ``[B, classes]``; where labels are masks, ``[B, classes, H, W]``.
 
     Raises:
         ValueError: if they have another shape or fewer than two classes, are nan or infinite (minus infinity, as for
             classes that are left out, is allowed), or a label is outside of the classes.
     """
     logits = model(images)
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
+    rest = labels.shape[1:] if labels is not None else ()
+    if not isinstance(logits, Tensor) or (len(logits), *logits.shape[2:]) != (len(images), *rest) or logits.ndim < 2:
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the model must return logits [B, classes] of {len(images)} images, got {got}")
+        shape = f"[B, classes{', H, W' if rest else ''}]"
+        raise ValueError(f"the model must return logits {shape} of {len(images)} images, got {got}")
     if logits.shape[1] < 2:
         raise ValueError(f"{_name(model)} gives {logits.shape[1]} logit an image: an attack needs at least 2 classes")
-    if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < logits.shape[1]:
+    counted = None if labels is None else labels[labels != IGNORED] if rest else labels
+    if counted is not None and counted.numel() and not 0 <= counted.min() <= counted.max() < logits.shape[1]:
         raise ValueError(
-            f"labels are in {labels.min().item()} to {labels.max().item()}: the model has classes 0 to "
+            f"labels are in {counted.min().item()} to {counted.max().item()}: the model has classes 0 to "
             f"{logits.shape[1] - 1}"
         )
-    wrong = (logits.isnan() | (logits == torch.inf)).any(1)
+    wrong = (logits.isnan() | (logits == torch.inf)).flatten(1).any(1)
     if wrong.any():  # every comparison with nan fails: the image would count as it stands
         raise ValueError(
             f"{_name(model)} gives logits that are not finite (nan or inf) for {int(wrong.sum())} of {len(images)} "
@@ -162,8 +173,10 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each image in nats, ``[B]``."""
-    return functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels, reduction="none")
+    """Cross-entropy of each image in nats, ``[B]``; of masks the mean over the pixels that count."""
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    losses = functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+    return losses if labels.ndim == 1 else losses.flatten(1).sum(1) / (labels != IGNORED).flatten(1).sum(1).clamp(min=1)
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,6 +225,7 @@ def _positive(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
 
 
+_OF_AUTOATTACK = {"apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square"}
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps": (lambda value: _whole(value, 1), "an integer of at least 1"),
     "restarts": (lambda value: _whole(value, 1), "an integer of at least 1"),
@@ -222,6 +236,10 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "learning_rate": (_positive, "a positive number"),
     "initial_share": (lambda value: _positive(value) and value <= 1, "a number above 0 and at most 1"),
     "random_start": (lambda value: isinstance(value, bool), "True or False"),
+    "attacks": (
+        lambda value: isinstance(value, Sequence) and len(value) == len({*map(str, value)} & _OF_AUTOATTACK) > 0,
+        "a list of apgd-ce, apgd-dlr, apgd-t, fab-t and square, each once",
+    ),
     "std": (
         lambda value: isinstance(value, Sequence) and len(value) > 0 and all(_positive(each) for each in value),
         "a list of positive numbers, one a channel",

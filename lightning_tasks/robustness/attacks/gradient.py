@@ -59,7 +59,7 @@ def pgd(
         ValueError: as :func:`~lightning_tasks.robustness.fgsm`; for an option out of its limits.
     """
     eps = check_eps(eps)
-    check_batch(images, labels)
+    check_batch(images, labels, masks=True)
     check_options(steps=steps, step_size=step_size, restarts=restarts, random_start=random_start)
     step_size = 2.5 * eps / steps if step_size is None else step_size
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def ascent(
 
 @torch.no_grad()
 def _with_losses(model: Model, points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return points, cross_entropies(logits_of(model, points), labels)
+    return points, cross_entropies(logits_of(model, points, labels), labels)
 
 
 @register_attack(white_box=True, passes=lambda options: GRADIENT)
@@ -100,9 +100,11 @@ def fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float) -> Tensor:
     leaves the model as it was.
 
     Args:
-        model: images ``[B, C, H, W]`` in [0, 1] to logits ``[B, classes]``; it runs in eval mode.
+        model: images ``[B, C, H, W]`` in [0, 1] to logits ``[B, classes]``, or of each pixel ``[B, classes, H, W]``; it
+            runs in eval mode.
         images: ``[B, C, H, W]``, float32 or float64.
-        labels: the true classes ``[B]``, int64.
+        labels: the true classes ``[B]``, int64, or masks ``[B, H, W]``, where -100 marks pixels that do not count: the
+            loss of an image is then the mean over the others.
         eps: the largest change of a value, in [0, 1].
 
     Returns:
@@ -113,7 +115,7 @@ def fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float) -> Tensor:
         TypeError: for other dtypes.
     """
     eps = check_eps(eps)
-    check_batch(images, labels)
+    check_batch(images, labels, masks=True)
     with held_still(model, gradients=True):
         images, labels = detached(images, labels)
         _, gradient = losses_and_gradient(model, images, labels)
@@ -129,7 +131,7 @@ def input_gradient_norms(model: Model, images: Tensor, labels: Tensor) -> tuple[
     Raises:
         ValueError, TypeError: see :func:`~lightning_tasks.robustness.fgsm`.
     """
-    check_batch(images, labels)
+    check_batch(images, labels, masks=True)
     with held_still(model, gradients=True):
         _, gradient = losses_and_gradient(model, *detached(images, labels))
         return gradient.flatten(1).norm(1, dim=1), gradient.flatten(1).norm(2, dim=1)

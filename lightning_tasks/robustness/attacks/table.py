@@ -134,7 +134,7 @@ def read_eps(given: str | float) -> tuple[str, float]:
         ValueError: if it is no number or fraction, or not in [0, 1].
     """
     try:
-        value = float(Fraction(given.replace(" ", ""))) if isinstance(given, str) else given
+        value = float(_fraction(given)) if isinstance(given, str) else given
     except (ValueError, ZeroDivisionError):
         value = math.nan
     try:
@@ -142,3 +142,9 @@ def read_eps(given: str | float) -> tuple[str, float]:
     except ValueError as error:
         raise ValueError(str(error).replace(f"eps is {value!r}", f"eps is {given!r}")) from None
     return (given.replace(" ", "") if isinstance(given, str) else f"{float(value):g}"), float(value)
+
+
+def _fraction(text: str) -> Fraction:
+    """Also of decimals: 0.25/255."""
+    above, _, below = text.replace(" ", "").partition("/")
+    return Fraction(above) / Fraction(below or "1")
