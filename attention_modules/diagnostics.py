@@ -8,7 +8,13 @@ from torch import Tensor
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanisms.pursuit import clip, pass_inputs
-from attention_modules.mechanisms.rpc import Threshold, check_rpc_options, check_rpc_shapes, pursuit_threshold
+from attention_modules.mechanisms.rpc import (
+    Threshold,
+    check_rpc_options,
+    check_rpc_shapes,
+    pursuit_threshold,
+    visible_norm,
+)
 
 ROWS_AT_ONCE = 256
 
@@ -26,7 +32,7 @@ def rpc_diagnostics(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> dict[str, Tensor]:
-    """Four numbers a pass of :func:`attention_modules.rpc_attention`, whose arguments these are.
+    """What each pass of :func:`attention_modules.rpc_attention` does, whose arguments these are.
 
     Self-probability near 1 and entropy near 0 mean that the iteration saturates: gradients vanish with it,
     and robustness to gradient attacks may then be masking. Computed with autocast off.
@@ -34,8 +40,10 @@ def rpc_diagnostics(
     Returns:
         ``[iterations, B, H]`` each, float32 (float64 for float64 keys): ``"sparsity"``, share of non-zero
         entries of S; ``"residual"``, ‖k - L - S‖/‖k‖ (0 for zero keys); ``"entropy"`` of a row of attention,
-        nats; ``"self_probability"``, what a row gives to itself. The last two are means over the rows that
-        see something.
+        nats; ``"self_probability"``, what a row gives to itself. Of all passes together, ``[B, H]``:
+        ``"mean_abs_key"``, the mean of |k| over the keys that a row sees; ``"threshold"``, t, above which an entry
+        goes into S (inf where lam is inf, or all keys are 0). All but the first two are means over the rows that see
+        something.
 
     Raises:
         TypeError, ValueError: as :func:`attention_modules.rpc_attention`.
@@ -47,6 +55,11 @@ def rpc_diagnostics(
     attn_mask = hide(attn_mask)
     with without_autocast(k.device):
         limit = pursuit_threshold(k, lam, threshold, attn_mask, is_causal, num_heads)
+        total, count = visible_norm(k, attn_mask, is_causal)
+        once = {
+            "mean_abs_key": _mean_of_rows(total / (count * k.shape[-1]), count, k),
+            "threshold": _mean_of_rows(k.new_tensor(torch.inf) if limit is None else limit, count, k),
+        }
         low_ranks: list[Tensor] = []
         rows: dict[str, list[Tensor]] = {"sparsity": [], "residual": [], "entropy": [], "self_probability": []}
         norm = torch.linalg.vector_norm(k, dim=(-2, -1))
@@ -59,7 +72,13 @@ def rpc_diagnostics(
             entropy, own = map_statistics(query, attn_mask, is_causal, scale)
             rows["entropy"].append(entropy)
             rows["self_probability"].append(own)
-    return {name: torch.stack(passes) for name, passes in rows.items()}
+    return {name: torch.stack(passes) for name, passes in rows.items()} | once
+
+
+def _mean_of_rows(values: Tensor, count: Tensor, k: Tensor) -> Tensor:
+    """Mean ``[B, H]`` over the rows that see something of values that are broadcastable to ``[B, H, N, 1]``."""
+    some = (count > 0).expand(*k.shape[:-1], 1)
+    return values.expand_as(some).where(some, 0.0).sum((-2, -1)) / some.sum((-2, -1))
 
 
 def map_statistics(

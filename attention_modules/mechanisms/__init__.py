@@ -40,6 +40,10 @@ from attention_modules.mechanisms.maps.entmax import (
     entmax_attention as entmax_attention,
 )
 from attention_modules.mechanisms.maps.hard import HardAttention as HardAttention, hard_attention as hard_attention
+from attention_modules.mechanisms.maps.position_bias import (
+    PositionBiasAttention as PositionBiasAttention,
+    position_bias_attention as position_bias_attention,
+)
 from attention_modules.mechanisms.maps.sigmoid import (
     SigmoidAttention as SigmoidAttention,
     sigmoid_attention as sigmoid_attention,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal, get_args
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.options import check_length, spec_of_length
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 Variant = Literal["matrix", "scalar"]
@@ -114,18 +114,15 @@ class ScaledAttention(AttentionMechanism):
     one_query_per_key = True
 
     def __init__(self, spec: AttentionSpec, variant: Variant = "matrix", num_tokens: int | None = None) -> None:
-        if num_tokens is not None:
-            spec = dataclasses.replace(spec, num_tokens=num_tokens)
         if variant not in get_args(Variant):
             raise ValueError(f"variant must be one of {', '.join(map(repr, get_args(Variant)))}, got {variant!r}")
-        if variant == "matrix" and spec.num_tokens is None:
-            raise ValueError(
-                "scaled attention with variant='matrix' learns an N x N matrix, and nothing here says how many tokens "
-                "there are at most; give it the option num_tokens=N, or use variant='scalar'"
-            )
+        shape: tuple[int, ...] = (1,)
+        if variant == "matrix":
+            learns = "scaled attention with variant='matrix' learns an N x N matrix"
+            spec, longest = spec_of_length(spec, num_tokens, learns, ", or use variant='scalar'")
+            shape = (spec.num_heads, longest, longest)
         super().__init__(spec)
         self.variant = variant
-        shape = (spec.num_heads, spec.num_tokens or 0, spec.num_tokens or 0) if variant == "matrix" else (1,)
         self.s = nn.Parameter(torch.zeros(shape))
 
     def extra_repr(self) -> str:
@@ -148,11 +145,7 @@ class ScaledAttention(AttentionMechanism):
         """
         s: Tensor = self.s
         if self.variant == "matrix":
-            tokens, limit = k.shape[-2], s.shape[-1]
-            if tokens > limit:
-                raise ValueError(
-                    f"scaled attention was built for at most {limit} tokens, got {tokens}; shorten the input, or give "
-                    f"the mechanism the option num_tokens={tokens}"
-                )
+            tokens = k.shape[-2]
+            check_length("scaled attention", tokens, s.shape[-1])
             s = s[:, :tokens, :tokens]
         return scaled_attention(q, k, v, s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -25,6 +25,7 @@ from attention_modules.naive.maps import (
     naive_dam as naive_dam,
     naive_entmax as naive_entmax,
     naive_hard as naive_hard,
+    naive_position_bias as naive_position_bias,
     naive_sigmoid as naive_sigmoid,
     naive_talking_heads as naive_talking_heads,
 )

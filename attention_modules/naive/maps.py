@@ -106,3 +106,16 @@ def naive_dam(
     places = torch.arange(k.shape[-2])
     gate = gates[:, (places.unsqueeze(-1) - places).abs()]
     return naive_map(naive_logits(q, k, scale) - 1e4 * (1 - gate), attn_mask, is_causal) @ v
+
+
+def naive_position_bias(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(z + B) v, B learned and free of the input."""
+    return naive_map(naive_logits(q, k, scale) + position_bias, attn_mask, is_causal) @ v

@@ -31,16 +31,18 @@ from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import check_integer
 
 STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
+OF_ALL_PASSES = ("mean_abs_key", "threshold")
 
 
 class PursuitMonitor(LayerObserver):
     """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
 
     Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
-    means over samples and heads (where a layer is called several times, for windows of images, each is a sample); the
-    layer's number is its place among all self-attention layers of the model, whichever are chosen or have RPC.
-    Definitions, and what saturation looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs about two
-    more runs of the layer on ``num_samples`` samples, its maps some rows at a time.
+    and of all passes together ``val/pursuit/mean_abs_key/layer_00`` and ``val/pursuit/threshold/layer_00`` (not where
+    ``lam`` is inf): means over samples and heads (where a layer is called several times, for windows of images, each is
+    a sample); the layer's number is its place among all self-attention layers of the model, whichever are chosen or
+    have RPC. Definitions, and what saturation looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs
+    about two more runs of the layer on ``num_samples`` samples, its maps some rows at a time.
 
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
     iteration saturates), its ``sparsity`` above 0.98 (S takes all), and, when a fit ends, ``sparsity`` below 0.0001 in
@@ -177,6 +179,7 @@ class PursuitMonitor(LayerObserver):
         self._bad[label] = self._bad.get(label, 0) + bad
         sums = self._sums.setdefault(label, {})
         for name, values in passes.items():
+            values = values if values.dim() == 3 else values.unsqueeze(0)
             # Samples and heads without a row that sees something are left out.
             seen = torch.stack([values.nansum((1, 2)), (~values.isnan()).sum((1, 2)).to(values.dtype)])
             sums[name] = sums.get(name, 0) + seen
@@ -185,7 +188,7 @@ class PursuitMonitor(LayerObserver):
         """Keep what the first batch gave; other processes may have none, so nothing is joined here."""
         if self._hooks is None:
             return
-        sums, tokens, bad = self._by_name(), self._tokens, self._bad
+        sums, tokens, bad = self._by_name(pl_module), self._tokens, self._bad
         self._close_unread()
         means = {name: total / count for name, (total, count) in sums.items()}
         if means:
@@ -196,21 +199,21 @@ class PursuitMonitor(LayerObserver):
     def _log(self, pl_module: pl.LightningModule, stage: str) -> None:
         """Log the means over the samples of all processes."""
         layers = self._pursuing(pl_module)
-        names = [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism.iterations)]
+        names = [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism)]
         means = self._joined.join(pl_module.trainer, names, pl_module.device)
         log_joined(pl_module, {in_stage(stage, name): mean for name, mean in means.items()})
 
-    def _by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _by_name(self, pl_module: pl.LightningModule) -> dict[str, tuple[Tensor, Tensor]]:
         """Sums over the calls and of how many, by logged name; sums are NaN where a number is not finite."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for label, sums in self._sums.items():
-            if not self._samples[label]:
+        for layer, mechanism in self._pursuing(pl_module):
+            label = layer_label(layer)
+            if not self._samples.get(label):
                 continue
-            both = torch.stack([sums[name] for name in STATISTICS], 1).flatten(1)  # [2, statistics and passes]
-            totals = both[0].masked_fill(self._bad[label] > 0, torch.nan)
-            found |= dict(
-                zip(_names(label, both.shape[1] // len(STATISTICS)), zip(totals, both[1], strict=True), strict=True)
-            )
+            sums = self._sums[label]
+            totals, counts = torch.cat([sums[name] for name in (*STATISTICS, *_of_all_passes(mechanism))], 1)
+            totals = totals.masked_fill(self._bad[label] > 0, torch.nan)
+            found |= dict(zip(_names(label, mechanism), zip(totals, counts, strict=True), strict=True))
         return found
 
     def _look(
@@ -237,9 +240,15 @@ class PursuitMonitor(LayerObserver):
         self._samples, self._sums, self._bad, self._tokens = {}, {}, {}, {}
 
 
-def _names(label: str, passes: int) -> list[str]:
+def _of_all_passes(mechanism: RPCAttention) -> tuple[str, ...]:
+    return OF_ALL_PASSES[:1] if mechanism.lam == math.inf else OF_ALL_PASSES
+
+
+def _names(label: str, mechanism: RPCAttention) -> list[str]:
     """What is logged of a layer, statistic by statistic and pass by pass."""
-    return [_name(name, label, number) for name in STATISTICS for number in range(1, passes + 1)]
+    numbers = range(1, mechanism.iterations + 1)
+    passes = [_name(name, label, number) for name in STATISTICS for number in numbers]
+    return [*passes, *(str(MetricName(f"pursuit/{name}", label)) for name in _of_all_passes(mechanism))]
 
 
 def _name(statistic: str, label: str, number: int) -> str:

@@ -25,13 +25,9 @@ def by_hand(k, v, iterations, lam, attn_mask=None, is_causal=False):
         own = map_.diagonal(dim1=-2, dim2=-1).mean(-1)
         residual = (k - low_rank - sparse).flatten(-2).norm(dim=-1) / k.flatten(-2).norm(dim=-1)
         passes.append(((sparse.abs() > 1e-12).double().mean((-2, -1)), residual, entropy, own))
-    return dict(
-        zip(
-            ("sparsity", "residual", "entropy", "self_probability"),
-            map(torch.stack, zip(*passes, strict=True)),
-            strict=True,
-        )
-    )
+    names = ("sparsity", "residual", "entropy", "self_probability")
+    found = dict(zip(names, map(torch.stack, zip(*passes, strict=True)), strict=True))
+    return found | {"mean_abs_key": (heads / 4 / mu).mean((-2, -1)), "threshold": (lam * mu).mean((-2, -1))}
 
 
 @pytest.mark.parametrize("case", ["nothing", "causal", "padding", "all"])
@@ -41,7 +37,7 @@ def test_equal_what_the_equations_give(case, monkeypatch):
     found = rpc_diagnostics(**inputs, iterations=3, lam=0.3, **kwargs)
     expected = by_hand(**inputs, iterations=3, lam=0.3, **kwargs)
     for name, value in expected.items():
-        assert found[name].shape == (3, 2, 3)
+        assert found[name].shape == ((2, 3) if name in ("mean_abs_key", "threshold") else (3, 2, 3))
         if name == "sparsity" and case != "nothing":
             continue  # an entry at the threshold may round to either side
         assert torch.allclose(found[name], value, atol=1e-9), name
@@ -60,7 +56,7 @@ def test_nan_stays_nan():
     k, v = torch.randn(2, 1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
     k[..., 2, :] = torch.nan
     found = rpc_diagnostics(k, v, iterations=1, is_causal=True)  # the first two rows do not see it
-    assert all(found[name].isnan().all() for name in ("residual", "entropy", "self_probability"))
+    assert all(found.pop(name).isnan().all() for name in found.keys() - {"sparsity"})
 
 
 def test_the_iteration_saturates():
@@ -75,7 +71,9 @@ def test_the_iteration_saturates():
 
 def test_zero_keys_are_finite():
     k, v = random_heads("kv").values()
-    assert all(x.isfinite().all() for x in rpc_diagnostics(torch.zeros_like(k), v).values())
+    found = rpc_diagnostics(torch.zeros_like(k), v)
+    assert (found.pop("threshold") == torch.inf).all()  # S is empty
+    assert all(x.isfinite().all() for x in found.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.options import check_length, check_number, spec_of_length
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 _CLOSED = -1e4  # added to a logit whose gate is 0
@@ -95,16 +94,10 @@ class DifferentiableAttentionMask(AttentionMechanism):
     neutral: ClassVar = {"start": 30.0}
 
     def __init__(self, spec: AttentionSpec, num_tokens: int | None = None, start: float = 0.0) -> None:
-        if num_tokens is not None:
-            spec = dataclasses.replace(spec, num_tokens=num_tokens)
-        if spec.num_tokens is None:
-            raise ValueError(
-                "dam learns a gate for each distance, and nothing here says how many tokens there are at most; give it "
-                "the option num_tokens=N"
-            )
+        spec, longest = spec_of_length(spec, num_tokens, "dam learns a gate for each distance")
         super().__init__(spec)
         start = check_number("start", start)
-        self.logits = nn.Parameter(1e-3 * torch.randn(spec.num_heads, spec.num_tokens, 2))
+        self.logits = nn.Parameter(1e-3 * torch.randn(spec.num_heads, longest, 2))
         with torch.no_grad():
             self.logits[..., 0] += start
 
@@ -129,11 +122,6 @@ class DifferentiableAttentionMask(AttentionMechanism):
         Raises:
             ValueError: if there are more tokens than gates, or not one query for each key.
         """
-        tokens, limit = k.shape[-2], self.logits.shape[1]
-        if tokens > limit:
-            raise ValueError(
-                f"dam was built for at most {limit} tokens, got {tokens}; shorten the input, or give the mechanism the "
-                f"option num_tokens={tokens}"
-            )
+        check_length("dam", k.shape[-2], self.logits.shape[1])
         given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
         return dam_attention(q, k, v, self.gates(), **given)  # type: ignore[arg-type]

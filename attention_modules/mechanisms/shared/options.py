@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
+
+from attention_modules.base import AttentionSpec
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> str:
@@ -61,3 +64,39 @@ def check_integer(name: str, value: object, *, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
     return value
+
+
+def spec_of_length(
+    spec: AttentionSpec, num_tokens: int | None, learns: str, otherwise: str = ""
+) -> tuple[AttentionSpec, int]:
+    """The spec with the longest sequence, and that length.
+
+    Args:
+        spec: of the layer.
+        num_tokens: the option, before which that of the spec is nothing.
+        learns: what needs it, as "dam learns a gate for each distance".
+        otherwise: what else the user could do.
+
+    Raises:
+        ValueError: if nothing says how many tokens there are at most.
+    """
+    longest = spec.num_tokens if num_tokens is None else num_tokens
+    if longest is None:
+        raise ValueError(
+            f"{learns}, and nothing here says how many tokens there are at most; give it the option num_tokens=N"
+            f"{otherwise}"
+        )
+    return replace(spec, num_tokens=longest), longest
+
+
+def check_length(name: str, tokens: int, limit: int) -> None:
+    """Refuse more tokens than the mechanism has parameters for.
+
+    Raises:
+        ValueError: if there are.
+    """
+    if tokens > limit:
+        raise ValueError(
+            f"{name} was built for at most {limit} tokens, got {tokens}; shorten the input, or give the mechanism the "
+            f"option num_tokens={tokens}"
+        )

@@ -34,6 +34,7 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "l2, shared=True": ("l2", {"shared": True}),
     "mom": ("mom", {}),
     "neutreno": ("neutreno", {}),
+    "position_bias": ("position_bias", {"num_tokens": 20}),
     "qk_norm": ("qk_norm", {}),
     "qk_norm, gain='scalar'": ("qk_norm", {"gain": "scalar"}),
     "rkde": ("rkde", {}),
@@ -53,7 +54,8 @@ WITHOUT_QUERY = ("symmetric", "rpc", "l2, shared=True")
 FEATURES_APART = ("differential", "qk_norm")
 BETWEEN_LAYERS = ("neutreno", "value_residual", "elliptical")
 PADDING_ALONE = ("mom", "rkde", "sinkhorn")
-ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, *PADDING_ALONE, "dam", "scaled", "forgetting", "neutreno", "twicing")
+OF_A_LENGTH = ("dam", "position_bias", "scaled")
+ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, *PADDING_ALONE, *OF_A_LENGTH, "forgetting", "neutreno", "twicing")
 
 
 @dataclass(frozen=True)

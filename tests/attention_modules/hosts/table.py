@@ -24,8 +24,8 @@ NOTES = """\
 bit by bit; softmax put in for softmax changes no output beyond 1e-5
 (of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
 them away, float64 1e-13). A number is a refusal, an error that leaves the model as it was; "call" is one at the call,
-where the layer itself cannot tell. `scaled` is tried with `variant='scalar'` and `dam` with `num_tokens`, as most hosts
-do not say how many tokens there are:
+where the layer itself cannot tell. `scaled` is tried with `variant='scalar'`, `dam` and `position_bias` with
+`num_tokens`, as most hosts do not say how many tokens there are:
 ¹ grouped keys: without a query all heads of a group would be identical.
 ² q/k norm: without a query the query's norm would train nothing.
 ³ reduced keys: more queries than keys, and the mechanism needs one for each.
@@ -91,7 +91,8 @@ What else to know:
   call, and flex attention, set before or after a swap, is refused. From a key-value cache continue softmax and those
   whose rows need no more than keys and values (`AttentionMechanism.cache`); those that need one query for each key, as
   rpc, scaled and twicing do, refuse it (`use_cache=False`). Learned positions tell
-  `scaled` and `dam` how many tokens there are at most; models with rope need their option `num_tokens=N`.
+  `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their option
+  `num_tokens=N`.
 - Saving Hugging Face models: `save_pretrained` of a swapped model writes the swapped weights and, beside them,
   `attnswap.json` with the mechanism and options of each layer; a warning says what a plain model would miss.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class, and

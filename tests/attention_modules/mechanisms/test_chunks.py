@@ -73,6 +73,8 @@ def test_holds_no_map_of_all_rows(name, is_causal):
     mechanism = build_mechanism(name, spec, **{"scaled": {"variant": "scalar"}}.get(name, {}))
     if is_causal and not mechanism.row_masks:
         pytest.skip("takes padding alone")
+    if name == "position_bias":
+        pytest.skip("learns one")
     inputs = {n: x.float() for n, x in random_heads(("q", "k", "v", *mechanism.needs), (1, 1, tokens, 8)).items()}
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]

@@ -77,6 +77,7 @@ CASES = [
     Case("rkde", {"loss": "hampel", "a": 0.5}),
     Case("mom", {"outliers": 0.3}, tensors={"draws": (3, 9)}),
     Case("dam", {"num_tokens": 9}, tensors={"gates": (3, 11)}, tolerance=1e-11),  # 10⁴ times the gate, in the logits
+    Case("position_bias", {"num_tokens": 9}, tensors={"position_bias": (3, 9, 9)}),
     Case("sigmoid"),
     Case("sigmoid", {"bias": -2.0}),
     Case("entmax"),
@@ -144,7 +145,7 @@ NAMES = sorted({case.name for case in CASES})
 @pytest.mark.parametrize("name", NAMES)
 def test_starts_as_softmax_where_it_says_so(name):
     neutral = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=7)).neutral
-    length = {"num_tokens": 7} if name == "dam" else {}
+    length = {"num_tokens": 7} if name in ("dam", "position_bias") else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
     plain = model(x, padding)

@@ -53,7 +53,9 @@ def test_it_logs_the_diagnostics_of_the_first_samples(tmp_path, num_samples, pad
     k, v = module.attention.qkv(some).view(len(some), 5, 2, 2, 8).permute(2, 0, 3, 1, 4)
     mask = None if module.mask is None else module.mask[: len(some)]
     expected = rpc_diagnostics(k, v, attn_mask=mask)
-    assert len([name for name in metrics if "pursuit" in name]) == 16
+    assert len([name for name in metrics if "pursuit" in name]) == 18
+    for name in ("mean_abs_key", "threshold"):
+        torch.testing.assert_close(metrics[f"val/pursuit/{name}/layer_01"], expected.pop(name).mean())
     for name, values in expected.items():
         for number, value in enumerate(values.mean((1, 2)), start=1):
             torch.testing.assert_close(metrics[f"val/pursuit/{name}/layer_01/pass_{number}"], value)
@@ -86,7 +88,7 @@ def test_calls_of_a_layer_add_up(tmp_path, num_samples):
     whole = evaluate(Tokens(), tmp_path, num_samples=num_samples)
     torch.manual_seed(0)
     parts = evaluate(Windows(), tmp_path, num_samples=num_samples)
-    assert len(parts) == 16
+    assert len(parts) == 18
     for name, value in parts.items():
         torch.testing.assert_close(value, whole[name], msg=name)
 
@@ -115,7 +117,7 @@ def test_an_empty_batch_weighs_nothing_and_warns_of_nothing(tmp_path, recwarn, m
     monkeypatch.setattr(Tokens, "log", lambda self, name, value, **_: logged.update({name: float(value)}))
     trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PursuitMonitor()], default_root_dir=tmp_path)
     nothing, seen = torch.zeros(3), torch.tensor([3.0, 4.0, 1.0])  # sum, count, processes
-    for elsewhere, expected in ((nothing, []), (seen, [0.75] * 16)):
+    for elsewhere, expected in ((nothing, []), (seen, [0.75] * 18)):
         logged.clear()
         monkeypatch.setattr(trainer.strategy, "reduce", partial(summed, elsewhere))
         trainer.validate(Tokens(), DataLoader([[tokens()[1][:0]], [tokens()[1]]], batch_size=None), verbose=False)
