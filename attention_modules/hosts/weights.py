@@ -55,6 +55,13 @@ class Rows:
         full = full.t() if self.transposed else full.flatten(1)  # a 1 x 1 convolution's is [out, in, 1, 1]
         return full.unflatten(0, (self.blocks, -1))[:, self.start : self.stop].flatten(0, 1)
 
+    def features(self) -> list[int]:
+        """Where the features lie along the output dimension of the owner's tensor, ``[blocks * (stop - start)]``."""
+        held = getattr(self.owner, self.tensor)
+        total = held.shape[-1 if self.transposed else 0]  # a bias has one dimension
+        places: list[int] = torch.arange(total).view(self.blocks, -1)[:, self.start : self.stop].flatten().tolist()
+        return places
+
     @torch.no_grad()
     def scale(self, factors: Tensor) -> None:
         """Multiply the features in place by one factor each, ``[blocks * (stop - start)]``; the others are not touched.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
+
+_Feature = tuple[int, int]  # a Parameter's id, and a position along its features
 
 
 def clip_factors(largest: Tensor, tau: float, groups: int = 1) -> Tensor:
@@ -41,7 +46,7 @@ def clip_refusal(layer: AttentionLayer) -> str | None:
         return f"{norm}: the logits do not depend on the scale of W_q and W_k, which need no clip"
     if reason := host.weights_refusal(module):
         return reason
-    for rows in _rows(layer):
+    for rows, *_ in _sides(layer):
         weight = getattr(rows.owner, rows.tensor)
         if wrapped_by_peft(rows.owner):
             return "its weights are sums with an adapter's: merge it (merge_and_unload())"
@@ -54,34 +59,119 @@ def clip_refusal(layer: AttentionLayer) -> str | None:
     return None
 
 
-def scale_logits(layer: AttentionLayer, factors: Tensor, alpha: float = 0.5) -> None:
-    """Multiply the logits of each key head by a factor γ: W_q, b_q by γ^alpha and W_k, b_k by γ^(1 - alpha), in place.
+def shared_elsewhere(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[str, str]:
+    """Layers whose query's or key's weights act elsewhere in a model too, each with the reason not to scale them.
 
-    A mechanism without a query has the logits k kᵀ: there W_k and b_k take γ^½. A factor of 1 changes no bit.
+    What the queries and keys of these layers share among each other is no reason.
+    """
+    own = {(id(rows.owner), rows.tensor) for layer in layers for side in _sides(layer) for rows in side}
+    others: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for tensor, value in module._parameters.items():
+            if value is not None and (id(module), tensor) not in own:
+                others.setdefault(id(value), f"{name}.{tensor}".lstrip("."))
+    found: dict[str, str] = {}
+    for layer in layers:
+        for rows in (rows for side in _sides(layer) for rows in side):
+            if other := others.get(id(getattr(rows.owner, rows.tensor))):
+                reason = f"its {rows.tensor} is {other!r} too: choose all attention layers that share it, or none"
+                found.setdefault(layer.name, reason)
+    return found
+
+
+class LogitScaler:
+    """Multiplies each key head's logits by a factor γ: W_q, b_q by γ^alpha and W_k, b_k by γ^(1 - alpha), in place.
+
+    A mechanism without a query has the logits k kᵀ: there W_k and b_k take γ^½, as does a weight that is both W_q and
+    W_k of a head. What several heads share is multiplied once, by the smallest of the factors that they ask for. A
+    factor of 1 changes no bit.
+
+    Args:
+        layers: those for which :func:`clip_refusal` has no reason.
+        alpha: the query's share, from 0 to 1.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], alpha: float = 0.5) -> None:
+        heads: list[int] = []  # of each side (queries or keys of a head): the key head, counted over all layers
+        shares: list[float] = []  # of each side: the exponent of its factor
+        parts: list[tuple[Rows, dict[_Feature, int]]] = []  # what is multiplied, and the side of each feature
+        count = 0
+        for layer in layers:
+            sides, of_layer = _sides(layer), layer.spec.num_heads // layer.host.groups(layer.module)
+            for side, share in zip(sides, (alpha, 1 - alpha) if len(sides) == 2 else (0.5,), strict=True):
+                for rows in side:
+                    tensor, positions = id(getattr(rows.owner, rows.tensor)), rows.features()
+                    width = len(positions) // of_layer
+                    parts.append((rows, {(tensor, at): len(heads) + i // width for i, at in enumerate(positions)}))
+                heads += range(count, count + of_layer)
+                shares += [share] * of_layer
+            count += of_layer
+        unit = _units(len(heads), [part for _, part in parts])
+        both = Counter(zip(heads, unit, strict=True))  # queries and keys of a head in one unit: 2
+        of_side = zip(heads, unit, shares, strict=True)
+        shares = [0.5 if both[head, of] == 2 else share for head, of, share in of_side]
+        self._index = torch.tensor([heads, unit])
+        self._shares = torch.tensor(shares, dtype=torch.float64)
+        self._parts: list[tuple[Rows, Tensor]] = []
+        done: set[_Feature] = set()
+        for rows, part in parts:
+            if part.keys() - done:  # the last factor is 1, for features that an earlier part has multiplied
+                self._parts.append((rows, torch.tensor([-1 if at in done else unit[of] for at, of in part.items()])))
+                done |= part.keys()
+
+    @torch.no_grad()
+    def scale(self, factors: Sequence[Tensor]) -> Tensor:
+        """Multiply.
+
+        Args:
+            factors: of each layer, one for each key head.
+
+        Returns:
+            Which key heads took a factor below 1, those of all layers in one tensor.
+        """
+        asked = torch.cat(list(factors))
+        if self._index.device != asked.device:
+            self._index, self._shares = self._index.to(asked.device), self._shares.to(asked.device)
+            self._parts = [(rows, units.to(asked.device)) for rows, units in self._parts]
+        heads, unit = self._index
+        taken = asked.new_ones(len(heads) + 1)
+        taken.scatter_reduce_(0, unit, asked[heads].pow(self._shares.to(asked)), "amin")
+        for rows, units in self._parts:
+            rows.scale(taken[units])
+        return torch.ones_like(asked).scatter_reduce_(0, heads, taken[unit], "amin") < 1
+
+
+def _units(number: int, parts: Sequence[Mapping[_Feature, int]]) -> list[int]:
+    """For each of so many sides the first side that must take the same factor, as they share features."""
+    parent = list(range(number))
+
+    def first(side: int) -> int:
+        while parent[side] != side:
+            side = parent[side]
+        return side
+
+    holder: dict[_Feature, int] = {}
+    for part in parts:
+        for feature, side in part.items():
+            one, other = first(side), first(holder.setdefault(feature, side))
+            parent[max(one, other)] = min(one, other)
+    return [first(side) for side in range(number)]
+
+
+def scale_logits(layer: AttentionLayer, factors: Tensor, alpha: float = 0.5) -> None:
+    """Multiply the logits of each key head of one layer by a factor: see :class:`LogitScaler`.
 
     Args:
         layer: one for which :func:`clip_refusal` has no reason.
         factors: one for each key head.
         alpha: the query's share, from 0 to 1.
     """
-    groups, width = layer.host.groups(layer.module), layer.spec.head_dim
-    query, key = layer.host.qk_rows(layer.module)
-    query_bias, key_bias = layer.host.qk_biases(layer.module)
-    mechanism = layer.mechanism
-    if mechanism is not None and not mechanism.uses_query:
-        alpha = 0.5
-    else:
-        by_feature = factors.pow(alpha).repeat_interleave(groups * width)
-        for rows in (query, query_bias):
-            if rows is not None:
-                rows.scale(by_feature)
-    by_feature = factors.pow(1 - alpha).repeat_interleave(width)
-    for rows in (key, key_bias):
-        if rows is not None:
-            rows.scale(by_feature)
+    LogitScaler([layer], alpha).scale([factors])
 
 
-def _rows(layer: AttentionLayer) -> tuple[Rows, ...]:
-    query, key = layer.host.qk_rows(layer.module)
+def _sides(layer: AttentionLayer) -> list[list[Rows]]:
+    """The weight and the bias, if any, of the queries, if the mechanism has some, and of the keys."""
+    rows, biases = layer.host.qk_rows(layer.module), layer.host.qk_biases(layer.module)
+    sides = [[weight, *([] if bias is None else [bias])] for weight, bias in zip(rows, biases, strict=True)]
     mechanism = layer.mechanism
-    return (key,) if mechanism is not None and not mechanism.uses_query else (query, key)
+    return sides[1:] if mechanism is not None and not mechanism.uses_query else sides

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from attention_modules.analysis import largest_logit, logit_bound
-from attention_modules.stabilizers.clip import clip_factors, clip_refusal, scale_logits
+from attention_modules.stabilizers.clip import LogitScaler, clip_factors, clip_refusal, shared_elsewhere
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
@@ -24,10 +24,11 @@ class QKClip(QueryKeyObserver):
 
     S is the largest scale · q·k of a head over all batches of the step and all processes. With γ = min(1, tau / S), W_q
     and its bias take the factor γ^alpha, W_k and its bias γ^(1 - alpha); heads that share a key head take the smallest
-    γ among them. A mechanism without a query has the logits k kᵀ, and its W_k takes γ^½. Heads within the limit keep
-    every bit, as do values. Released code (Megatron-LM) scales the weights alone; with biases, the logits of the same
-    tokens are at most tau after the clip. The loss and its gradients are not touched, and neither is the optimizer's
-    state.
+    γ among them. A mechanism without a query has the logits k kᵀ, and its W_k takes γ^½, as does a weight that is both
+    W_q and W_k. A weight that several layers share is multiplied once, by the smallest factor that one of them asks
+    for. Heads within the limit keep every bit, as do values. Released code (Megatron-LM) scales the weights alone; with
+    biases, the logits of the same tokens are at most tau after the clip. The loss and its gradients are not touched,
+    and neither is the optimizer's state.
 
     Logs ``qk_clip/clipped_heads``, how many key heads were clipped in the step.
 
@@ -46,7 +47,8 @@ class QKClip(QueryKeyObserver):
     Raises:
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
-            (q/k norm, ``l2`` and further mechanisms), or these weights are frozen, computed or sharded.
+            (q/k norm, ``l2`` and further mechanisms), or these weights are frozen, computed, sharded or shared with
+            what is not clipped.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -71,6 +73,7 @@ class QKClip(QueryKeyObserver):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since the last step of this process
         self._joined: Tensor | None = None  # of all processes, [layers, H]
+        self._scaler: LogitScaler | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
@@ -78,11 +81,13 @@ class QKClip(QueryKeyObserver):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._check(pl_module)  # again: the module may have frozen weights since
+        self._scaler = LogitScaler(self._layers, self.alpha)
         self._start_step()
 
     def _check(self, pl_module: pl.LightningModule) -> None:
-        refused = {layer.name: reason for layer in self._chosen(pl_module) if (reason := clip_refusal(layer))}
-        if refused:
+        layers = self._chosen(pl_module)
+        refused = {layer.name: reason for layer in layers if (reason := clip_refusal(layer))}
+        if refused := refused or shared_elsewhere(pl_module, layers):
             raise ValueError(f"QKClip cannot clip {listed(refused)}; leave such layers out (exclude=)")
 
     def on_train_batch_start(
@@ -111,19 +116,18 @@ class QKClip(QueryKeyObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._unhook()
-        if self._joined is not None:
-            pl_module.log("qk_clip/clipped_heads", self._clip(self._joined))
+        if self._joined is not None and self._scaler is not None:
+            pl_module.log("qk_clip/clipped_heads", self._clip(self._scaler, self._joined))
             self._start_step()
 
-    @torch.no_grad()
-    def _clip(self, largest: Tensor) -> Tensor:
+    def _clip(self, scaler: LogitScaler, largest: Tensor) -> Tensor:
         """Clip every layer by its heads' largest logits, ``[layers, H]``; the number of key heads that were clipped."""
-        clipped = largest.new_zeros(())
-        for layer, of_heads in zip(self._layers, largest, strict=True):
-            factors = clip_factors(of_heads[: layer.spec.num_heads], self.tau, layer.host.groups(layer.module))
-            scale_logits(layer, factors, self.alpha)
-            clipped += (factors < 1).sum()
-        return clipped
+        of_layers = zip(self._layers, largest, strict=True)
+        factors = [
+            clip_factors(of_heads[: layer.spec.num_heads], self.tau, layer.host.groups(layer.module))
+            for layer, of_heads in of_layers
+        ]
+        return scaler.scale(factors).sum().to(largest.dtype)
 
     def _stacked(self, device: torch.device) -> Tensor:
         """``[layers, H]``, -inf where nothing was seen that could pass the limit."""

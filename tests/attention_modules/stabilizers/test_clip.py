@@ -2,11 +2,18 @@
 
 import pytest
 import torch
+from torch import nn
 
 from attention_modules.hosts import attention_layers
-from attention_modules.stabilizers.clip import clip_factors, clip_refusal, scale_logits
+from attention_modules.stabilizers.clip import (
+    LogitScaler,
+    clip_factors,
+    clip_refusal,
+    scale_logits,
+    shared_elsewhere,
+)
 from attention_modules.swap import make_observable, swap_attention
-from tests.attention_modules.hosts.cases import HEADS, HOSTS, built
+from tests.attention_modules.hosts.cases import HEADS, HOSTS, built, hugging_face
 from tests.attention_modules.hosts.timm.cases import LAYERS, layer as layer_of_timm
 
 REFUSED = {"timm-attention-norm", "qwen3"}
@@ -106,3 +113,50 @@ def test_factors():
     largest = torch.tensor([50.0, 400.0, torch.nan, 60.0, torch.inf, 200.0, float("-inf"), 100.0])
     assert clip_factors(largest, 100.0).tolist() == [1.0, 0.25, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0]
     assert clip_factors(largest, 100.0, groups=2).tolist() == [0.25, 1.0, 1.0, 1.0]
+
+
+def _bert(heads):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": heads}
+    return hugging_face("BertModel", "BertConfig", vocab_size=50, **sizes)()
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.2])
+def test_queries_and_keys_of_one_weight_take_the_root_each(alpha):
+    model = with_biases(built("bert"))
+    (layer,) = attention_layers(model)
+    make_observable(model, [layer.name])
+    (layer,) = attention_layers(model)
+    query, key = (rows.owner for rows in layer.host.qk_rows(layer.module))
+    key.weight = query.weight  # and two biases
+    before, values = logits_of(layer, lambda: HOSTS["bert"].run(model, None))
+    factors = torch.tensor([0.3, 1.0, 0.8, 0.5])
+    scale_logits(layer, factors, alpha)
+    after, same_values = logits_of(layer, lambda: HOSTS["bert"].run(model, None))
+    torch.testing.assert_close(after, before * factors.view(-1, 1, 1))
+    assert torch.equal(same_values, values)
+
+
+def test_a_key_that_is_the_query_of_the_next_layer_keeps_both_limits():
+    """Each side takes the smallest factor that a user asks for, whole heads at a time."""
+    model = with_biases(nn.ModuleList(_bert(heads) for heads in (4, 2)))
+    first, second = attention_layers(model)
+    second.host.qk_rows(second.module)[0].owner.weight = first.host.qk_rows(first.module)[1].owner.weight
+    scaler = LogitScaler([first, second], alpha=0.5)
+    before = [layer.host.qk_rows(layer.module)[0].owner.weight.detach().clone() for layer in (first, second)]
+    taken = scaler.scale([torch.tensor([1.0, 0.25, 1.0, 1.0]), torch.tensor([1.0, 0.64])])
+    shared = second.host.qk_rows(second.module)[0].owner.weight / before[1]
+    # Heads 0 and 1 of the first layer are head 0 of the second, and 2 and 3 are its head 1.
+    torch.testing.assert_close(shared[:, 0], torch.tensor([0.5, 0.5, 0.8, 0.8]).repeat_interleave(4))
+    of_first = first.host.qk_rows(first.module)[0].owner.weight / before[0]
+    torch.testing.assert_close(of_first[:, 0], torch.tensor([1.0, 0.5, 1.0, 1.0]).repeat_interleave(4))
+    assert taken.tolist() == [True, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("host", sorted(HOSTS.keys() - REFUSED))
+def test_no_host_holds_a_weight_of_its_queries_and_keys_twice(host):
+    model = built(host)
+    plain = [layer.name for layer in attention_layers(model) if layer.mechanism is None]
+    for observed in (False, True):
+        if observed and plain:
+            make_observable(model, plain)
+        assert shared_elsewhere(model, attention_layers(model)) == {}
