@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal
 
-.PHONY: quickstart test test-mmseg test-oldest test-newest docs clean
+.PHONY: quickstart test pages pages-check test-mmseg test-oldest test-newest docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -18,6 +18,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m docs.pages check
 ifdef FAST
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --fast
 else
@@ -25,6 +26,13 @@ else
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
+
+# The tables, numbers, summaries and figures of docs/results, of the raw files beside them; and what differs from these.
+pages: $(VENV)/.installed-test
+	$(BIN)/python -m docs.pages build
+
+pages-check: $(VENV)/.installed-test
+	$(BIN)/python -m docs.pages check
 
 # After `test`, in the same environment: what the extra [mmseg] adds, which `test` skips on a fresh clone.
 test-mmseg: $(VENV)/.installed-mmseg

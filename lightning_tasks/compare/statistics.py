@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,12 @@ def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha:
     `std` is the standard deviation of the differences. The probability that the t statistic is beyond its critical
     value is a mean over quantiles of the estimated deviation (scipy's non-central t gives nan for two pairs).
     """
-    if std == 0.0:
-        return 0.0
+    return 0.0 if std == 0.0 else _detectable_shift(pairs, power, alpha) * std / math.sqrt(pairs)
+
+
+@lru_cache
+def _detectable_shift(pairs: int, power: float, alpha: float) -> float:
+    """The same, in standard deviations of the mean of the differences."""
     from scipy import optimize, stats
 
     degrees = pairs - 1
@@ -53,7 +58,7 @@ def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha:
     high = 1.0
     while excess(high) < 0:
         high *= 2
-    return float(optimize.brentq(excess, 0.0, high, xtol=1e-14)) * std / math.sqrt(pairs)
+    return float(optimize.brentq(excess, 0.0, high, xtol=1e-14))
 
 
 def paired_p(differences: Sequence[float]) -> float:

@@ -1,0 +1,70 @@
+"""`make pages` and `make pages-check`: the pages of results, made from the raw files that are committed.
+
+python -m docs.pages build    # write tables, numbers, summaries and figures
+python -m docs.pages check    # say what differs from the raw files; exits with 1 if anything does
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from docs.pages import files
+from docs.pages.errors import PageError
+from docs.pages.list_of_pages import PAGES
+from docs.pages.page import Page, differences, written
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def check(root: Path, pages: Sequence[Page]) -> list[str]:
+    """A sentence for each thing that is not as the raw files say."""
+    found = []
+    for page in pages:
+        try:
+            raw = page.raw(root)
+            found += [*differences(page, raw), *files.differences(page, raw)]
+        except PageError as error:
+            found.append(str(error))
+    return found
+
+
+def build(root: Path, pages: Sequence[Page]) -> list[Path]:
+    """Write what is not as the raw files say; returns the files that changed.
+
+    Raises:
+        PageError: a page or a raw file that cannot be used.
+    """
+    changed = []
+    for page in pages:
+        raw = page.raw(root)
+        changed += files.write(page, raw)
+        text, made = written(page, raw)
+        if made != text:
+            (root / page.file).write_text(made, encoding="utf-8")
+            changed.append(root / page.file)
+    return changed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.pages", description=__doc__)
+    parser.add_argument("what", choices=["build", "check"])
+    what = parser.parse_args(list(arguments)).what
+    if what == "check":
+        found = check(ROOT, PAGES)
+        print("\n".join(found) if found else f"{len(PAGES)} pages equal their raw files", file=sys.stderr)
+        return 1 if found else 0
+    try:
+        for path in build(ROOT, PAGES):
+            print(path.relative_to(ROOT))
+    except PageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

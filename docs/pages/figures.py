@@ -1,0 +1,66 @@
+"""Figures that are made from raw files, and the digests by which a check knows that they are of today's."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from docs.pages.raw import Comparison
+from lightning_tasks.figures import curves
+
+DIGESTS = "figures.json"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and what it shows.
+
+    Args:
+        draw: writes it into a file.
+        data: what is drawn, of lists, dictionaries, texts and numbers.
+        code: the module that draws it.
+    """
+
+    draw: Callable[[Path], None]
+    data: Any
+    code: ModuleType
+
+    @property
+    def digest(self) -> str:
+        """Changes with the data, to eight digits, and with the code that draws, but not with its comments."""
+        data = json.dumps(_rounded(self.data), sort_keys=True)
+        code = ast.unparse(ast.parse(inspect.getsource(self.code)))
+        return hashlib.sha256(f"{data}\n{code}".encode()).hexdigest()[:16]
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _rounded(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple, np.ndarray)):
+        return [_rounded(each) for each in data]
+    return float(f"{data:.8g}") if isinstance(data, (float, np.floating)) else data
+
+
+def curves_of(comparison: Comparison, metrics: Sequence[str] | None = None) -> Figure:
+    """The metrics of a comparison over the steps, as `attnswap compare` draws them."""
+    from lightning_tasks.runs.divergence import diverged_configs
+
+    names = comparison.metrics if metrics is None else metrics
+    rows = [row for row in comparison.rows if row["metric"] in names]
+    remarks = diverged_configs(comparison.rows)
+
+    def draw(path: Path) -> None:
+        figure = curves.draw_comparison(rows, comparison.configs, names, remarks)
+        figure.savefig(path, dpi=110, format="png")
+
+    drawn = [[row[key] for key in ("config", "seed", "step", "metric", "value")] for row in rows]
+    return Figure(draw, [comparison.configs, list(names), drawn, remarks], curves)

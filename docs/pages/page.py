@@ -1,0 +1,143 @@
+"""A page: which functions make what stands in its marked regions, and which files beside it are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from docs.pages.errors import PageError
+from docs.pages.figures import Figure
+from docs.pages.raw import Raw
+from docs.pages.regions import filled, read_regions
+from docs.pages.tables import Table, cells_of
+
+CURE = "run `make pages`"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, for the page and for the table of all pages.
+
+    Args:
+        claim: with the paper that makes it.
+        found: the numbers that speak to it.
+        verdict: by the rules of docs/compare.md where a paired difference decides.
+    """
+
+    claim: str
+    found: str
+    verdict: str
+
+
+@dataclass
+class Page:
+    """A page of docs/results, and the folder of raw files beside it that has its name.
+
+    Modules of `docs.pages.results` make one each, and give it functions of the raw files by its decorators.
+    """
+
+    name: str
+    file: str = ""
+    tables: dict[str, Callable[[Raw], Table]] = field(default_factory=dict)
+    phrases: list[Callable[[Raw], Mapping[str, str]]] = field(default_factory=list)
+    claims_of: Callable[[Raw], Sequence[Claim]] | None = None
+    figures: dict[str, Callable[[Raw], Figure]] = field(default_factory=dict)
+    summaries: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, Callable[[Raw], str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.file = self.file or f"docs/results/{self.name}.md"
+
+    def raw(self, root: Path) -> Raw:
+        """The raw files of this page."""
+        return Raw(root, f"docs/results/{self.name}")
+
+    def table(self, make: Callable[[Raw], Table]) -> Callable[[Raw], Table]:
+        """A table, by the function's name."""
+        self.tables[make.__name__] = make
+        return make
+
+    def numbers(self, make: Callable[[Raw], Mapping[str, str]]) -> Callable[[Raw], Mapping[str, str]]:
+        """Words of the prose, by their names."""
+        self.phrases.append(make)
+        return make
+
+    def claims(self, make: Callable[[Raw], Sequence[Claim]]) -> Callable[[Raw], Sequence[Claim]]:
+        """The claims, of which the page has a table too."""
+        self.claims_of = make
+        self.tables["claims"] = lambda raw: claims_table(make(raw))
+        return make
+
+    def figure(self, name: str) -> Callable[[Callable[[Raw], Figure]], Callable[[Raw], Figure]]:
+        """A figure in the page's folder."""
+
+        def keep(make: Callable[[Raw], Figure]) -> Callable[[Raw], Figure]:
+            self.figures[name] = make
+            return make
+
+        return keep
+
+    def contents(self, raw: Raw) -> dict[tuple[str, str], str]:
+        """What is to stand in each region."""
+        found = {("table", name): str(make(raw)) for name, make in self.tables.items()}
+        for make in self.phrases:
+            found |= {("number", name): text for name, text in make(raw).items()}
+        return found
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """What the page says of each claim."""
+    return Table(["claim", "what we found", "verdict"], [[each.claim, each.found, each.verdict] for each in claims])
+
+
+def written(page: Page, raw: Raw) -> tuple[str, str]:
+    """The text of the page as it is, and as the raw files say.
+
+    Raises:
+        PageError: a region that nothing makes, something made that has no region, or a marker without its other half.
+    """
+    text = (raw.root / page.file).read_text(encoding="utf-8")
+    regions, contents = read_regions(text, page.file), page.contents(raw)
+    there = {(region.kind, region.name) for region in regions}
+    if strange := sorted(there - contents.keys()):
+        names = ", ".join(name for kind, name in sorted(contents) if kind == strange[0][0])
+        raise PageError(f"{page.file}: nothing makes the {strange[0][0]} {strange[0][1]}; there are {names or 'none'}")
+    if missing := sorted(contents.keys() - there):
+        kind, name = missing[0]
+        raise PageError(f"{page.file}: the {kind} {name} stands nowhere; write <!-- {kind} {name} --><!-- end -->")
+    return text, filled(text, regions, contents)
+
+
+def differences(page: Page, raw: Raw) -> Iterator[str]:
+    """A sentence for each row of a table, and each number, that the raw files say otherwise."""
+    text, made = written(page, raw)
+    if text == made:
+        return
+    for old, new in zip(read_regions(text, page.file), read_regions(made, page.file), strict=True):
+        if old.content == new.content:
+            continue
+        place = f"{page.file}: {old.kind} {old.name}"
+        if old.kind == "number":
+            yield f"{place}: the page says {old.content!r}, the raw files say {new.content!r}; {CURE}"
+            continue
+        rows = old.content.splitlines(), new.content.splitlines()
+        if len(rows[0]) != len(rows[1]):
+            yield f"{place}: the page has {len(rows[0])} lines, the raw files give {len(rows[1])}; {CURE}"
+            continue
+        for line, other in zip(*rows, strict=True):
+            if line != other:
+                yield f"{place}, row {cells_of(other)[0]!r}: {_difference(line, other, rows[1][0])}; {CURE}"
+
+
+def _difference(line: str, other: str, heads: str) -> str:
+    """Which cells of two lines differ."""
+    cells, others, names = cells_of(line), cells_of(other), cells_of(heads)
+    if len(cells) != len(others):
+        return f"the page says {line!r}, the raw files say {other!r}"
+    parts = [
+        f"{name or 'column ' + str(place)}: the page says {cell!r}, the raw files say {new!r}"
+        for place, (name, cell, new) in enumerate(zip(names, cells, others, strict=True), start=1)
+        if cell != new
+    ]
+    return "; ".join(parts) or "the spaces differ"

@@ -1,0 +1,193 @@
+"""The raw files of a page: tables of comparisons, other CSV files, and what a comparison's file says of its metrics."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from docs.pages.errors import PageError
+from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
+from lightning_tasks.compare.statistics import last_values
+from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
+from lightning_tasks.runs.divergence import Row, diverged_cells, with_stops
+from lightning_tasks.runs.log import by_metric
+
+COMPARISON, RESULTS = "comparison.json", "results.csv"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The values of finished cells, and what was said of the metrics before.
+
+    Args:
+        rows: config, seed, step, metric, value.
+        metrics: those of the summary.
+        references: further ones than the first configuration.
+        endpoints: the primary one, and margins.
+        chosen: sentences on values that were chosen on other seeds.
+    """
+
+    rows: Sequence[Row]
+    metrics: Sequence[str]
+    references: Mapping[str, Sequence[str]]
+    endpoints: Endpoints
+    chosen: Sequence[str] = field(default=())
+
+    @cached_property
+    def configs(self) -> list[str]:
+        """The configurations, the first of which is the reference of all others."""
+        return list(dict.fromkeys(row["config"] for row in self.rows))
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """The seeds of any configuration."""
+        return sorted({row["seed"] for row in self.rows})
+
+    @cached_property
+    def summary(self) -> list[SummaryRow]:
+        """What `attnswap compare` makes of these rows."""
+        return summarize(self.rows, self.configs, self.metrics, self.references, self.endpoints)
+
+    @cached_property
+    def diverged(self) -> list[str]:
+        """Which runs diverged, and why."""
+        return [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(self.rows).items()]
+
+    @cached_property
+    def _by_metric(self) -> dict[str, list[Row]]:
+        return by_metric(self.rows)
+
+    @cached_property
+    def _others(self) -> dict[tuple[str, str, str], SummaryRow]:
+        return {}
+
+    def values(self, metric: str, config: str, step: int | None = None) -> np.ndarray:
+        """Values by seed, ``[seeds]``: the last ones, or those of a step.
+
+        Raises:
+            PageError: no such value was logged.
+        """
+        rows = [row for row in self._by_metric.get(metric, ()) if step is None or row["step"] == step]
+        found = last_values(rows, metric).get(config)
+        if not found:
+            place = "" if step is None else f" at step {step}"
+            raise PageError(f"{RESULTS} has no {metric} of {config}{place}")
+        return np.array([found[seed] for seed in sorted(found)])
+
+    def mean(self, metric: str, config: str, step: int | None = None) -> float:
+        """The mean of these over seeds."""
+        return float(self.values(metric, config, step).mean())
+
+    def row(self, metric: str, config: str, reference: str) -> SummaryRow:
+        """The paired differences of a configuration to a reference.
+
+        A metric or reference that is none of the comparison's is in no family that p-values are corrected for: do not
+        use its verdict.
+        """
+        for row in self.summary:
+            if (row.metric, row.config, row.reference) == (metric, config, reference):
+                return row
+        place = metric, config, reference
+        if place not in self._others:
+            rows = summarize(self._by_metric.get(metric, []), [reference, config], [metric])
+            if len(rows) < 2:
+                raise PageError(f"{RESULTS} has no {metric} of {config} and {reference}")
+            self._others[place] = rows[-1]
+        return self._others[place]
+
+    def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
+        """The same with a further metric, computed for each run of the last values of others."""
+        values = [last_values(self._by_metric[metric], metric) for metric in metrics]
+        rows = [
+            {"config": config, "seed": seed, "step": 0, "metric": name, "value": of(*(v[config][seed] for v in values))}
+            for config in self.configs
+            for seed in values[0][config]
+        ]
+        made = Comparison([*self.rows, *rows], self.metrics, self.references, self.endpoints, self.chosen)
+        made.__dict__["summary"] = self.summary
+        return made
+
+
+class Raw:
+    """The folder of a page's raw files; each is read once."""
+
+    def __init__(self, root: Path, folder: str) -> None:
+        self.root = root
+        self.folder = root / folder
+        self._read: dict[Any, Any] = {}
+
+    def comparison(self, place: str, recipe: str) -> Comparison:
+        """The comparison in a folder; `recipe` says what was asked where no `comparison.json` does.
+
+        Raises:
+            PageError: there is no table.
+        """
+        return self._once(("comparison", place, recipe), lambda: _comparison(self.folder / place, recipe))
+
+    def rows(self, name: str, folder: Path | None = None) -> list[dict[str, str]]:
+        """The rows of a CSV file.
+
+        Raises:
+            PageError: there is no such file.
+        """
+        return self._once(("rows", name, folder), lambda: read_csv((folder or self.folder) / name))
+
+    def text(self, name: str) -> str:
+        """The text of a file."""
+        return _existing(self.folder / name).read_text(encoding="utf-8")
+
+    def step_costs(self, recipe: str) -> list[dict[str, str]]:
+        """What a training step of each variant costs, as the benchmark measured it."""
+        return self.rows(f"training_step_{recipe.replace('/', '_')}.csv", self.root / "benchmarks" / "results")
+
+    def _once(self, key: Any, read: Callable[[], Any]) -> Any:
+        if key not in self._read:
+            self._read[key] = read()
+        return self._read[key]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file.
+
+    Raises:
+        PageError: there is no such file.
+    """
+    with _existing(path).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise PageError(f"{path} is missing, and a page is made from it")
+    return path
+
+
+def _comparison(folder: Path, recipe: str) -> Comparison:
+    rows: list[Row] = [
+        {**line, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}
+        for line in read_csv(folder / RESULTS)
+    ]
+    if not rows:
+        raise PageError(f"{folder / RESULTS} has no rows")
+    rows = with_stops(rows)
+    if not (folder / COMPARISON).is_file():
+        asked = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
+        return Comparison(rows, *asked)
+    from lightning_tasks.compare.record import read_record  # takes seconds, as Lightning is imported
+
+    record = read_record(folder)
+    assert record is not None
+    chosen = [str(choice) for choice in record.choices]
+    return Comparison(rows, record.metrics, record.references, record.endpoints, chosen)
+
+
+def json_of(path: Path) -> Any:
+    """What a JSON file holds; None where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

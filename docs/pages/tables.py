@@ -1,0 +1,142 @@
+"""A table as the pages have it, and those that several pages have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from docs.pages.numbers import difference, mean_std, number, significant
+from docs.pages.raw import Comparison
+from lightning_tasks.compare.summary import SummaryRow
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in Markdown.
+
+    Args:
+        heads: one for each column.
+        rows: cells of text.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        lines = [_line(self.heads), "|---" * len(self.heads) + "|", *map(_line, self.rows)]
+        return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table in Markdown."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def means(
+    comparison: Comparison, names: Mapping[str, str], metrics: Mapping[str, tuple[str, int, float, bool]]
+) -> Table:
+    """Last values over seeds: a row for each configuration of `names`, a column for each head of `metrics`.
+
+    Args:
+        comparison: where the values are from.
+        names: what the page calls a configuration.
+        metrics: by head: the metric, digits, scale, and whether the deviation over seeds is shown too.
+    """
+
+    def cell(config: str, metric: str, digits: int, scale: float, spread: bool) -> str:
+        values = comparison.values(metric, config)
+        return mean_std(values if spread else [values.mean()], digits, scale)
+
+    rows = [[name, *(cell(config, *how) for how in metrics.values())] for config, name in names.items()]
+    return Table(["configuration", *metrics], rows)
+
+
+def styled(text: str, row: SummaryRow) -> str:
+    """Bold where the verdict is lower or higher, italic where it is one of these before the correction only."""
+    mark = "**" if row.verdict in ("lower", "higher") else "*" if "not after correction" in row.verdict else ""
+    return f"{mark}{text}{mark}"
+
+
+def differences(
+    comparison: Comparison,
+    head: str,
+    pairs: Mapping[str, tuple[str, str]],
+    metrics: Mapping[str, tuple[str, int, float]],
+) -> Table:
+    """Paired differences: a row for each metric, a column for each pair of configurations.
+
+    A metric that is none of the comparison's has no verdict, and no style.
+    """
+
+    def cell(metric: str, digits: int, scale: float, config: str, reference: str) -> str:
+        row = comparison.row(metric, config, reference)
+        text = f"{difference(row, digits, scale)} ({number(row.detectable * scale, digits)})"
+        return styled(text, row) if metric in comparison.metrics else text
+
+    rows = [[name, *(cell(*how, *pair) for pair in pairs.values())] for name, how in metrics.items()]
+    return Table([head, *pairs], rows)
+
+
+def verdicts(comparison: Comparison, metric: str, names: Mapping[str, str], digits: int, scale: float = 1.0) -> Table:
+    """One metric of the comparison: each configuration, its differences and what they say."""
+    heads = ["configuration", "mean ± std", "compared with", "difference [95%]", "p, corrected", "detectable"]
+    rows = []
+    for row in comparison.summary:
+        if row.metric == metric and row.config in names:
+            values = mean_std(comparison.values(metric, row.config), digits, scale)
+            paired = ["", "", ""]
+            if row.pairs:
+                paired = [
+                    difference(row, digits, scale),
+                    p_value(row.corrected),
+                    number(row.detectable * scale, digits),
+                ]
+            rows.append([names[row.config], values, names.get(row.reference, ""), *paired, row.verdict])
+    return Table([*heads, "verdict"], rows)
+
+
+def p_value(value: float) -> str:
+    """Three digits behind the point, or that it is less."""
+    return "< 0.001" if value < 0.001 else number(value, 3)
+
+
+def pursuit(comparison: Comparison, passes: int) -> Table:
+    """What the iteration of RPC-Attention and of its twin without S does in the first layer, by pass."""
+    shown = [
+        ("RPC", "rpc", "share of S that is not 0", "sparsity", 2),
+        ("", "rpc", "residual ‖K − L − S‖ / ‖K‖", "residual", 3),
+        ("", "rpc", "entropy of a row, nats", "entropy", 3),
+        ("", "rpc", "what a token gives to itself", "self_probability", 2),
+        ("without S", "rpc without S", "residual ‖K − L‖ / ‖K‖", "residual", 3),
+        ("", "rpc without S", "entropy of a row, nats", "entropy", 3),
+        ("", "rpc without S", "what a token gives to itself", "self_probability", 2),
+    ]
+    rows = [
+        [name, what, *(significant(each, digits) for each in by_pass(comparison, quantity, config, passes))]
+        for name, config, what, quantity, digits in shown
+    ]
+    return Table(["", "pass", *(str(1 + place) for place in range(passes))], rows)
+
+
+def by_pass(comparison: Comparison, quantity: str, config: str, passes: int) -> list[float]:
+    """Means over seeds of what `PursuitMonitor` logged of the first layer after training."""
+    return [comparison.mean(f"val/pursuit/{quantity}/layer_00/pass_{1 + place}", config) for place in range(passes)]
+
+
+def step_costs(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> Table:
+    """What a training step takes, as the benchmark measured it."""
+    found = {row["variant"]: row for row in rows}
+    first = found[next(iter(names))]
+    time = [found[config]["to the first"] for config in names]
+    memory = [found[config]["peak memory of a step"].removesuffix(" MiB") for config in names]
+    return Table(
+        ["", *names.values()],
+        [
+            [f"time to {next(iter(names.values()))}'s {first['CPU time a step']}", *time],
+            ["peak of resident memory, MiB", *memory],
+        ],
+    )

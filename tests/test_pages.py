@@ -1,0 +1,221 @@
+"""`make pages` and `make pages-check`: what differs from the raw files is found and named, and made anew."""
+
+import csv
+
+import pytest
+
+from docs.pages import __main__ as command
+from docs.pages.errors import PageError
+from docs.pages.figures import curves_of
+from docs.pages.numbers import interval, mean_std, number, signed, significant
+from docs.pages.page import Claim, Page
+from docs.pages.tables import Table, differences, means
+from docs.pages.verdicts import verdict
+from lightning_tasks.compare.summary import SummaryRow
+
+RECIPE = "variants: {}\nprimary: test/top1\nmetrics: [test/top1, val/loss]\n"
+TEXT = """# Toy
+
+<!-- table scores -->
+<!-- end -->
+
+The difference is <!-- number difference --><!-- end --> points.
+"""
+NAMES = {"softmax": "softmax", "rpc": "RPC"}
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A root with one page, built, and the page."""
+    folder = tmp_path / "docs" / "results" / "toy"
+    folder.mkdir(parents=True)
+    recipe = tmp_path / "compare.yaml"
+    recipe.write_text(RECIPE)
+    (folder.parent / "toy.md").write_text(TEXT)
+    write_results(folder / "results.csv")
+    page = Page("toy", summaries={"": str(recipe)})
+
+    @page.table
+    def scores(raw):
+        return means(raw.comparison("", str(recipe)), NAMES, {"top-1": ("test/top1", 1, 100, True)})
+
+    @page.numbers
+    def prose(raw):
+        row = raw.comparison("", str(recipe)).row("test/top1", "rpc", "softmax")
+        return {"difference": signed(row.difference * 100)}
+
+    @page.figure("curves.png")
+    def curves(raw):
+        return curves_of(raw.comparison("", str(recipe)))
+
+    command.build(tmp_path, [page])
+    return tmp_path, page
+
+
+def write_results(path, more=0.0):
+    rows = [
+        {"config": config, "seed": seed, "step": step, "metric": metric, "value": value + more * (config == "rpc")}
+        for config, shift in (("softmax", 0.0), ("rpc", 0.02))
+        for seed in range(4)
+        for metric, step, value in (
+            ("test/top1", 10, 0.5 + shift + 0.01 * seed + 0.001 * shift * seed**2),
+            ("val/loss", 5, 2.0 - shift * seed),
+            ("val/loss", 10, 1.0 - shift * seed),
+        )
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def edited(root, old, new):
+    path = root / "docs" / "results" / "toy.md"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_built_page_equals_its_raw_files_and_is_not_written_again(toy):
+    root, page = toy
+    text = (root / page.file).read_text()
+    assert "| RPC | 53.5 ± 1.3 |" in text
+    assert "is <!-- number difference -->+2.0<!-- end --> points" in text
+    folder = root / "docs" / "results" / "toy"
+    assert {path.name for path in folder.iterdir()} == {
+        *("results.csv", "summary.csv", "summary.md", "curves.png", "figures.json")
+    }
+    assert command.check(root, [page]) == []
+    assert command.build(root, [page]) == []
+
+
+def test_a_changed_digit_names_page_table_row_and_cure(toy):
+    root, page = toy
+    edited(root, "| RPC | 53.5", "| RPC | 54.5")
+    (found,) = command.check(root, [page])
+    for part in ("docs/results/toy.md", "table scores", "row 'RPC'", "top-1", "'54.5 ± 1.3'", "'53.5 ± 1.3'"):
+        assert part in found
+    assert found.endswith("run `make pages`")
+    command.build(root, [page])
+    assert command.check(root, [page]) == []
+
+
+def test_a_changed_number_is_named_and_a_wrapped_one_is_none(toy):
+    root, page = toy
+    edited(root, "is <!-- number difference -->+2.0<!-- end -->", "is\n<!-- number difference -->+2.0<!-- end -->")
+    assert "begins a line" in command.check(root, [page])[0]
+    edited(root, "is\n<!-- number difference -->+2.0<!-- end -->", "is <!-- number difference -->\n+2.0<!-- end -->")
+    assert command.check(root, [page]) == []
+    edited(root, "+2.0", "+2.1")
+    assert "number difference: the page says '+2.1', the raw files say '+2.0'" in command.check(root, [page])[0]
+
+
+def test_a_changed_raw_file_fails_page_summary_and_figure(toy):
+    root, page = toy
+    write_results(root / "docs" / "results" / "toy" / "results.csv", more=0.01)
+    found = "\n".join(command.check(root, [page]))
+    for part in ("table scores, row 'RPC'", "number difference", "summary.csv", "summary.md", "toy/curves.png"):
+        assert part in found
+    command.build(root, [page])
+    assert command.check(root, [page]) == []
+
+
+def test_a_summary_that_was_edited_fails_but_not_its_last_digits(toy):
+    root, page = toy
+    path = root / "docs" / "results" / "toy" / "summary.csv"
+    text = path.read_text()
+    value = next(row["mean"] for row in csv.DictReader(text.splitlines()) if row["config"] == "rpc")
+    path.write_text(text.replace(value, str(float(value) * (1 + 1e-12))))
+    assert command.check(root, [page]) == []
+    path.write_text(text.replace(value, str(float(value) * 1.01)))
+    assert "summary.csv, line 3" in command.check(root, [page])[0]
+
+
+def test_a_missing_raw_file_or_figure_is_named(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    (folder / "curves.png").unlink()
+    assert "toy/curves.png" in command.check(root, [page])[0]
+    (folder / "results.csv").unlink()
+    assert "results.csv is missing" in command.check(root, [page])[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("table scores", "table scoers", "nothing makes the table scoers; there are scores"),
+        ("number difference", "number differense", "nothing makes the number differense; there are difference"),
+        ("<!-- table scores -->", "", "ends nothing"),
+        ("|\n<!-- end -->", "|\n", "has no <!-- end --> before"),
+        ("+2.0<!-- end -->", "+2.0", "<!-- number difference --> has no <!-- end -->"),
+        ("The difference is <!-- number difference -->+2.0<!-- end -->", "", "number difference stands nowhere"),
+    ],
+)
+def test_markers_that_make_no_sense_are_refused(toy, old, new, said):
+    root, page = toy
+    edited(root, old, new)
+    (found,) = command.check(root, [page])
+    assert said in found
+    assert "docs/results/toy.md" in found
+    text = (root / page.file).read_text()
+    with pytest.raises(PageError):
+        command.build(root, [page])
+    assert (root / page.file).read_text() == text
+
+
+def test_numbers_are_written_in_one_way():
+    assert [number(-1234.56), number(0.00234, 3), number(float("nan"))] == ["−1,234.6", "0.002", ""]
+    assert [signed(2.0), signed(-2.0, 0)] == ["+2.0", "−2"]
+    assert [significant(each, 2) for each in (0.0, 0.000047, 0.0996, 13.4, 45321.0)] == [
+        *("0", "0.000047", "0.10", "13", "45,000")
+    ]
+    assert interval(-0.0214, 0.0003, 1, 100) == "[−2.1, +0.0]"
+    assert [mean_std([1.0, 2.0]), mean_std([1.0])] == ["1.5 ± 0.7", "1.0"]
+
+
+def test_a_table_says_lower_and_higher_by_the_verdict(toy):
+    root, page = toy
+    found = page.raw(root).comparison("", str(root / "compare.yaml"))
+    table = differences(found, "", {"RPC − softmax": ("rpc", "softmax")}, {"top-1": ("test/top1", 1, 100)})
+    assert isinstance(table, Table)
+    assert found.row("test/top1", "rpc", "softmax").verdict == "higher"
+    assert str(table).splitlines()[2] == "| top-1 | **+2.0 [+2.0, +2.0] (0.0)** |"
+
+
+def test_what_a_claim_is_worth_follows_from_the_verdicts():
+    def row(**values):
+        given = {"pairs": 8, "difference": -1.0, "low": -2.0, "high": -0.1, "detectable": 0.5, "p": 0.01}
+        return SummaryRow("m", "a", 8, 0.0, 1.0, "b", **{**given, "corrected": 0.01, **values})
+
+    lower, weak, open_, too_few = row(), row(corrected=0.2), row(p=0.3, corrected=0.9), row(pairs=3)
+    assert verdict("lower", lower) == "holds here (lower)"
+    assert verdict("higher", lower) == "does not hold here (lower)"
+    assert verdict("lower", row(detectable=3.0)) == "holds here (lower, but budget too small)"
+    assert verdict("lower", weak) == "not shown here (lower, not after correction)"
+    assert verdict("higher", weak, open_) == "not shown here (lower, not after correction or budget too small)"
+    assert verdict("lower", lower, open_) == "not shown here (lower or budget too small)"
+    assert verdict("lower", too_few) == "not shown here (too few pairs)"
+    assert verdict("lower", row(p=0.3, corrected=0.9, within=0.01)) == "does not hold here (equivalent)"
+    with pytest.raises(PageError, match="without a verdict"):
+        verdict("lower", SummaryRow("m", "a", 1, 0.0, float("nan")))
+
+
+def test_the_claims_of_a_page_are_a_table(toy):
+    root, page = toy
+    page.claims(lambda raw: [Claim("better", "+2.0 points", "holds here (higher)")])
+    edited(root, "# Toy", "# Toy\n\n<!-- table claims -->\n<!-- end -->")
+    command.build(root, [page])
+    assert "| better | +2.0 points | holds here (higher) |" in (root / page.file).read_text()
+    assert command.check(root, [page]) == []
+
+
+def test_the_command_says_what_it_found(capsys, monkeypatch, toy):
+    root, page = toy
+    monkeypatch.setattr(command, "ROOT", root)
+    monkeypatch.setattr(command, "PAGES", [page])
+    assert command.main(["check"]) == 0
+    edited(root, "53.5", "53.4")
+    assert command.main(["check"]) == 1
+    assert "the raw files say '53.5 ± 1.3'" in capsys.readouterr().err
+    assert command.main(["build"]) == 0
+    assert capsys.readouterr().out == "docs/results/toy.md\n"
