@@ -140,3 +140,15 @@ def step_costs(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> T
             ["peak of resident memory, MiB", *memory],
         ],
     )
+
+
+def paired_verdicts(
+    comparison: Comparison, head: str, pairs: Mapping[str, tuple[str, str]], metric: str, digits: int
+) -> Table:
+    """The paired differences of one metric of the comparison: a row for each pair of configurations."""
+    rows = []
+    for name, pair in pairs.items():
+        row = comparison.row(metric, *pair)
+        detectable = number(row.detectable, digits)
+        rows.append([name, difference(row, digits), p_value(row.corrected), detectable, row.verdict])
+    return Table([head, "mean [95%]", "p, corrected", "detectable", "verdict"], rows)

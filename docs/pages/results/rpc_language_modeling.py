@@ -1,0 +1,144 @@
+"""RPC-Attention in a small language model: what the tables and numbers of its page are."""
+
+from __future__ import annotations
+
+import math
+
+from docs.pages.figures import Figure, curves_of
+from docs.pages.numbers import difference, mean_std, number, signed
+from docs.pages.page import Claim, Page
+from docs.pages.raw import Comparison, Raw
+from docs.pages.tables import Table, by_pass, paired_verdicts, pursuit, step_costs
+from docs.pages.verdicts import verdict
+
+RECIPE = "rpc/compare_language_modeling"
+PAGE = Page("rpc_language_modeling", summaries={"": RECIPE})
+NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
+PAIRS = {
+    "symmetric − softmax": ("symmetric", "softmax"),
+    "RPC − softmax": ("rpc", "softmax"),
+    "RPC without S − softmax": ("rpc without S", "softmax"),
+    "RPC − RPC without S": ("rpc", "rpc without S"),
+    "RPC − symmetric": ("rpc", "symmetric"),
+    "RPC without S − symmetric": ("rpc without S", "symmetric"),
+}
+TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
+STAYED = f"{SWAPPED}_of_the_words_that_stayed"
+ADDED = "what the swap adds, percent"
+
+
+def read(raw: Raw) -> Comparison:
+    """The comparison, with what swapping words adds to the perplexity."""
+    found = raw.comparison("", RECIPE)
+    return found.with_metric(ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED)
+
+
+def steps(raw: Raw) -> list[int]:
+    """The steps at which validation was logged."""
+    return sorted({row["step"] for row in read(raw).rows if row["metric"] == "val/perplexity"})
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    found = read(raw)
+    test, swapped = (found.row(metric, "rpc", "softmax") for metric in (TEST, SWAPPED))
+    twin = found.row(TEST, "rpc", "rpc without S")
+    values = " against ".join(number(found.mean(TEST, config)) for config in ("rpc", "softmax"))
+    return [
+        Claim(
+            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024)",
+            f"WikiText-2, small vocabulary: test perplexity {values} of softmax, {difference(test, 2)}",
+            verdict("lower", test),
+        ),
+        Claim("... by its sparse part S", f"{difference(twin, 2)} to its twin without S", verdict("lower", twin)),
+        Claim(
+            "... also on word-swapped text",
+            f"{difference(swapped, 2)} to softmax with 2.5% of the words swapped",
+            verdict("lower", swapped),
+        ),
+    ]
+
+
+@PAGE.table
+def perplexity(raw: Raw) -> Table:
+    found = read(raw)
+    columns = {
+        "validation": "val/perplexity",
+        "test": TEST,
+        "swapped": SWAPPED,
+        "swapped, of the words that stayed": STAYED,
+    }
+    rows = [
+        [
+            name,
+            *(mean_std(found.values(metric, config), 2) for metric in columns.values()),
+            f"{mean_std(found.values(ADDED, config), 2)}%",
+        ]
+        for config, name in NAMES.items()
+    ]
+    return Table(["configuration", *columns, "what the swap adds"], rows)
+
+
+@PAGE.table
+def paired(raw: Raw) -> Table:
+    return paired_verdicts(read(raw), "difference in test perplexity", PAIRS, TEST, 2)
+
+
+@PAGE.table
+def passes(raw: Raw) -> Table:
+    return pursuit(read(raw), 4)
+
+
+@PAGE.table
+def support(raw: Raw) -> Table:
+    found = read(raw)
+    metric = "val/attention/effective_support/layer_00"
+    rows = [
+        [name, *(number(found.mean(metric, config, step)) for step in steps(raw))] for config, name in NAMES.items()
+    ]
+    return Table(["step", *(str(step + 1) for step in steps(raw))], rows)
+
+
+@PAGE.table
+def cost(raw: Raw) -> Table:
+    return step_costs(raw.step_costs(RECIPE), NAMES)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    found = read(raw)
+    test = {name: found.row(TEST, *pair) for name, pair in PAIRS.items()}
+    entropies = {config: by_pass(found, "entropy", config, 4)[-1] for config in ("rpc", "rpc without S")}
+    softmax = math.exp(found.mean("val/attention/entropy/layer_00", "softmax"))
+    grown = [
+        found.mean("val/perplexity", "rpc", step) - found.mean("val/perplexity", "softmax", step) for step in steps(raw)
+    ]
+    own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
+    added = found.row(ADDED, "rpc", "softmax").difference / 100 * found.mean(TEST, "softmax")
+    worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
+    return {
+        "rpc": difference(test["RPC − softmax"], 2),
+        "rpc-verdict": test["RPC − softmax"].verdict,
+        "rpc-seeds": f"{worse.sum()} of {len(worse)}",
+        "means": " against ".join(number(found.mean(TEST, config), 1) for config in ("rpc", "softmax")),
+        "symmetric": difference(test["symmetric − softmax"], 2),
+        "twin": difference(test["RPC − RPC without S"], 2),
+        "twin-verdict": test["RPC − RPC without S"].verdict,
+        "iterating": difference(test["RPC without S − symmetric"], 2),
+        "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
+        "added": ", ".join(f"{number(found.mean(ADDED, config), 2)}% for {name}" for config, name in NAMES.items()),
+        "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
+        "added-twin": difference(found.row(ADDED, "rpc", "rpc without S"), 2),
+        "added-part": number(test["RPC − softmax"].difference / -added, 0),
+        "growing": ", ".join(signed(each, 2) for each in grown),
+        "share": f"{number(100 * by_pass(found, 'sparsity', 'rpc', 4)[-1], 0)}%",
+        "residual": f"{number(100 * by_pass(found, 'residual', 'rpc', 4)[-1], 0)}%",
+        "self": " to ".join(f"{number(100 * each, 0)}%" for each in own),
+        "equal-tokens": f"{number(math.exp(entropies['rpc']))} (RPC) or {number(math.exp(entropies['rpc without S']))}",
+        "equal-tokens-softmax": number(softmax),
+    }
+
+
+@PAGE.figure("curves.png")
+def curves(raw: Raw) -> Figure:
+    return curves_of(read(raw))
