@@ -1,9 +1,10 @@
 """The pages, in the order of the table of what we could reproduce."""
 
-from docs.pages.results import rpc_classification, rpc_language_modeling, rpc_segmentation
+from docs.pages.results import locater, rpc_classification, rpc_language_modeling, rpc_segmentation
 
 PAGES = [
     rpc_classification.PAGE,
     rpc_language_modeling.PAGE,
     rpc_segmentation.PAGE,
+    locater.PAGE,
 ]

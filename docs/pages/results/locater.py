@@ -1,0 +1,190 @@
+"""LocAteR on WikiText-2: what the tables and numbers of its page are."""
+
+from __future__ import annotations
+
+import math
+
+from docs.pages.figures import Figure, curves_of
+from docs.pages.numbers import difference, number, significant
+from docs.pages.page import Claim, Page
+from docs.pages.raw import Comparison, Raw
+from docs.pages.tables import Table, p_value, verdicts
+from docs.pages.verdicts import verdict
+from lightning_tasks.compare.summary import SummaryRow
+
+RECIPE, DECAYS = "locater/compare_small_vocabulary", "locater/compare_weight_decay"
+PAGE = Page("locater", summaries={"": RECIPE, "weight_decay": DECAYS})
+WEAK, STRONG = "weak qk weight decay", "qk weight decay"
+NAMES = {
+    "none": "none",
+    "locater 1e-3": "LocAteR 1e-3",
+    "locater 1e-2": "LocAteR 1e-2",
+    "locater 1e-1": "LocAteR 1e-1",
+    STRONG: "weight decay 18.5 on W_q, W_k",
+    WEAK: "weight decay 2.15 on W_q, W_k",
+    "uniform attention": "uniform attention",
+    "frozen qk": "frozen W_q, W_k",
+}
+PENALTIES = ("locater 1e-3", "locater 1e-2", "locater 1e-1")
+PERPLEXITY, LOSS, ENTROPY = "val/perplexity", "val/loss", "val/attention/entropy/mean"
+VARIANCE, SCALE = "qk_spectrum/variance/layer_00", "qk_spectrum/scale/layer_00"
+LOGGED = {250: 249, 500: 499, 750: 749, 1000: 999}  # validation is logged with the last step before
+
+
+def read(raw: Raw) -> Comparison:
+    return raw.comparison("", RECIPE)
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    found = read(raw)
+    weakest, *others = (found.row(PERPLEXITY, config, "none") for config in PENALTIES)
+    entropies = [found.row(ENTROPY, config, "none") for config in PENALTIES]
+    rises = " to ".join(number(pick(row.difference for row in entropies), 2) for pick in (min, max))
+    stronger = " and ".join(difference(row, 2) for row in others)
+    none = number(found.mean(PERPLEXITY, "none"))
+    return [
+        Claim(
+            "LocAteR, a penalty on the QK eigenspectrum, lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the "
+            "exact penalty is our reading, its mean left free)",
+            f"WikiText-2, small vocabulary: the weakest of three penalties {difference(weakest, 2)} of {none}",
+            verdict("lower", weakest),
+        ),
+        Claim("... the two stronger ones", stronger, verdict("lower", *others)),
+        Claim(
+            "... and raises attention entropy",
+            f"by {rises} nats; weight decay on W_q and W_k, and freezing them, raise it too",
+            verdict("higher", *entropies),
+        ),
+    ]
+
+
+@PAGE.table
+def perplexity(raw: Raw) -> Table:
+    return verdicts(read(raw), PERPLEXITY, NAMES, 2)
+
+
+@PAGE.table
+def loss(raw: Raw) -> Table:
+    return verdicts(read(raw), LOSS, NAMES, 4)
+
+
+@PAGE.table
+def entropy(raw: Raw) -> Table:
+    return verdicts(read(raw), ENTROPY, NAMES, 3)
+
+
+@PAGE.table
+def variance(raw: Raw) -> Table:
+    return verdicts(read(raw), VARIANCE, NAMES, 5)
+
+
+@PAGE.table
+def scale(raw: Raw) -> Table:
+    return verdicts(read(raw), SCALE, NAMES, 3)
+
+
+@PAGE.table
+def steps(raw: Raw) -> Table:
+    found, spectrum = read(raw), (50, 250, 500, 950)
+    heads = ["configuration", "perplexity", *[""] * 3, "entropy [nats]", *[""] * 3, "QK variance", *[""] * 3]
+    rows = [["*step*", *(str(step) for step in (*LOGGED, *LOGGED, *spectrum))]]
+    for config, name in NAMES.items():
+        cells = [number(found.mean(PERPLEXITY, config, step)) for step in LOGGED.values()]
+        cells += [number(found.mean(ENTROPY, config, step), 2) for step in LOGGED.values()]
+        rows.append([name, *cells, *(significant(found.mean(VARIANCE, config, step), 2) for step in spectrum)])
+    return Table(heads, rows)
+
+
+def whole_vocabulary(raw: Raw, metric: str) -> dict[int, float]:
+    """A metric of the single run at the paper's learning rate, by step."""
+    rows = raw.rows("wikitext2/metrics.csv")
+    return {int(row["step"]): float(row[metric]) for row in rows if row[metric]}
+
+
+@PAGE.table
+def paper_rate(raw: Raw) -> Table:
+    shown = {
+        "validation loss [nats]": ("val/loss", 3),
+        "perplexity": (PERPLEXITY, 0),
+        "attention entropy [nats]": (ENTROPY, 2),
+    }
+    columns = {name: (whole_vocabulary(raw, metric), digits) for name, (metric, digits) in shown.items()}
+    logged = list(whole_vocabulary(raw, "val/loss"))
+    rows = [[name, *(number(values[step], digits) for step in logged)] for name, (values, digits) in columns.items()]
+    return Table(["step", *(str(step + 1) for step in logged)], rows)
+
+
+@PAGE.table
+def decays(raw: Raw) -> Table:
+    found = raw.comparison("weight_decay", DECAYS)
+    names = {"locater 1e-2": "LocAteR 1e-2"} | {
+        config: config.replace("qk weight decay", "weight decay") for config in found.configs if "decay" in config
+    }
+    rows = [[name, significant(found.mean(SCALE, config), 3)] for config, name in names.items()]
+    return Table(["configuration, seed 100", "final ‖W_qᵀ W_k‖_F²"], rows)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    found = read(raw)
+
+    def row(metric: str, config: str, reference: str = "none") -> SummaryRow:
+        return found.row(metric, config, reference)
+
+    none, weakest = found.mean(PERPLEXITY, "none"), row(PERPLEXITY, "locater 1e-3")
+    gains = [
+        -found.values(PERPLEXITY, "locater 1e-3", step).mean() + found.mean(PERPLEXITY, "none", step)
+        for step in LOGGED.values()
+    ]
+    worth = [row(PERPLEXITY, config) for config in ("uniform attention", "frozen qk")]
+    tried = raw.comparison("weight_decay", DECAYS)
+    last = [math.log(tried.mean(SCALE, f"qk weight decay {decay}")) for decay in (8, 16)]
+    line = 8 * 2 ** ((last[0] - math.log(tried.mean(SCALE, "locater 1e-2"))) / (last[0] - last[1]))
+    uniform = float(raw.rows("wikitext2/uniform_metrics.csv")[0]["val/loss"])
+    whole = whole_vocabulary(raw, "val/loss")
+    spectrum = whole_vocabulary(raw, SCALE)
+    return {
+        "weakest": difference(weakest, 2),
+        "weakest-of": number(none),
+        "weakest-share": f"{number(-100 * weakest.difference / none)}%",
+        "weakest-verdict": weakest.verdict,
+        "weakest-p": p_value(weakest.corrected),
+        "gains": ", ".join(number(each) for each in gains),
+        "weak-scales": scales(found, WEAK, "locater 1e-3", 1),
+        "weak": difference(row(PERPLEXITY, WEAK), 2),
+        "weak-verdict": row(PERPLEXITY, WEAK).verdict,
+        "better-than-weak": difference(row(PERPLEXITY, "locater 1e-3", WEAK), 2),
+        "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
+        "strong-scales": scales(found, STRONG, "locater 1e-2", 2),
+        "better-than-strong": difference(row(PERPLEXITY, "locater 1e-2", STRONG), 2),
+        "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
+        "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
+        "variances": ", ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3", "none")),
+        "uniform": difference(worth[0], 1),
+        "uniform-losses": " against ".join(number(found.mean(LOSS, each), 3) for each in ("uniform attention", "none")),
+        "frozen": difference(worth[1], 1),
+        "part": number(worth[0].difference / -weakest.difference, 0),
+        "decay-line": number(line),
+        "decay-above": " and ".join(
+            f"{number(100 * (found.mean(SCALE, config) / target - 1), 0)}%"
+            for config, target in (
+                (STRONG, tried.mean(SCALE, "locater 1e-2")),
+                (WEAK, found.mean(SCALE, "locater 1e-3")),
+            )
+        ),
+        "decay-target": number(found.values(SCALE, "locater 1e-3")[:4].mean(), 1),
+        "paper-uniform": number(uniform, 3),
+        "paper-worth": number(uniform - whole[max(whole)], 3),
+        "paper-scale": f"{number(spectrum[0])} to {number(spectrum[1000])}",
+    }
+
+
+def scales(found: Comparison, one: str, other: str, digits: int) -> str:
+    """The final scales of two configurations, to so many digits."""
+    return " against ".join(number(found.mean(SCALE, config), digits) for config in (one, other))
+
+
+@PAGE.figure("curves.png")
+def curves(raw: Raw) -> Figure:
+    return curves_of(read(raw))
