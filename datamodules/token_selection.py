@@ -1,6 +1,7 @@
 """Token selection: small sets of tokens with labels, of the sizes that the paper's experiments have, or of any."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
@@ -24,12 +25,15 @@ class TokenProblem:
         labels: 1 or -1, ``[n]``.
         w: key weights ``[d, d]``, keys are x @ w.
         v: head ``[d]``, by which scores are labels * (x @ v).
+        start_p, start_v: where descent starts, ``[d]``; zero where None.
     """
 
     x: Tensor
     labels: Tensor
     w: Tensor
     v: Tensor
+    start_p: Tensor | None = None
+    start_v: Tensor | None = None
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -79,6 +83,47 @@ def planted_problem(n: int, num_tokens: int, dim: int, seed: int) -> TokenProble
                 "more dimensions, or construction='random'"
             )
     return TokenProblem(x, labels, torch.eye(dim, dtype=torch.float64), v)
+
+
+# Of the released notebooks (github.com/ucr-optml/max_margin_attention), whose W is diag(1, 1, 0): tokens and first p.
+_SINGLE = {"global": [[-0.1, 1, 1], [1, 0, 0.9], [0, 0, 0.9]], "local": [[-0.1, 1, 1], [1, 0, 0.9], [0, 0, 0]]}
+_SINGLE_STARTS = [[0.0, y, 0] for y in (1.0, 0.5, 0.0, -0.5, -1.0, -1.5)]
+_MULTI_STARTS = [[x, 0.0, 0] for x in (1.0, 0.5, 0.0, -0.5, -1.0, -1.5)]
+_MULTI_CENTERS = [[1.0, 0, 0], *[[-1.0, 1, 0]] * 3, *[[-0.5, -0.5, 0]] * 3]
+_JOINT = {"tight": [[1.0, 1], [1, -1], [0.5, 1]], "relaxed": [[1.0, 1], [1, -1], [0.5, 1.5]]}
+
+
+def released_problems(construction: str) -> dict[str, TokenProblem]:
+    """The problems of the code released with the paper, with their starts, by name.
+
+    Args:
+        construction: ``"single"``: 2 sets of tokens, each from 6 starts; ``"multi"``: 6 starts; ``"joint"``: 2 sets.
+    """
+    if construction == "joint":
+        return {
+            name: TokenProblem(
+                _double([[[0.0, 0], token] for token in tokens]),
+                *(_double([1, -1, 1]), _double([[1, 0], [0, 1]]), _double([0, 1]), _double([0, -1]), _double([-1, 0])),
+            )
+            for name, tokens in _JOINT.items()
+        }
+    if construction == "single":
+        inputs, starts = {f"{name} ": _double([tokens]) for name, tokens in _SINGLE.items()}, _SINGLE_STARTS
+    else:
+        drawn = 0.2 * torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)).double()
+        drawn += _double(_MULTI_CENTERS)
+        drawn[..., 2] = _double([1.0, *[0.5] * 6])
+        inputs, starts = {"": drawn}, _MULTI_STARTS
+    w, head = torch.diag(_double([1, 1, 0])), _double([0, 0, 1])
+    return {
+        f"{name}{index}": TokenProblem(x, torch.ones_like(x[:, 0, 0]), w, head, _double(start))
+        for name, x in inputs.items()
+        for index, start in enumerate(starts)
+    }
+
+
+def _double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 class TokenSelectionDataModule(DataModule):

@@ -15,7 +15,7 @@ from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, u
 
 @dataclass(frozen=True)
 class Path:
-    """Where p and v have been, ``[steps + 1, d]`` each; a v that is not learned stays."""
+    """Where p and v have been, float64 ``[steps + 1, d]`` each; a v that is not learned stays."""
 
     p: Tensor
     v: Tensor
@@ -35,16 +35,21 @@ def gradient_path(
     normalized: bool = True,
     lr: float = 0.1,
     steps: int = 1000,
+    dtype: torch.dtype = torch.float64,
 ) -> Path:
-    """Gradient descent from p = 0 with the head of the problem, or, where ``joint``, on p and v from zero.
+    """Gradient descent on p with the head of the problem, or, where ``joint``, on p and v, from the problem's start.
 
     Raises:
         ValueError: if ``steps`` is below 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    p = torch.zeros_like(problem.v).requires_grad_()
-    v = (torch.zeros_like(problem.v) if joint else problem.v.clone()).requires_grad_(joint)
+    start_p, start_v = (
+        torch.zeros_like(problem.v) if start is None else start for start in (problem.start_p, problem.start_v)
+    )
+    p = start_p.to(dtype, copy=True).requires_grad_()
+    v = (start_v if joint else problem.v).to(dtype, copy=True).requires_grad_(joint)
+    problem = TokenProblem(*(part.to(dtype) for part in (problem.x, problem.labels, problem.w, problem.v)))
     optimizer = (NormalizedGradientDescent if normalized else torch.optim.SGD)([p, v] if joint else [p], lr=lr)
     path_p, path_v = [p.detach().clone()], [v.detach().clone()]
     for _ in range(steps):
@@ -53,7 +58,7 @@ def gradient_path(
         optimizer.step()
         path_p.append(p.detach().clone())
         path_v.append(v.detach().clone())
-    return Path(torch.stack(path_p), torch.stack(path_v))
+    return Path(torch.stack(path_p).double(), torch.stack(path_v).double())
 
 
 def regularization_path(

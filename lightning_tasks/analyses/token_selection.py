@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from attnswap.datamodules import TokenSelectionDataModule
-from attnswap.datamodules.token_selection import TokenProblem
+from attnswap.datamodules.token_selection import TokenProblem, released_problems
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
@@ -32,11 +32,45 @@ LOSS_RUNS: Settings = {
     "linear": {"loss": "linear"},
     "logistic, steps not normalised": {"normalized": False, "lr": 1.0},
 }
-EXPERIMENTS: dict[str, tuple[str, Settings]] = {
-    "single": ("single", FORMS),
-    "multi": ("multi", FORMS),
-    "joint": ("joint", FORMS),
-    "losses": ("multi", LOSS_RUNS),
+RELEASED_FORMS: Settings = {**FORMS, "plain autograd, float32": {"form": "plain", "dtype": torch.float32}}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs on problems of one construction: on ours, drawn by a seed, or on those of the released code."""
+
+    construction: str
+    settings: Settings
+    released: bool = False
+
+    @property
+    def joint(self) -> bool:
+        """Whether v is learned too."""
+        return self.construction == "joint"
+
+    def problems(self, seeds: Sequence[int]) -> dict[str, Callable[[], TokenProblem]]:
+        """What makes each problem, by the name that tables give it."""
+        if self.released:
+            return {name: partial(_same, problem) for name, problem in released_problems(self.construction).items()}
+        return {str(seed): partial(_drawn, self.construction, seed) for seed in seeds}
+
+
+def _same(problem: TokenProblem) -> TokenProblem:
+    return problem
+
+
+def _drawn(construction: str, seed: int) -> TokenProblem:
+    return TokenSelectionDataModule(construction, seed=seed).problem
+
+
+EXPERIMENTS = {
+    "single": Experiment("single", FORMS),
+    "multi": Experiment("multi", FORMS),
+    "joint": Experiment("joint", FORMS),
+    "losses": Experiment("multi", LOSS_RUNS),
+    "released_single": Experiment("single", RELEASED_FORMS, released=True),
+    "released_multi": Experiment("multi", RELEASED_FORMS, released=True),
+    "released_joint": Experiment("joint", RELEASED_FORMS, released=True),
 }
 COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
 REGULARIZED = "regularisation path"
@@ -99,20 +133,22 @@ class Outcome:
     shown: tuple[dict[str, Path], dict[str, dict[str, Tensor]], Tensor, Tensor | None] | None = None
 
 
-def run_problem(name: str, seed: int, steps: int) -> Outcome:
-    """Run an experiment on the problem of one seed; a failure is a row of the summary."""
-    construction, settings = EXPERIMENTS[name]
-    joint = construction == "joint"
+def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: int) -> Outcome:
+    """Run an experiment on one problem; a failure is a row of the summary."""
+    experiment = EXPERIMENTS[name]
+    joint, radii = experiment.joint, torch.logspace(0, 2, 9).tolist()
     try:
-        problem = TokenSelectionDataModule(construction, seed=seed).problem
-        paths = {run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in settings.items()}
+        problem = make()
+        paths = {
+            run: gradient_path(problem, joint=joint, steps=steps, **given) for run, given in experiment.settings.items()
+        }
         target = find_target(problem, next(iter(paths.values())), joint)
-        radii = torch.logspace(0, 2, 9).tolist()
-        paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
+        if not experiment.released:  # the path knows nothing of starts, which decide what is selected there
+            paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
     except NotSeparableError as error:
-        return Outcome([_row(name, seed, "all", f"nothing to converge to: {error}")], [])
+        return Outcome([_row(name, which, "all", f"nothing to converge to: {error}")], [])
     except (RuntimeError, ValueError) as error:  # the other problems can still be measured
-        return Outcome([_row(name, seed, "all", f"failed: {' '.join(str(error).split())}")], [])
+        return Outcome([_row(name, which, "all", f"failed: {' '.join(str(error).split())}")], [])
     measures = {run: measure(problem, path, target) for run, path in paths.items()}
     kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
     lines, rows = [], []
@@ -120,10 +156,10 @@ def run_problem(name: str, seed: int, steps: int) -> Outcome:
         last = {key: float(value[-1]) for key, value in found.items()}
         head = "" if target.v is None else f"{last['correlation_v']:.4f}"
         numbers = (f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}", f"{last['norm_p']:.1f}")
-        lines.append(_row(name, seed, run, kind, *numbers))
+        lines.append(_row(name, which, run, kind, *numbers))
         shown = range(len(found["norm_p"])) if run == REGULARIZED else range(0, steps + 1, max(1, steps // 100))
         rows += [
-            {"seed": seed, "run": run, "step": radii[step] if run == REGULARIZED else step}
+            {"seed": which, "run": run, "step": radii[step] if run == REGULARIZED else step}
             | {key: float(value[step]) for key, value in found.items()}
             for step in shown
         ]
@@ -146,8 +182,9 @@ def run_experiment(
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
     drawn = False
-    for seed in tqdm(seeds, desc=f"token-selection: {name}", unit="problem", disable=None):
-        outcome = run_problem(name, seed, steps)
+    problems = EXPERIMENTS[name].problems(seeds)
+    for which, make in tqdm(problems.items(), desc=f"token-selection: {name}", unit="problem", disable=None):
+        outcome = run_problem(name, which, make, steps)
         lines += outcome.lines
         rows += outcome.rows
         write_rows(output / f"{name}.csv", COLUMNS, rows)
@@ -163,10 +200,11 @@ def summary(lines: Sequence[str], steps: int) -> str:
     """The rows under their heads, as Markdown."""
     return "\n".join(
         [
-            f"After {steps} steps from zero (0.1 along the gradient where nothing else is said), float64. Correlation:",
-            "cosine to the max-margin direction of the tokens that the first run of the seed selects. Optimality is",
-            "that of this selection. Probability: the least one of a selected token. Norm: ‖p‖, at most 0.1 a step.",
-            "Regularisation path: ‖p‖ = 100, and ‖v‖ = 100 in joint. Each experiment has the seeds of its rows.",
+            f"After {steps} steps (0.1 along the gradient where nothing else is said) from zero, in the released",
+            "problems from their own starts, float64 where nothing else is said. Correlation: cosine to the max-margin",
+            "direction of the tokens that the first run of the problem selects. Optimality is that of this selection.",
+            "Probability: the least one of a selected token. Norm: ‖p‖, which grows by at most 0.1 a step.",
+            "Regularisation path: ‖p‖ = 100, and ‖v‖ = 100 in joint. Seed: of our problems; or which released one.",
             "",
             _row(*HEADS),
             "|---" * len(HEADS) + "|",
@@ -207,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", allow_abbrev=False, description=__doc__)
     parser.add_argument("--experiment", choices=[*EXPERIMENTS, "all"], default="all", help="default: %(default)s")
     parser.add_argument("--output", required=True, type=File, help="folder for NAME.csv, NAME.png, summary.md")
-    parser.add_argument("--seeds", type=int, default=3, help="problems 0 to this, each drawn anew (default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="of our problems, 0 to this, each drawn anew (default: 3)")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s, as in the paper")
     options = parser.parse_args(list(arguments))
     for option in ("seeds", "steps"):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from attnswap.datamodules import TokenSelectionDataModule
-from attnswap.datamodules.token_selection import TokenProblem
+from attnswap.datamodules.token_selection import TokenProblem, released_problems
 from torch.nn.functional import cosine_similarity
 
 from attention_modules.analysis import NotSeparableError
@@ -44,6 +44,29 @@ def test_plain_autograd_fails_where_the_softmax_is_saturated():
     assert measure(problem, plain, target)["correlation_p"][-1] < 0.9
 
 
+@pytest.mark.parametrize(("name", "count"), [("single", 12), ("multi", 6), ("joint", 2)])
+def test_the_difference_form_reaches_the_direction_of_the_released_problems(name, count):
+    problems, joint = released_problems(name), name == "joint"
+    assert len(problems) == count
+    for which in ("global 5", "local 4") if name == "single" else list(problems)[:1]:
+        problem = problems[which]
+        path = gradient_path(problem, joint=joint, steps=200)
+        assert torch.equal(path.p[0], problem.start_p)
+        assert not joint or torch.equal(path.v[0], problem.start_v)
+        target = find_target(problem, path, joint)
+        assert target.globally_optimal == (which != "local 4")
+        assert target.locally_optimal
+        assert measure(problem, path, target)["correlation_p"][-1] > 0.99
+
+
+def test_a_descent_in_float32_is_one():
+    problem = released_problems("single")["global 0"]
+    double, single = (gradient_path(problem, steps=20, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    assert single.p.dtype == torch.float64
+    assert torch.equal(single.p, single.p.float().double())
+    assert 0 < (single.p - double.p).abs().max() < 1e-4
+
+
 def test_plane_keeps_lengths_of_paths_that_lie_in_one():
     direction = torch.tensor([0.0, 2, 0]).double()
     path = torch.tensor([[0.0, 1, 1], [0, 3, -2]]).double()
@@ -57,12 +80,17 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
     main(["analyze", "token-selection", "--seeds", "1", "--steps", "5", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "summary.md").read_text()
-    for name, (_, settings) in EXPERIMENTS.items():
+    assert "| released_joint | tight | all | nothing to converge to: " in printed  # after 5 steps from its far start
+    for name, experiment in EXPERIMENTS.items():
+        if name == "released_joint":
+            continue
         with (tmp_path / f"{name}.csv").open() as file:
             rows = list(csv.DictReader(file))
-        assert {row["run"] for row in rows} == {*settings, "regularisation path"}
+        path = set() if experiment.released else {"regularisation path"}
+        assert {row["run"] for row in rows} == {*experiment.settings, *path}
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-        assert f"| {name} | 0 | {next(iter(settings))} |" in printed
+        for problem in experiment.problems([0]):
+            assert f"| {name} | {problem} | {next(iter(experiment.settings))} |" in printed
 
 
 class Terminal(io.StringIO):
