@@ -22,8 +22,8 @@ class AttentionDiversification(MapPenalty):
     accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not hold
     it.
 
-    It holds the N × N map of the mean over heads, of each sample and layer, until the backward pass, and computes every
-    attention map once more: unlike other callbacks it costs memory that grows with N², and time.
+    In the backward pass it computes every attention map once more, and holds the N × N map of the mean over heads of
+    each sample, of one layer at a time: unlike other callbacks it costs memory that grows with N², and time.
 
     Logs ``attention_diversification/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.stabilizers.attach import attach_penalty
@@ -16,12 +19,20 @@ from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver, lay
 from lightning_tasks.training.limits import check_number
 
 
+@dataclass
+class _Call:
+    """A forward pass through a layer; ``entered`` is the backward pass with its penalty, counted from 1; 0 is none."""
+
+    entered: int = 0
+
+
 class MapPenalty(QueryKeyObserver):
     """Adds weight · Σ over layers and calls of :meth:`_penalty` to the loss of each training batch.
 
-    The gradient is added in the backward pass of the loss itself, at the queries (keys, without a query), so that
-    accumulation, gradient scaling, clipping, DDP and activation checkpointing treat it as the loss's own. The loss that
-    is logged does not hold it.
+    The gradient is added in the backward pass of the loss itself, at the queries and keys, so that accumulation,
+    gradient scaling, clipping, DDP and activation checkpointing treat it as the loss's own. That is the first backward
+    pass of Lightning's (``manual_backward`` with manual optimization) through a call: gradients that the module takes
+    itself, as for a gradient penalty, are without it. The loss that is logged does not hold it.
     """
 
     metric: ClassVar[str]
@@ -31,7 +42,9 @@ class MapPenalty(QueryKeyObserver):
         self.weight = check_number("weight", weight, minimum=0.0)
         self._share = 1.0
         self._scaler: Any = None
-        self._values: dict[int, list[Tensor]] = {}
+        self._values: list[Tensor] = []  # of the penalties that entered
+        self._passed = False  # whether a backward pass of others went through
+        self._backward_passes = 0  # of Lightning's
 
     @abstractmethod
     def _penalty(self, query: Tensor, key: Tensor, given: dict[str, Any]) -> Tensor:
@@ -48,14 +61,23 @@ class MapPenalty(QueryKeyObserver):
         self._share = 1 / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
 
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
+        self._backward_passes += 1
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._unhook()
-        seen = [value for of_layer in self._values.values() for value in of_layer]
+        values, passed = self._values, self._passed
         self._forget()
-        if seen:
-            pl_module.log(self.metric, torch.stack(seen).sum())
+        if values:
+            pl_module.log(self.metric, torch.stack(values).sum())
+        elif passed and not pl_module.automatic_optimization:
+            rank_zero_warn(
+                f"{type(self).__name__}: the backward pass of this step was not Lightning's, and the penalty did not "
+                "enter it; call self.manual_backward(loss) in place of loss.backward()"
+            )
 
     def _see(
         self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: tuple[Any, dict[str, Any]]
@@ -68,20 +90,30 @@ class MapPenalty(QueryKeyObserver):
                 f"{type(self).__name__}: neither queries nor keys of {self._layers[index].name!r} take a gradient, so "
                 "the penalty would change nothing; train its weights, or name the layer in exclude="
             )
-        penalty = self.weight * self._penalty(query, key, given)
-        if not self._in_backward or index not in self._values:
-            self._values.setdefault(index, []).append(penalty.detach())
         args, kwargs = call
+        if given["attn_mask"] is not None:
+            given = {**given, "attn_mask": given["attn_mask"].detach()}
+        penalty = partial(self._enter, given, _Call())
+        if query is key:  # without a query, or one tensor for both
+            (attached,) = attach_penalty(lambda both: penalty(both, both), key)
+            return tuple(attached if part is key else part for part in args), kwargs
+        return (*attach_penalty(penalty, query, key), *args[2:]), kwargs
+
+    def _enter(self, given: dict[str, Any], call: _Call, query: Tensor, key: Tensor) -> Tensor | None:
+        """The penalty of a call, times what the gradient of the loss starts with; None in others' backward passes."""
+        if not self._in_backward:
+            self._passed = True
+            return None
+        if call.entered not in (0, self._backward_passes):
+            return None
+        penalty = self.weight * self._penalty(query, key, given)
+        if not call.entered:
+            self._values.append(penalty.detach())
+        call.entered = self._backward_passes
         if not self.weight:
             return None
-        place = 0 if query is args[0] else 1
-        attached = attach_penalty(args[place], penalty, self._start_of_backward(penalty))
-        return tuple(attached if part is args[place] else part for part in args), kwargs
-
-    def _start_of_backward(self, penalty: Tensor) -> Tensor:
-        """What the gradient of the loss starts with, as Lightning makes it."""
-        factor = torch.full_like(penalty.detach(), self._share)
-        return factor if self._scaler is None else self._scaler.scale(factor)
+        start = torch.full_like(penalty.detach(), self._share)
+        return penalty * (start if self._scaler is None else self._scaler.scale(start))
 
     def _forget(self) -> None:
-        self._values = {}
+        self._values, self._passed = [], False

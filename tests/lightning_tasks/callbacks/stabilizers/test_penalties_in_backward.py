@@ -1,0 +1,184 @@
+"""Penalties enter Lightning's backward pass, once for each forward pass, and no other that a step takes."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit
+from tests.lightning_tasks.callbacks.stabilizers.probed import Probed, gradients
+from tests.lightning_tasks.callbacks.stabilizers.test_map_penalties import KINDS, WEIGHT, InLoss, entropy
+
+
+class GradientPenalty(Probed):
+    """The squared gradient of the loss, by double backward, is part of the loss."""
+
+    def step(self, x, loss_of):
+        loss = loss_of(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class GradientsOfFunctions(Probed):
+    """A gradient by ``torch.func``, of each sample by itself, beside the loss."""
+
+    def step(self, x, loss_of):
+        by_sample = torch.func.vmap(torch.func.grad(lambda x: self.net["encoder"](x.unsqueeze(0)).square().sum()))
+        gradient = by_sample(x.detach()).detach()
+        self.forget()
+        return loss_of(x) + (x * gradient).sum()
+
+
+class FastGradientSign(Probed):
+    """A backward pass of the user's own, which fills and clears ``.grad``."""
+
+    def step(self, x, loss_of):
+        leaf = x.detach().requires_grad_()
+        loss_of(leaf).backward()
+        self.zero_grad()
+        self.forget()
+        return loss_of(x + 0.1 * leaf.grad.sign())
+
+
+class TwoForwards(Probed):
+    def step(self, x, loss_of):
+        return loss_of(x) + loss_of(x.flip(0)).square()
+
+
+class Evaluates(Probed):
+    """A teacher's pass with gradients that never flow."""
+
+    def step(self, x, loss_of):
+        target = loss_of(x).detach()
+        self.forget()
+        return (loss_of(x + 0.1) - target).square()
+
+
+class TwoBackwards(Probed):
+    """Manual optimization; two losses of one forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def step(self, x, loss_of):
+        loss = loss_of(x)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.added(loss) if hasattr(self, "added") else loss, retain_graph=True)
+        self.manual_backward(loss.square())
+        optimizer.step()
+
+    def training_step(self, batch, batch_idx):
+        Probed.training_step(self, batch, batch_idx)
+
+
+class LooksBefore(Probed):
+    """A hook that takes a gradient of the loss just before the backward pass."""
+
+    def step(self, x, loss_of):
+        return loss_of(x)
+
+    def on_before_backward(self, loss):
+        torch.autograd.grad(loss, self.net["embed"].weight, retain_graph=True)
+
+
+class BackwardTwice(LooksBefore):
+    """A backward pass of the module's own, which counts every gradient twice."""
+
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class Checkpointed(Probed):
+    def step(self, x, loss_of):
+        def again(x):
+            return checkpoint(loss_of, x, use_reentrant=False)
+
+        (gradient,) = torch.autograd.grad(again(x), x)
+        self.forget()
+        return again(x + 0.1 * gradient.sign())
+
+
+class PowerOfTwoScale(MixedPrecision):
+    """A gradient scaler, whose scale is exact, in float64."""
+
+    def forward_context(self):
+        return nullcontext()
+
+
+STEPS = [
+    Probed,
+    GradientPenalty,
+    GradientsOfFunctions,
+    FastGradientSign,
+    TwoForwards,
+    Evaluates,
+    TwoBackwards,
+    LooksBefore,
+    BackwardTwice,
+    Checkpointed,
+]
+
+
+def assert_equal(kind, step, **options):
+    callback, in_loss = KINDS[kind]
+    written = type("Written", (InLoss, step), {"penalty": staticmethod(in_loss.penalty)})
+    if step is TwoBackwards:
+        written.training_step = step.training_step
+    module = step()
+    found = gradients(module, callback(), **options)
+    expected = gradients(written(), **options)
+    plain_module = step()
+    plain = gradients(plain_module, **options)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-12, rtol=1e-10)
+    assert max((found[name] - plain[name]).abs().max() for name in plain) > 1e-3
+    if hasattr(module, "probe"):
+        assert torch.equal(module.probe, plain_module.probe)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_loss_form(kind, step):
+    assert_equal(kind, step)
+
+
+@pytest.mark.parametrize("step", [Probed, GradientPenalty, TwoForwards], ids=lambda step: step.__name__)
+def test_with_accumulation_and_a_gradient_scaler(step):
+    assert_equal("entropy", step, accumulate_grad_batches=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert_equal("entropy", step, plugins=[PowerOfTwoScale("16-mixed", "cpu", scaler)])
+
+
+def test_logs_what_entered():
+    """The first forward pass of the step does not."""
+    probed = fit(Probed(), [entropy()], max_steps=1).callback_metrics["entropy_regularizer/penalty"]
+
+    class Sees(InLoss, Probed):
+        penalty = staticmethod(KINDS["entropy"][1].penalty)
+
+        def added(self, loss):
+            self.value = WEIGHT * sum(self.penalty(*seen) for seen in self.seen).detach()
+            return super().added(loss)
+
+    module = Sees()
+    fit(module, max_steps=1)
+    torch.testing.assert_close(probed, module.value)
+
+
+def test_a_backward_pass_around_lightning_is_warned_of():
+    class Raw(TwoOptimizers):
+        def manual_backward(self, loss, *args, **kwargs):
+            loss.backward()
+
+    with pytest.warns(UserWarning, match=r"EntropyRegularizer.*manual_backward"):
+        fit(Raw(), [entropy()], max_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*manual_backward")
+        fit(TwoOptimizers(), [entropy()], max_steps=1)
+        fit(TinyLM(), [entropy()], max_steps=1)
