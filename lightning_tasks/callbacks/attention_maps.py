@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import layer_label
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
@@ -59,7 +60,7 @@ class AttentionMapLogger(MechanismObserver):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when a trainer starts, if no layer matches, one has too few
+        ValueError: if an argument is out of its limits; when a trainer starts, if no layer matches, one has too few
             heads, or the trainer has a second ``AttentionMapLogger``; when it first fires or tries, if a sample has too
             few tokens, or the layers' maps do not fit a rollout.
 
@@ -89,7 +90,8 @@ class AttentionMapLogger(MechanismObserver):
             if chosen is not None and not chosen:
                 raise ValueError(f"{name} is empty: give some numbers, or leave it out")
         self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
-        self.queries, self.rollout = None if queries is None else list(queries), rollout
+        self.queries = None if queries is None else list(queries)
+        self.rollout = check_flag("rollout", rollout)
         self._images: Tensor | None = None
         self._batch_size = 0
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]

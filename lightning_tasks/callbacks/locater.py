@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards, reshard, whole
 from lightning_tasks.callbacks.monitoring.names import warn_of_caveats
 from lightning_tasks.training.limits import check_choice, check_number
@@ -47,7 +48,7 @@ class LocAteR(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
+        ValueError: if an argument is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
             matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained.
 
     Example:
@@ -75,7 +76,7 @@ class LocAteR(Callback):
         self.gamma = check_number("gamma", gamma, minimum=0.0)
         initial = isinstance(mean_target, str) and mean_target == "initial"
         self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
-        self.observe_only = observe_only
+        self.observe_only = check_flag("observe_only", observe_only)
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.checkpoints.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
@@ -102,7 +103,7 @@ class NonFiniteGuard(Callback):
         if action not in _ACTIONS:
             raise ValueError(f"action must be one of {', '.join(map(repr, _ACTIONS))}, got {action!r}")
         self.action = action
-        self.save_batch = save_batch
+        self.save_batch = check_flag("save_batch", save_batch)
         self.folder = folder
         self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
         self.skipped = 0

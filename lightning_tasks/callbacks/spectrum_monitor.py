@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from attention_modules.hosts import attention_layers
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards, whole
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, log_now, warn_of_caveats
@@ -54,7 +55,7 @@ class SpectrumMonitor(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``every_n_steps`` is not a positive integer; at the start of the fit, if no layer matches, or the
+        ValueError: if an argument is out of its limits; at the start of the fit, if no layer matches, or the
             trainer has a second ``SpectrumMonitor``, or the strategy is FSDP1 or DeepSpeed.
 
     Example:
@@ -73,7 +74,7 @@ class SpectrumMonitor(Callback):
     ) -> None:
         super().__init__()
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
-        self.heads = heads
+        self.heads = check_flag("heads", heads)
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
         self._last_step = -1
         self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer

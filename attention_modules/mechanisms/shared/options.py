@@ -28,7 +28,8 @@ def check_flag(name: str, value: object) -> bool:
         ValueError: if it is neither.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        cure = ", a string: write it without quotes" if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be True or False, got {value!r}{cure}")
     return value
 
 

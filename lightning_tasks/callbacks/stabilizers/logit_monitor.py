@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.analysis import largest_logit
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, log_now
@@ -46,7 +47,7 @@ class LogitMonitor(QueryKeyObserver):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if a number is out of its limits; when a trainer starts, if it has a second ``LogitMonitor``, the
+        ValueError: if an argument is out of its limits; when a trainer starts, if it has a second ``LogitMonitor``, the
             strategy is FSDP1 or DeepSpeed, or no layer matches.
 
     Example:
@@ -67,7 +68,7 @@ class LogitMonitor(QueryKeyObserver):
         super().__init__(where, layers, exclude)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.warn_above = check_number("warn_above", warn_above, minimum=0.0)
-        self.heads = heads
+        self.heads = check_flag("heads", heads)
         self._last_step = -1
         self._seen: list[list[tuple[Tensor, Tensor]]] = []
         self._charts = LayerCharts("LogitMonitor")

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from attention_modules.hosts import attention_layers
+from attention_modules.mechanisms.shared.options import check_flag
 from attention_modules.stabilizers.sigma import (
     linear_weights,
     power_step,
@@ -48,10 +49,10 @@ class SigmaReparam(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number; when a trainer starts, if it has a second
-            ``SigmaReparam``, the strategy is FSDP1, FSDP2 or DeepSpeed, or a callback averages weights of a copy
-            without it; when the model is configured, if no layer matches, or a weight is zero, not finite, quantized or
-            wrapped by peft.
+        ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number, or ``all_linear`` no bool; when a trainer
+            starts, if it has a second ``SigmaReparam``, the strategy is FSDP1, FSDP2 or DeepSpeed, or a callback
+            averages weights of a copy without it; when the model is configured, if no layer matches, or a weight is
+            zero, not finite, quantized or wrapped by peft.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -72,7 +73,7 @@ class SigmaReparam(Callback):
         self.gamma = "sigma" if own else check_number("gamma, if not 'sigma',", gamma, minimum=0.0)
         if not self.gamma:
             raise ValueError("gamma must be above 0, got 0: the weights would be zero")
-        self.all_linear = all_linear
+        self.all_linear = check_flag("all_linear", all_linear)
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -68,6 +68,27 @@ def test_lists_and_dicts_of_any_make_are_taken(name: str, make: Any) -> None:
     assert not any(type(value).__module__.startswith("omegaconf") for value in vars(got).values())
 
 
+FLAGS = [
+    (name, argument)
+    for name in callbacks.__all__
+    for argument, given in inspect.signature(getattr(callbacks, name)).parameters.items()
+    if isinstance(given.default, bool)
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+def test_words_are_no_flags(name: str, flag: str) -> None:
+    """They would all count as true."""
+    for word in ("false", "no", ""):
+        with pytest.raises(
+            ValueError, match=f"^{flag} must be True or False, got '{word}', a string: write it without"
+        ):
+            getattr(callbacks, name)(**{**ARGUMENTS.get(name, {}), flag: word})
+    with pytest.raises(ValueError, match=f"^{flag} must be True or False, got 1$"):
+        getattr(callbacks, name)(**{**ARGUMENTS.get(name, {}), flag: 1})
+    assert getattr(getattr(callbacks, name)(**{**ARGUMENTS.get(name, {}), flag: True}), flag) is True
+
+
 def test_one_name_to_leave_out_is_no_list_of_letters() -> None:
     assert SwapAttention("softmax", exclude="*.1.*").exclude == ["*.1.*"]
 
