@@ -1,10 +1,19 @@
 """The pages, in the order of the table of what we could reproduce."""
 
-from docs.pages.results import locater, rpc_classification, rpc_language_modeling, rpc_segmentation
+from docs.pages.results import (
+    kernel_pca,
+    locater,
+    rpc_classification,
+    rpc_language_modeling,
+    rpc_segmentation,
+    smoothness,
+)
 
 PAGES = [
     rpc_classification.PAGE,
     rpc_language_modeling.PAGE,
     rpc_segmentation.PAGE,
+    kernel_pca.PAGE,
     locater.PAGE,
+    smoothness.PAGE,
 ]

@@ -129,7 +129,7 @@ class Raw:
         Raises:
             PageError: there is no table.
         """
-        return self._once(("comparison", place, recipe), lambda: _comparison(self.folder / place, recipe))
+        return self.once(("comparison", place, recipe), lambda: _comparison(self.folder / place, recipe))
 
     def rows(self, name: str, folder: Path | None = None) -> list[dict[str, str]]:
         """The rows of a CSV file.
@@ -137,7 +137,7 @@ class Raw:
         Raises:
             PageError: there is no such file.
         """
-        return self._once(("rows", name, folder), lambda: read_csv((folder or self.folder) / name))
+        return self.once(("rows", name, folder), lambda: read_csv((folder or self.folder) / name))
 
     def text(self, name: str) -> str:
         """The text of a file."""
@@ -147,7 +147,8 @@ class Raw:
         """What a training step of each variant costs, as the benchmark measured it."""
         return self.rows(f"training_step_{recipe.replace('/', '_')}.csv", self.root / "benchmarks" / "results")
 
-    def _once(self, key: Any, read: Callable[[], Any]) -> Any:
+    def once(self, key: Any, read: Callable[[], Any]) -> Any:
+        """What `read` returns, at the first call with a key."""
         if key not in self._read:
             self._read[key] = read()
         return self._read[key]

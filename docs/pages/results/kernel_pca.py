@@ -1,0 +1,149 @@
+"""Is self-attention kernel PCA? What the tables and numbers of the page are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from docs.pages.figures import Figure
+from docs.pages.numbers import number, signed, significant
+from docs.pages.page import Claim, Page
+from docs.pages.raw import Raw
+from docs.pages.tables import Table
+from lightning_tasks.analyses import kernel_pca_report as report
+from lightning_tasks.analyses.kernel_pca_report import LINEAR, NOISE, OWN, Row
+
+PAGE = Page("kernel_pca")
+MODELS = {"cifar10_vit": "trained ViT", "minilm": "MiniLM", "vit_random": "untrained ViT"}
+TRAINED = ("cifar10_vit", "minilm")
+NEARER_IF_LARGER = {
+    "matched_cosine": "matched cosine",
+    "linear_cka": "linear CKA",
+    "rbf_cka": "RBF CKA",
+    "signed_cosine": "cosine with the best signs (ours)",
+}
+NEARER_IF_SMALLER = {
+    "gamma_relative": "γ, relative difference (0: constant)",
+    "eigen_residual": "eigenvector equation, residual (0: holds)",
+}
+MEASURES = NEARER_IF_LARGER | NEARER_IF_SMALLER
+
+
+def rows(raw: Raw, model: str) -> list[Row]:
+    """Every head and sample."""
+    given = raw.rows(f"{model}/{report.TABLE}")
+    texts, numbers = ("layer", "values"), ("head", "sample")
+    return raw.once(
+        (model, "rows"),
+        lambda: [
+            Row(**{k: v if k in texts else int(v) if k in numbers else float(v) for k, v in each.items()})
+            for each in given
+        ],
+    )
+
+
+def mean(raw: Raw, model: str, kind: str, measure: str) -> float:
+    """Over layers, heads and samples."""
+    return float(np.mean([getattr(row, measure) for row in rows(raw, model) if row.values == kind]))
+
+
+def by_layer(raw: Raw, model: str, kind: str, measure: str) -> list[float]:
+    """A mean over heads and samples for each layer."""
+    found: dict[str, list[float]] = {}
+    for row in rows(raw, model):
+        if row.values == kind:
+            found.setdefault(row.layer, []).append(getattr(row, measure))
+    return [float(np.mean(values)) for values in found.values()]
+
+
+def gains(raw: Raw) -> list[float]:
+    """By how much the trained models' own values are nearer to what the reading predicts than the linear control."""
+    return [
+        (1 if measure in NEARER_IF_LARGER else -1)
+        * (mean(raw, model, OWN, measure) - mean(raw, model, LINEAR, measure))
+        for model in TRAINED
+        for measure in MEASURES
+    ]
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    found = gains(raw)
+    return [
+        Claim(
+            "Self-attention is kernel PCA of its keys, and training finds the values that this needs (Teo and Nguyen, "
+            "NeurIPS 2024)",
+            "in two trained models, values are nearer to those than a random linear map of the input in "
+            f"{sum(gain > 0 for gain in found)} of {len(found)} means, by {significant(max(found), 1)} at most",
+            "not supported here, as in the reproduction study of Sarıtaş and Yıldız",
+        )
+    ]
+
+
+@PAGE.table
+def measures(raw: Raw) -> Table:
+    lines = []
+    for measure, name in MEASURES.items():
+        for model, called in MODELS.items():
+            values = [number(mean(raw, model, kind, measure), 3) for kind in (OWN, LINEAR, NOISE)]
+            largest = report.PUBLISHED.get(measure) if model == "cifar10_vit" else None
+            lines.append(
+                [name if model == "cifar10_vit" else "", called, *values, "" if largest is None else number(largest, 2)]
+            )
+    return Table(["", "", "own values", "random linear map", "random values", "largest published"], lines)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    cosines = [value for model in MODELS for value in by_layer(raw, model, OWN, "direct_cosine")]
+    gammas = {
+        kind: [value for model in MODELS for value in by_layer(raw, model, kind, "gamma_absolute")]
+        for kind in (OWN, LINEAR, NOISE)
+    }
+    controls = [*gammas[LINEAR], *gammas[NOISE]]
+    ratios = {
+        model: sorted(
+            h / phi for h, phi in zip(by_layer(raw, model, OWN, "h"), by_layer(raw, model, OWN, "phi"), strict=True)
+        )
+        for model in MODELS
+    }
+    cka = [
+        " against ".join(number(mean(raw, "cifar10_vit", kind, measure), 2) for kind in (OWN, LINEAR))
+        for measure in ("linear_cka", "rbf_cka")
+    ]
+    lower = [
+        sum(np.less(*(by_layer(raw, "cifar10_vit", kind, measure) for kind in (OWN, LINEAR))))
+        for measure in ("linear_cka", "rbf_cka")
+    ]
+    found = gains(raw)
+    return {
+        "gain": significant(max(found), 1),
+        "gains": f"{sum(gain > 0 for gain in found)} of the {len(found)}",
+        "cosines": f"{signed(min(cosines), 2)} to {signed(max(cosines), 2)}",
+        "rbf-minilm": " against ".join(number(mean(raw, "minilm", kind, "rbf_cka"), 2) for kind in (OWN, NOISE)),
+        "cka": ", ".join(cka),
+        "cka-lower": " and ".join(f"{each}" for each in lower),
+        "gamma": " to ".join(f"{pick(gammas[OWN]):.0e}".replace("e-0", "e−") for pick in (min, max)),
+        "gamma-controls": " to ".join(f"{pick(controls):.0e}".replace("e-0", "e−") for pick in (min, max)),
+        "norms-trained": " to ".join(significant(ratios["cifar10_vit"][place], 2) for place in (0, -1)),
+        "norms-untrained": " to ".join(significant(ratios["vit_random"][place], 2) for place in (0, -1)),
+        "norms-minilm-most": significant(ratios["minilm"][-1], 2),
+        "norms-minilm-least": significant(1 / ratios["minilm"][0], 2),
+    }
+
+
+def summary(model: str, raw: Raw) -> str:
+    """The summary that the analysis writes; its first line says what was run, and is kept."""
+    return report.summary(rows(raw, model), raw.text(f"{model}/{report.SUMMARY}").splitlines()[0])
+
+
+def figure(model: str, raw: Raw) -> Figure:
+    """What the analysis draws."""
+    means = report.layer_means(rows(raw, model))
+    return Figure(lambda path: report.draw(path, means, report.PUBLISHED), [means, report.PUBLISHED], report)
+
+
+for name in MODELS:
+    PAGE.texts[f"{name}/{report.SUMMARY}"] = partial(summary, name)
+    PAGE.figures[f"{name}/{report.FIGURE}"] = partial(figure, name)

@@ -1,0 +1,226 @@
+"""How the local Lipschitz constant of attention grows with the number of tokens: the tables and numbers of the page."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from docs.pages.figures import Figure
+from docs.pages.numbers import number, signed, significant
+from docs.pages.page import Claim, Page
+from docs.pages.raw import Raw
+from docs.pages.tables import Table
+from lightning_tasks.analyses import lipschitz_report as report
+from lightning_tasks.analyses.lipschitz_report import Fit, Row
+
+PAGE = Page("smoothness")
+TEXTS = {"minilm-gutenberg": "Alice, every even n", "minilm-ag_news": "AG News, every even n"}
+RANDOM = {
+    "bert-gutenberg": "BERT, Alice",
+    "bert-ag_news": "BERT, AG News",
+    "gpt2-gutenberg": "GPT-2, Alice",
+    "gpt2-ag_news": "GPT-2, AG News",
+}
+STEPS = (30, 100, 300)
+FOLDERS = [*TEXTS, *RANDOM, *(f"minilm-adversarial-{steps}" for steps in STEPS)]
+LAYERS = {0: "first", 2: "middle", 5: "last"}  # of MiniLM
+ADVERSARIAL, TEXT = "adversarial", "text"
+
+
+def rows(raw: Raw, folder: str) -> list[Row]:
+    """Every measurement of a folder."""
+    kinds = {"layer": str, "input": str, "length": int, "sequence": int, "iterations": int, "converged": "True".__eq__}
+    given = raw.rows(f"{folder}/{report.TABLE}")
+    return raw.once(
+        (folder, "rows"),
+        lambda: [Row(**{name: kinds.get(name, float)(value) for name, value in each.items()}) for each in given],
+    )
+
+
+def of_layer(raw: Raw, folder: str, layer: int, kind: str = TEXT, least: int = 0) -> list[Row]:
+    """The measurements of a layer from a length on."""
+    return [row for row in rows(raw, folder) if f".{layer}." in row.layer and row.input == kind and row.length >= least]
+
+
+def fit(found: list[Row], name: str = "value") -> Fit:
+    """The slope of the logarithms."""
+    values = [float(getattr(row, name)) for row in found]
+    return report.fit_slope([row.length for row in found], values, [row.sequence for row in found])
+
+
+def mean_at(found: list[Row], length: int, name: str = "value") -> float:
+    """The mean over sequences."""
+    return float(np.mean([getattr(row, name) for row in found if row.length == length]))
+
+
+def ends(found: list[Row], name: str) -> tuple[float, float]:
+    """The means at the least and at the largest length."""
+    lengths = [row.length for row in found]
+    return mean_at(found, min(lengths), name), mean_at(found, max(lengths), name)
+
+
+def slope(found: Fit, digits: int = 3, with_sign: bool = False) -> str:
+    """The slope and its interval."""
+    write = signed if with_sign else number
+    return f"{write(found.slope, digits)} [{write(found.low, digits)}, {write(found.high, digits)}]"
+
+
+def text_table(raw: Raw, names: dict[str, str], head: str, layers: tuple[int, ...]) -> Table:
+    """A row for each folder and layer."""
+    lines = []
+    for folder, name in names.items():
+        for layer in layers:
+            found = of_layer(raw, folder, layer)
+            constant, radius = (
+                " to ".join(significant(each) for each in ends(found, key)) for key in ("value", "radius")
+            )
+            lines.append([name, str(layer), slope(fit(found)), constant, radius, number(fit(found, "radius").slope, 3)])
+    return Table([head, "layer", "slope [95%]", "constant, least n to n = 100", "R there", "slope of R"], lines)
+
+
+@PAGE.table
+def minilm(raw: Raw) -> Table:
+    return text_table(raw, TEXTS, "text", (0, 2, 5))
+
+
+@PAGE.table
+def random_models(raw: Raw) -> Table:
+    return text_table(raw, RANDOM, "model, text", (0, 5, 11))
+
+
+@PAGE.table
+def adversarial(raw: Raw) -> Table:
+    lines = []
+    for layer in LAYERS:
+        kinds = [(str(steps), f"minilm-adversarial-{steps}", ADVERSARIAL, 0) for steps in STEPS]
+        for name, folder, kind, digits in [*kinds, ("0: the texts", "minilm-adversarial-300", TEXT, 1)]:
+            found = of_layer(raw, folder, layer, kind)
+            cells = [number(mean_at(found, length), digits) for length in lengths(found)]
+            lines.append([str(layer), name, slope(fit(found)), *cells])
+    first, *others = lengths(of_layer(raw, "minilm-adversarial-300", 0))
+    return Table(["layer", "steps", "slope [95%]", f"n = {first}", *map(str, others)], lines)
+
+
+def lengths(found: list[Row]) -> list[int]:
+    return sorted({row.length for row in found})
+
+
+@PAGE.table
+def short(raw: Raw) -> Table:
+    def cell(steps: int, layer: int, least: int) -> str:
+        return number(fit(of_layer(raw, f"minilm-adversarial-{steps}", layer, ADVERSARIAL, least)).slope, 2)
+
+    lines = [
+        [f"{steps} steps, {name}", *(cell(steps, layer, least) for layer in LAYERS)]
+        for steps in STEPS
+        for name, least in (("all n", 0), ("from n = 32", 32))
+    ]
+    return Table(["slope", *(f"{name} layer" for name in LAYERS.values())], lines)
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    texts = {(folder, layer): fit(of_layer(raw, folder, layer)) for folder in TEXTS for layer in LAYERS}
+    holding = sum(found.low <= 0.25 <= found.high for found in texts.values())
+    ascents = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL)) for layer in LAYERS}
+    inside = [name for layer, name in LAYERS.items() if ascents[layer].low <= 0.5 <= ascents[layer].high]
+    by_layer = ", ".join(
+        f"{name} {' and '.join(number(texts[folder, layer].slope, 2) for folder in TEXTS)}"
+        for layer, name in LAYERS.items()
+    )
+    slopes = ", ".join(f"{name} {slope(ascents[layer], 2)}" for layer, name in LAYERS.items())
+    late = ", ".join(
+        number(fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL, 32)).slope, 2) for layer in LAYERS
+    )
+    return [
+        Claim(
+            "On real text the local Lipschitz constant of self-attention grows about like n^{1/4} (Castin, Ablin and "
+            "Peyré, ICML 2024)",
+            f"MiniLM on two texts, slopes by layer: {by_layer}",
+            f"it depends on the layer: {holding} of {len(texts)} intervals hold 1/4",
+        ),
+        Claim(
+            "... and like n^{1/2} for adversarial inputs",
+            f"MiniLM, 300 steps of ascent: {slopes}; from n = 32 on {late}",
+            f"neither shown nor excluded: {len(inside)} of {len(LAYERS)} intervals holds 1/2",
+        ),
+    ]
+
+
+def causal_norms() -> dict[int, float]:
+    """‖C_n‖₂ of the matrix of running means, by n."""
+    return {
+        n: float(np.linalg.norm(np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None], 2)) for n in range(2, 101, 2)
+    }
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    def ascent(steps: int, layer: int) -> list[Row]:
+        return of_layer(raw, f"minilm-adversarial-{steps}", layer, ADVERSARIAL)
+
+    alice = {layer: of_layer(raw, "minilm-gutenberg", layer) for layer in LAYERS}
+    growth = {
+        layer: [last / first for first, last in (ends(found, "value"), ends(found, "radius"))]
+        for layer, found in alice.items()
+    }
+    pairs = [
+        (mean_at(ascent(100, layer), n), mean_at(ascent(300, layer), n))
+        for layer in LAYERS
+        for n in lengths(ascent(100, 0))
+    ]
+    times = [
+        mean_at(ascent(300, layer), 100) / mean_at(of_layer(raw, "minilm-adversarial-300", layer), 100)
+        for layer in LAYERS
+    ]
+    norms = causal_norms()
+    logs = np.log(list(norms)), np.log(list(norms.values()))
+    bert = [fit(of_layer(raw, folder, layer)).slope for folder in list(RANDOM)[:2] for layer in (0, 5, 11)]
+    gpt2 = {(folder, layer): of_layer(raw, folder, layer) for folder in list(RANDOM)[2:] for layer in (0, 5, 11)}
+    ratios = {key: [mean_at(found, n) / norm for n, norm in norms.items()] for key, found in gpt2.items()}
+    all_slopes = {layer: [fit(ascent(steps, layer)).slope for steps in STEPS] for layer in LAYERS}
+    spread = max(max(values) / min(values) - 1 for values in ratios.values())
+    found = {
+        f"text-{name}": " and ".join(slope(fit(of_layer(raw, folder, layer)), 2) for folder in TEXTS)
+        for layer, name in LAYERS.items()
+    }
+    found |= {
+        f"steps-{name}": ", ".join(number(each, 2) for each in all_slopes[layer]) for layer, name in LAYERS.items()
+    }
+    return found | {
+        "still-growing": f"{sum(late > early for early, late in pairs)} of the {len(pairs)}",
+        "times-text": ", ".join(number(each, 0) for each in times),
+        "bert-slopes": f"{number(min(bert), 2)} to {number(max(bert), 2)}",
+        "causal-norms": " to ".join(number(norms[n], 2) for n in (2, 100)),
+        "causal-slope": number(float(np.polyfit(*logs, 1)[0]), 3),
+        "gpt2-slopes": " to ".join(number(pick(fit(each).slope for each in gpt2.values()), 3) for pick in (min, max)),
+        "gpt2-spread": f"{number(100 * spread, 1)}%",
+        "gpt2-norm": " to ".join(
+            number(pick(float(np.mean(each)) for each in ratios.values()), 3) for pick in (min, max)
+        ),
+        "radius-first": " to ".join(number(each, 0) for each in ends(alice[0], "radius")),
+        "radius-squared": number(growth[0][1] ** 2, 2),
+        "constant-first": number(growth[0][0], 2),
+        "radius-others": " and ".join(f"{number(100 * (growth[layer][1] - 1), 0)}%" for layer in (2, 5)),
+        "constant-others": " and ".join(number(growth[layer][0], 1) for layer in (2, 5)),
+    }
+
+
+def summary(folder: str, raw: Raw) -> str:
+    """The summary that the analysis writes; its first line says what was run, and is kept."""
+    return report.summary(rows(raw, folder), raw.text(f"{folder}/{report.SUMMARY}").splitlines()[0])
+
+
+def figure(folder: str, raw: Raw) -> Figure:
+    """What the analysis draws."""
+    panels = report.panels(rows(raw, folder))
+    data = {
+        layer: {kind: [points, str(fit)] for kind, (points, fit) in kinds.items()} for layer, kinds in panels.items()
+    }
+    return Figure(lambda path: report.draw(path, panels), data, report)
+
+
+for name in FOLDERS:
+    PAGE.texts[f"{name}/{report.SUMMARY}"] = partial(summary, name)
+    PAGE.figures[f"{name}/{report.FIGURE}"] = partial(figure, name)
