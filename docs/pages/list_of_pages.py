@@ -7,6 +7,7 @@ from docs.pages.results import (
     rpc_language_modeling,
     rpc_segmentation,
     smoothness,
+    token_selection,
 )
 
 PAGES = [
@@ -15,5 +16,6 @@ PAGES = [
     rpc_segmentation.PAGE,
     kernel_pca.PAGE,
     locater.PAGE,
+    token_selection.PAGE,
     smoothness.PAGE,
 ]

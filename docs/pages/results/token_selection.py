@@ -1,0 +1,230 @@
+"""Does a trained prompt point along the max-margin direction? What the tables and numbers of the page are."""
+
+from __future__ import annotations
+
+from docs.pages.numbers import number
+from docs.pages.page import Claim, Page
+from docs.pages.raw import Raw
+from docs.pages.tables import Table, cells_of
+
+PAGE = Page("token_selection")
+DRAWN, RELEASED = ("single", "multi", "joint"), ("released_single", "released_multi", "released_joint")
+DIFFERENCE, PLAIN, FLOAT32 = "difference form", "plain autograd", "plain autograd, float32"
+PATH = "regularisation path"
+LOSSES = {
+    "logistic": "logistic",
+    "exponential": "exponential",
+    "linear": "linear, -y f",
+    "logistic, steps not normalised": "logistic, plain gradient descent, learning rate 1",
+}
+SUMMARY = "summary.md"
+COSINE = 0.99  # above which a direction counts as that of max-margin
+Measures = dict[str, float]
+
+
+def runs(raw: Raw, experiment: str) -> dict[tuple[str, str], dict[float, Measures]]:
+    """By problem and run, and by step (of a regularization path: ‖p‖): what was measured."""
+
+    def read() -> dict[tuple[str, str], dict[float, Measures]]:
+        found: dict[tuple[str, str], dict[float, Measures]] = {}
+        for row in raw.rows(f"{experiment}.csv"):
+            measured = {name: float(row[name]) for name in ("correlation_p", "correlation_v", "probability", "norm_p")}
+            found.setdefault((row["seed"], row["run"]), {})[float(row["step"])] = measured
+        return found
+
+    return raw.once((experiment, "runs"), read)
+
+
+def last(raw: Raw, experiment: str, problem: str, run: str) -> Measures:
+    """What was measured at the end."""
+    steps = runs(raw, experiment)[problem, run]
+    return steps[max(steps)]
+
+
+def problems(raw: Raw, experiment: str) -> list[str]:
+    """The problems of an experiment: seeds, or starts of a released one."""
+    return list(dict.fromkeys(problem for problem, _ in runs(raw, experiment)))
+
+
+def optimality(raw: Raw) -> dict[tuple[str, str], str]:
+    """What the analysis said of each selection, which is in its summary alone: by experiment and problem."""
+    lines = [cells_of(line) for line in raw.text(SUMMARY).splitlines() if line.startswith("| ")]
+    return {(cells[0], cells[1]): cells[3] for cells in lines[1:]}
+
+
+def summary(raw: Raw) -> str:
+    """The summary that the analysis wrote, with the numbers of the tables."""
+
+    def line(text: str) -> str:
+        cells = cells_of(text)
+        if not text.startswith("| ") or cells[0] == "experiment":
+            return text
+        experiment, problem, run, kind = cells[:4]
+        found = last(raw, experiment, problem, run)
+        head = f"{found['correlation_v']:.4f}" if "joint" in experiment else ""
+        numbers = [f"{found['correlation_p']:.4f}", head, f"{found['probability']:.4f}", f"{found['norm_p']:.1f}"]
+        return f"| {' | '.join([experiment, problem, run, kind, *numbers])} |"
+
+    return "\n".join(map(line, raw.text(SUMMARY).split("\n")))
+
+
+PAGE.texts[SUMMARY] = summary
+
+
+def cosines(raw: Raw, experiments: tuple[str, ...], run: str) -> list[float]:
+    """Of p, at the end of each problem."""
+    return [
+        last(raw, experiment, problem, run)["correlation_p"]
+        for experiment in experiments
+        for problem in problems(raw, experiment)
+    ]
+
+
+def least_to_most(values: list[float], digits: int) -> str:
+    low, high = number(min(values), digits), number(max(values), digits)
+    return low if low == high else f"{low} to {high}"
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    drawn, released = (cosines(raw, experiments, DIFFERENCE) for experiments in (DRAWN, RELEASED))
+    plain = cosines(raw, (*DRAWN, *RELEASED), PLAIN)
+    kept, reached = sum(each > COSINE for each in plain), sum(each > COSINE for each in (*drawn, *released))
+    heads = [
+        last(raw, experiment, problem, DIFFERENCE)["correlation_v"]
+        for experiment in ("joint", "released_joint")
+        for problem in problems(raw, experiment)
+    ]
+    return [
+        Claim(
+            "Gradient descent on a prompt converges to the max-margin direction (Tarzanagh et al., NeurIPS 2023)",
+            f"cosine at least {number(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
+            f"{number(min(released), 4)} in {len(released)} of the released code, with a gradient that survives a "
+            f"saturated softmax; above {COSINE} in {kept} of {len(plain)} with plain autograd",
+            f"holds in {reached} of {len(plain)} problems (cosine above {COSINE})",
+        ),
+        Claim(
+            "... and v to the SVM of the selected tokens, where it is learned too",
+            f"cosine of v at least {number(min(heads), 4)} in {len(heads)} problems",
+            f"holds in {sum(each > COSINE for each in heads)} of {len(heads)} problems (cosine above {COSINE})",
+        ),
+    ]
+
+
+@PAGE.table
+def forms(raw: Raw) -> Table:
+    rows = []
+    for experiment in DRAWN:
+        for problem in problems(raw, experiment):
+            difference, plain, path = (last(raw, experiment, problem, run) for run in (DIFFERENCE, PLAIN, PATH))
+            directions = [number(each["correlation_p"], 4) for each in (difference, plain, path)]
+            norms = [number(each["norm_p"]) for each in (difference, plain)]
+            rows.append([experiment, problem, *directions, number(difference["correlation_v"], 4), *norms])
+    heads = ["p, difference form", "p, plain autograd", "p, regularization path", "v, difference form"]
+    return Table(["experiment", "seed", *heads, "‖p‖, difference form", "‖p‖, plain autograd"], rows)
+
+
+def released_groups(raw: Raw) -> dict[str, tuple[str, list[str]]]:
+    """Starts of the released problems, by what the page calls them."""
+    kinds = optimality(raw)
+    single = problems(raw, "released_single")
+    second = [name for name in single if name.startswith("local")]
+    return {
+        "single, first set": ("released_single", [name for name in single if name not in second]),
+        "single, second set, to the global optimum": (
+            "released_single",
+            [name for name in second if kinds["released_single", name] == "global"],
+        ),
+        "single, second set, to a local optimum": (
+            "released_single",
+            [name for name in second if kinds["released_single", name] == "local"],
+        ),
+        "multi": ("released_multi", problems(raw, "released_multi")),
+        "joint": ("released_joint", problems(raw, "released_joint")),
+    }
+
+
+@PAGE.table
+def released(raw: Raw) -> Table:
+    rows = []
+    for name, (experiment, starts) in released_groups(raw).items():
+        for run in (DIFFERENCE, PLAIN, FLOAT32):
+            found = [last(raw, experiment, start, run) for start in starts]
+            head = [name, str(len(starts))] if run == DIFFERENCE else ["", ""]
+            directions = least_to_most([each["correlation_p"] for each in found], 4 if run == DIFFERENCE else 3)
+            rows.append([*head, run, directions, least_to_most([each["norm_p"] for each in found], 0)])
+    return Table(["problems", "starts", "run", "cosine of p", "‖p‖"], rows)
+
+
+@PAGE.table
+def losses(raw: Raw) -> Table:
+    rows = []
+    for run, name in LOSSES.items():
+        found = [last(raw, "losses", seed, run) for seed in ("0", "1")]
+        cells = [number(each[key], 4) for key in ("correlation_p", "probability") for each in found]
+        rows.append([name, *cells])
+    heads = ["cosine of p, seed 0", "seed 1", "least probability of a selected token, seed 0", "seed 1"]
+    return Table(["loss", *heads], rows)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    groups = released_groups(raw)
+    single = [
+        last(raw, "released_single", start, PLAIN)["correlation_p"]
+        for name in ("single, first set", "single, second set, to the global optimum")
+        for start in groups[name][1]
+    ]
+    locals_ = [
+        last(raw, "released_single", start, PLAIN) for start in groups["single, second set, to a local optimum"][1]
+    ]
+    kinds = optimality(raw)
+    odd = [
+        f"{experiment} seed {seed}"
+        for (experiment, seed), kind in kinds.items()
+        if experiment in DRAWN and kind != "global"
+    ]
+
+    def norm(seed: str, step: int, run: str) -> str:
+        return number(runs(raw, "multi")[seed, run][step]["norm_p"], 0)
+
+    def early(start: str) -> str:
+        found = runs(raw, "released_single")[start, FLOAT32]
+        return " and ".join(number(found[step]["correlation_p"], 3) for step in (100, 200))
+
+    def turns(run: str) -> str:
+        """The steps, to the hundred below and above, between which a token other than the selected one takes over."""
+        found = []
+        for start in groups["single, second set, to a local optimum"][1]:
+            steps = runs(raw, "released_single")[start, run]
+            found += [
+                max(step for step, each in steps.items() if each["probability"] > 0.99),
+                min(step for step, each in steps.items() if step > 200 and each["probability"] < 0.01),
+            ]
+        return f"{number(min(found), 0)} and {number(max(found), 0)}"
+
+    zero = {
+        start[:-2]: start
+        for start in problems(raw, "released_single")
+        if runs(raw, "released_single")[start, DIFFERENCE][0.0]["norm_p"] == 0.0
+    }
+    slow = [last(raw, "losses", seed, "logistic, steps not normalised")["norm_p"] for seed in ("0", "1")]
+    heads = [
+        measures[max(measures)]["correlation_v"]
+        for (_, run), measures in runs(raw, "released_joint").items()
+        if run in (DIFFERENCE, PLAIN, FLOAT32)
+    ]
+    return {
+        "single-plain": f"{len(single)} of the {len(single) + len(locals_)}",
+        "single-cosines": f"{number(min(single), 2)} and {number(max(single), 2)}",
+        "local-probability": number(max(each["probability"] for each in locals_), 4),
+        "norms-0": f"{norm('0', 530, PLAIN)} at step 530, {norm('0', 1000, PLAIN)} at the end",
+        "norms-1": f"{norm('1', 710, PLAIN)} at step 710, {norm('1', 1000, PLAIN)} at the end",
+        "odd": ", ".join(odd),
+        "heads": number(min(heads), 4),
+        "early-first": early(zero["global"]),
+        "early-second": early(zero["local"]),
+        "turns": turns(PLAIN),
+        "turns-float32": turns(FLOAT32),
+        "slow": " and ".join(number(each) for each in slow),
+    }
