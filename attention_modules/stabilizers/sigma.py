@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class SigmaReparametrization(nn.Module):
 
     σ(W) = uᵀ W v, with u and v the leading singular vectors: by SVD at the start, then by :meth:`step`. The forward
     pass changes nothing, so that reading the weight does not train it; u and v take no gradient, and γ takes one where
-    W does.
+    W does. All three stay in float32, or float64 with the weight, when a module is cast to half precision.
 
     Args:
         weight: W, whose first dimension is one side of the matrix.
@@ -63,19 +63,30 @@ class SigmaReparametrization(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Ŵ, in the weight's shape and dtype."""
         with without_autocast(weight.device):
-            return (self.gamma / self.sigma(weight)).to(weight.dtype) * weight
+            factor = self.gamma / self.sigma(weight)
+            return (factor * weight.to(factor.dtype)).to(weight.dtype)
 
     def sigma(self, weight: Tensor) -> Tensor:
         """uᵀ W v, a scalar of at least float32."""
-        return torch.dot(self.u, torch.mv(_matrix(weight), self.v))
+        matrix = _matrix(weight)
+        return torch.dot(self.u.to(matrix.dtype), torch.mv(matrix, self.v.to(matrix.dtype)))
 
     @torch.no_grad()
     def step(self, weight: Tensor) -> None:
         """One step of the power iteration, in place."""
         with without_autocast(weight.device):
             matrix = _matrix(weight)
-            self.v.copy_(nn.functional.normalize(torch.mv(matrix.t(), self.u), dim=0))
-            self.u.copy_(nn.functional.normalize(torch.mv(matrix, self.v), dim=0))
+            self.v.copy_(nn.functional.normalize(torch.mv(matrix.t(), self.u.to(matrix.dtype)), dim=0))
+            self.u.copy_(nn.functional.normalize(torch.mv(matrix, self.v.to(matrix.dtype)), dim=0))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SigmaReparametrization:
+        """As every module's, for ``half()`` and ``to()``; to half precision, that moves and does not cast."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return tensor.to(new.device) if new.dtype in (torch.float16, torch.bfloat16) else new
+
+        return super()._apply(moved, recurse)
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -100,11 +111,57 @@ def sigma_reparametrize(owner: nn.Module, tensor: str, gamma: float | None = Non
         >>> torch.allclose(layer.weight, before, atol=1e-6)
         True
     """
-    if codes := quantized(owner, tensor):
-        raise ValueError(f"σReparam: {codes}")
-    parametrization = SigmaReparametrization(getattr(owner, tensor), gamma)
-    parametrize.register_parametrization(owner, tensor, parametrization)
-    owner.register_load_state_dict_pre_hook(_accept_plain_layout)
+    sigma_reparametrize_all(owner, [(owner, tensor)], gamma)
+
+
+def sigma_reparametrize_all(
+    model: nn.Module, weights: Sequence[tuple[nn.Module, str]], gamma: float | None = None
+) -> None:
+    """Put σReparam onto weights of a model; those that are one Parameter have one σ and one γ.
+
+    Raises:
+        ValueError: as :func:`sigma_reparametrize`, and if something else in the model has the Parameter of one too,
+            before any is changed.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import linear_weights, sigma_reparametrize_all
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> model[1].weight = model[0].weight
+        >>> sigma_reparametrize_all(model, linear_weights(model))
+        >>> model[0].parametrizations.weight[0] is model[1].parametrizations.weight[0]
+        True
+    """
+    for owner, tensor in weights:
+        if codes := quantized(owner, tensor):
+            raise ValueError(f"σReparam: {codes}")
+    of_weight = {
+        id(module.parametrizations[tensor].original): part  # type: ignore[index,union-attr]
+        for module, tensor, part in reparametrizations(model)
+    }
+    _check_no_other_user(model, weights)
+    for owner, tensor in weights:
+        weight = getattr(owner, tensor)
+        if id(weight) not in of_weight:
+            of_weight[id(weight)] = SigmaReparametrization(weight, gamma)
+    for owner, tensor in weights:
+        parametrize.register_parametrization(owner, tensor, of_weight[id(getattr(owner, tensor))])
+        owner.register_load_state_dict_pre_hook(_accept_plain_layout)
+
+
+def _check_no_other_user(model: nn.Module, weights: Sequence[tuple[nn.Module, str]]) -> None:
+    chosen = {(id(owner), tensor) for owner, tensor in weights}
+    chosen |= {(id(module.parametrizations[tensor]), "original") for module, tensor, _ in reparametrizations(model)}  # type: ignore[index,union-attr]
+    held = {id(getattr(owner, tensor)): (owner, tensor) for owner, tensor in weights}
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        for tensor, value in module._parameters.items():
+            if id(value) in held and (id(module), tensor) not in chosen:
+                owner, own = held[id(value)]
+                raise ValueError(
+                    f"σReparam: {f'{names[id(owner)]}.{own}'!r} is {f'{name}.{tensor}'!r} too, the same Parameter, and "
+                    "would be another weight there: choose both, or name the first in exclude="
+                )
 
 
 def _accept_plain_layout(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -133,7 +190,8 @@ def _of(module: nn.Module) -> Iterator[tuple[str, SigmaReparametrization]]:
 
 def power_step(model: nn.Module) -> None:
     """One step of the power iteration for every σReparam of a model: call it before the forward of a training step."""
-    for module, tensor, parametrization in reparametrizations(model):
+    once = {id(found[2]): found for found in reparametrizations(model)}  # weights may share one
+    for module, tensor, parametrization in once.values():
         parametrization.step(module.parametrizations[tensor].original)  # type: ignore[index,union-attr]
 
 
@@ -149,8 +207,11 @@ def remove_sigma_reparam(model: nn.Module) -> None:
         >>> [*layer.state_dict()], round(torch.linalg.matrix_norm(layer.weight, 2).item(), 4)
         (['bias', 'weight'], 1.0)
     """
-    for module, tensor, _ in list(reparametrizations(model)):
-        parametrize.remove_parametrizations(module, tensor)
+    done: set[int] = set()
+    for module, tensor, parametrization in list(reparametrizations(model)):
+        first = id(parametrization) not in done  # of several that share it, the first sets their Parameter to Ŵ
+        parametrize.remove_parametrizations(module, tensor, leave_parametrized=first)
+        done.add(id(parametrization))
 
 
 def reparametrize_like(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -165,12 +226,13 @@ def reparametrize_like(model: nn.Module, state: Mapping[str, Any]) -> None:
         >>> layer.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
-    modules = dict(model.named_modules())
+    modules, weights = dict(model.named_modules()), []
     for key in state:
         found = _ORIGINAL.fullmatch(key)
         owner = modules.get(found["owner"].rstrip(".")) if found is not None and _has_sigma(state, key) else None
         if found is not None and owner is not None and found["tensor"] in owner._parameters:
-            sigma_reparametrize(owner, found["tensor"])  # what is not there, loading names
+            weights.append((owner, found["tensor"]))  # what is not there, loading names
+    sigma_reparametrize_all(model, weights)
 
 
 def _has_sigma(state: Mapping[str, Any], key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from attention_modules.stabilizers.sigma import (
     power_step,
     projections,
     reparametrizations,
-    sigma_reparametrize,
+    sigma_reparametrize_all,
 )
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, is_strategy, refuse_flat_shards
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
@@ -31,8 +32,9 @@ class SigmaReparam(Callback):
     σReparam (Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, ICML 2023): σ(W)
     is the largest singular value, γ a learned scalar. u and v of σ = uᵀ W v come from an SVD when the model is built,
     and take one step of the power iteration before each training batch. A fused projection of queries, keys and values
-    has one σ. Put on by :mod:`torch.nn.utils.parametrize` at the end of ``configure_model``, before checkpoints are
-    read and optimizers built, in every stage; hosts, ``LocAteR`` and ``SpectrumMonitor`` read Ŵ.
+    has one σ, and so have weights that are one Parameter. σ, γ, u and v are float32 in a model of half precision. They
+    are put on by :mod:`torch.nn.utils.parametrize` at the end of ``configure_model``, before checkpoints are read and
+    optimizers built, in every stage; hosts, ``LocAteR`` and ``SpectrumMonitor`` read Ŵ.
 
     State dicts hold ``...parametrizations.weight.original`` and γ, u and v beside it in place of ``...weight``, and a
     resumed run ends bitwise identical. A checkpoint of the plain model still loads, strictly: its weights become W,
@@ -46,13 +48,13 @@ class SigmaReparam(Callback):
         all_linear: also every linear layer of the model outside attention, the head included, as in the paper.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
-        exclude: names (globs) to leave out.
+        exclude: names (globs) to leave out, with ``all_linear`` of linear layers too.
 
     Raises:
         ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number, or ``all_linear`` no bool; when a trainer
             starts, if it has a second ``SigmaReparam``, the strategy is FSDP1, FSDP2 or DeepSpeed, or a callback
             averages weights of a copy without it; when the model is configured, if no layer matches, or a weight is
-            zero, not finite, quantized or wrapped by peft.
+            zero, not finite, quantized, wrapped by peft, or shared with what is not chosen.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -113,16 +115,39 @@ class SigmaReparam(Callback):
 
     def _reparametrize(self, pl_module: pl.LightningModule) -> None:
         """Put it onto the chosen weights that do not have it yet."""
-        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
+        outside = _linear_outside(pl_module) if self.all_linear else []
+        layers = attention_layers(pl_module, self.where, self.layers, self._exclude_attention(pl_module, outside))
         wanted: list[tuple[nn.Module, str]] = [weight for layer in layers for weight in projections(layer)]
-        if self.all_linear:
-            inside = {id(part) for layer in attention_layers(pl_module) for part in layer.module.modules()}
-            wanted += [weight for weight in linear_weights(pl_module) if id(weight[0]) not in inside]
+        wanted += [(module, tensor) for name, module, tensor in outside if not self._leaves_out(name, module)]
         done = {(id(module), tensor) for module, tensor, _ in reparametrizations(pl_module)}
         new = [(module, tensor) for module, tensor in wanted if (id(module), tensor) not in done]
         start = None if self.gamma == "sigma" else float(self.gamma)
         with followed_by_cli_optimizer(pl_module):
-            for module, tensor in new:
-                sigma_reparametrize(module, tensor, start)
+            sigma_reparametrize_all(pl_module, new, start)
         if new:
             rank_zero_info(f"SigmaReparam: {len(new)} weights in {len(layers)} attention layers and around them")
+
+    def _leaves_out(self, name: str, module: nn.Module) -> bool:
+        if callable(self.exclude):
+            return bool(self.exclude(name, module))
+        return _matches([name], self.exclude)
+
+    def _exclude_attention(self, pl_module: pl.LightningModule, outside: list[tuple[str, nn.Module, str]]) -> Any:
+        """``exclude`` without the patterns of linear layers alone, which match no attention layer."""
+        if callable(self.exclude) or not outside:
+            return self.exclude
+        attention = [layer.name for layer in attention_layers(pl_module)]
+        linear = [name for name, _, _ in outside]
+        return [one for one in self.exclude if _matches(attention, [one]) or not _matches(linear, [one])]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _linear_outside(pl_module: pl.LightningModule) -> list[tuple[str, nn.Module, str]]:
+    """The weights of linear layers outside attention: the layer's name, itself, and the weight's name in it."""
+    inside = {id(part) for layer in attention_layers(pl_module) for part in layer.module.modules()}
+    names = {id(module): name for name, module in pl_module.named_modules()}
+    weights = linear_weights(pl_module)
+    return [(names[id(module)], module, tensor) for module, tensor in weights if id(module) not in inside]

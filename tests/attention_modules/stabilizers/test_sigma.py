@@ -173,3 +173,54 @@ def test_every_linear_weight_once():
         sigma_reparametrize(module, tensor)
     power_step(model)
     assert all(torch.equal(part, before[name]) for name, part in model.named_parameters() if name in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", ["to", "before"])
+def test_a_cast_leaves_sigma_in_single_precision(dtype, cast):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16)
+    if cast == "before":
+        layer.to(dtype)
+    sigma_reparametrize(layer, "weight", gamma=1.3)
+    layer.to(dtype)
+    part, original = layer.parametrizations.weight[0], layer.parametrizations.weight.original
+    assert {part.u.dtype, part.v.dtype, part.gamma.dtype} == {torch.float32}
+    assert layer.weight.dtype == original.dtype == layer.bias.dtype == dtype
+    norms = []
+    for _ in range(300):
+        part.step(original)
+        norms.append(torch.linalg.matrix_norm(layer.weight.float(), 2).item())
+    assert norms[-1] == pytest.approx(1.3, rel=2e-3)  # not a multiple of what 8 bits can say
+    expected = 1.3 / torch.linalg.matrix_norm(original.double(), 2) * original.double()
+    assert torch.equal(layer.weight, expected.to(dtype))
+    layer(torch.randn(2, 16, dtype=dtype)).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    assert state["parametrizations.weight.0.u"].dtype == torch.float32
+    other = nn.Linear(16, 16).to(dtype)
+    sigma_reparametrize(other, "weight")
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, layer.weight)
+    layer.double()
+    assert {part.u.dtype, part.gamma.dtype, layer.weight.dtype} == {torch.float64}
+
+
+def test_a_tiny_weight_of_half_precision_stays_finite():
+    layer = nn.Linear(8, 8).half()
+    with torch.no_grad():
+        layer.weight.mul_(1e-6)
+    sigma_reparametrize(layer, "weight", gamma=1.0)
+    assert layer.weight.isfinite().all()
+
+
+def test_parts_of_other_dtypes_are_taken():
+    """As after a cast of one tensor by hand, or a checkpoint of another precision."""
+    layer = nn.Linear(8, 8)
+    sigma_reparametrize(layer, "weight")
+    before, part = layer.weight.detach().clone(), layer.parametrizations.weight[0]
+    part.u.data, part.gamma.data = part.u.bfloat16(), part.gamma.bfloat16()
+    torch.testing.assert_close(layer.weight, before, atol=1e-2, rtol=1e-2)
+    power_step(layer)
+    layer.to("meta")
+    assert part.u.is_meta

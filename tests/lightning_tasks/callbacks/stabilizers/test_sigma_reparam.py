@@ -181,6 +181,65 @@ def test_all_linear_layers():
     assert attentions(module)[0].in_proj_weight.shape == (3 * DIM, DIM)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("kind", [TinyLM, BuildsInConfigureModel])
+def test_half_precision_trains_and_resumes(kind, precision, tmp_path):
+    def module():
+        return kind(lr=0.01)
+
+    straight, again, resumed = module(), module(), module()
+    for one in (straight, again):
+        fit(one, [SigmaReparam(all_linear=True)], max_epochs=2, precision=precision)
+    assert straight.net["head"].weight.dtype == {"bf16-true": torch.bfloat16, "16-true": torch.float16}[precision]
+    assert all(part.u.dtype == part.gamma.dtype == torch.float32 for _, _, part in reparametrizations(straight))
+    assert weights_of(straight).isfinite().all()
+    half = fit(module(), [SigmaReparam(all_linear=True)], max_epochs=1, precision=precision)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", precision=precision, callbacks=[SigmaReparam(all_linear=True)], **QUIET
+    )
+    trainer.fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+        assert torch.equal(resumed.state_dict()[name], tensor)
+
+
+def tied(**options):
+    """Two layers with one projection, and a head with the weight of the embedding."""
+    module = TinyLM(**options)
+    first, second = attentions(module)
+    second.in_proj_weight, second.in_proj_bias = first.in_proj_weight, first.in_proj_bias
+    module.net["head"].weight = module.net["embed"].weight
+    return module
+
+
+def test_layers_of_one_weight_have_one_sigma_or_are_refused(tmp_path):
+    module = tied()
+    fit(module, [SigmaReparam(all_linear=True, exclude=["net.head"])])
+    first, second = attentions(module)
+    assert torch.equal(first.in_proj_weight, second.in_proj_weight)
+    assert not parametrize.is_parametrized(module.net["head"])
+    back = tied()
+    back.load_state_dict(plain_state(module.state_dict()))
+    inputs = next(iter(batches()))[0]
+    torch.testing.assert_close(back(inputs), module(inputs))
+    with pytest.raises(ValueError, match=r"0\.self_attn\.in_proj_weight' is '.*1\.self_attn\.in_proj_weight' too"):
+        fit(tied(), [SigmaReparam(layers=[0])])
+    with pytest.raises(ValueError, match=r"'net\.head\.weight' is 'net\.embed\.weight' too"):
+        fit(tied(), [SigmaReparam(all_linear=True)])
+
+
+def test_linear_layers_are_left_out_by_name():
+    module = TinyLM()
+    fit(module, [SigmaReparam(all_linear=True, exclude=["*.1.*", "net.head"])], max_steps=1)
+    names = {id(part): name for name, part in module.named_modules()}
+    found = {names[id(owner)] for owner, _, _ in reparametrizations(module)}
+    assert not any(".1." in name or "head" in name for name in found)
+    assert "net.encoder.layers.0.linear1" in found
+    with pytest.raises(ValueError, match="nothing_here"):
+        fit(TinyLM(), [SigmaReparam(all_linear=True, exclude=["nothing_here"])])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
