@@ -23,7 +23,7 @@ def made_texts(page: Page, raw: Raw) -> Iterator[tuple[Path, str]]:
     """Each file of text and what it is to hold."""
     for place, recipe in page.summaries.items():
         comparison = raw.comparison(place, recipe)
-        remarks = {"Chosen": comparison.chosen, "Diverged": comparison.diverged}
+        remarks = {"Chosen": list(map(str, comparison.choices)), "Diverged": comparison.diverged}
         with tempfile.TemporaryDirectory() as folder:
             write_summary(comparison.summary, remarks, Path(folder))
             for name in SUMMARIES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from docs.pages.errors import PageError
+from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
@@ -31,19 +32,16 @@ class Comparison:
         metrics: those of the summary.
         references: further ones than the first configuration.
         endpoints: the primary one, and margins.
-        chosen: sentences on values that were chosen on other seeds.
+        configs: the configurations, the first of which is the reference of all others.
+        choices: values that were chosen on other seeds.
     """
 
     rows: Sequence[Row]
     metrics: Sequence[str]
     references: Mapping[str, Sequence[str]]
     endpoints: Endpoints
-    chosen: Sequence[str] = field(default=())
-
-    @cached_property
-    def configs(self) -> list[str]:
-        """The configurations, the first of which is the reference of all others."""
-        return list(dict.fromkeys(row["config"] for row in self.rows))
+    configs: Sequence[str]
+    choices: Sequence[Choice] = field(default=())
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -110,7 +108,7 @@ class Comparison:
             for config in self.configs
             for seed in values[0][config]
         ]
-        made = Comparison([*self.rows, *rows], self.metrics, self.references, self.endpoints, self.chosen)
+        made = replace(self, rows=[*self.rows, *rows])
         made.__dict__["summary"] = self.summary
         return made
 
@@ -179,14 +177,17 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         raise PageError(f"{folder / RESULTS} has no rows")
     rows = with_stops(rows)
     if not (folder / COMPARISON).is_file():
-        asked = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
-        return Comparison(rows, *asked)
-    from lightning_tasks.compare.record import read_record  # takes seconds, as Lightning is imported
-
-    record = read_record(folder)
-    assert record is not None
-    chosen = [str(choice) for choice in record.choices]
-    return Comparison(rows, record.metrics, record.references, record.endpoints, chosen)
+        configs = list(dict.fromkeys(row["config"] for row in rows))
+        said = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
+        return Comparison(rows, *said, configs)
+    asked = json_of(folder / COMPARISON)
+    choices = [
+        Choice(**{**each, "tried": [Tried(**tried) for tried in each["tried"]]}) for each in asked.get("choices", [])
+    ]
+    logged = {row["config"] for row in rows}
+    configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
+    endpoints = Endpoints(asked.get("primary", ""), asked.get("margins", {}))
+    return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices)
 
 
 def json_of(path: Path) -> Any:

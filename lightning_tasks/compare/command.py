@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from lightning_tasks.compare.arguments import parser
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.choice import Choice
 from lightning_tasks.compare.plan import (
     check_cells,
     parse_seeds,
@@ -21,7 +22,7 @@ from lightning_tasks.compare.plan import (
     summary_references,
 )
 from lightning_tasks.compare.record import record_of, write_record
-from lightning_tasks.compare.selection import Choice, Select, choose, chosen, plan_selection, read_select
+from lightning_tasks.compare.selection import Select, choose, chosen, plan_selection, read_select
 from lightning_tasks.compare.summary import Endpoints, SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells

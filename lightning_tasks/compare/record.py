@@ -14,7 +14,7 @@ from typing import Any
 
 from attention_modules import __version__
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.selection import Choice, Tried
+from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name

@@ -12,6 +12,7 @@ import numpy as np
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.choice import Choice, Tried, key_of, label
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.tables import collect_results
@@ -37,35 +38,6 @@ class Select:
     metric: str
     mode: str
     seeds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What the grid had for a variant, and its score: NaN where a run of it diverged, and then why."""
-
-    overrides: list[str]
-    score: float
-    diverged: str = ""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was tried for a variant, and the place in `tried` of what was chosen."""
-
-    variant: str
-    metric: str
-    mode: str
-    seeds: list[int]
-    tried: list[Tried]
-    chosen: int
-
-    def __str__(self) -> str:
-        """A sentence for the tables."""
-        best = _label(self.tried[self.chosen].overrides)
-        seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
-        scores = [f"{_label(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
-        none = "; all diverged, and the first was taken" if all(each.diverged for each in self.tried) else ""
-        return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}{none}"
 
 
 def read_select(names: Sequence[str], seeds: Sequence[int]) -> Select | None:
@@ -111,7 +83,7 @@ def candidates(variant: Variant) -> list[Variant]:
     return [
         replace(
             variant,
-            name=f"{variant.name} {_label(each)}",
+            name=f"{variant.name} {label(each)}",
             overrides=(*variant.overrides, *each),
             test=False,
             grid=(),
@@ -130,9 +102,9 @@ def plan_selection(
     """
     if select is None:
         return []
-    searched = {_key(each) for variant in variants for overrides in variant.grid for each in overrides}
-    if shared := [argument for argument in extra if _key(argument) in searched]:
-        raise UsageError(f"--set {_key(shared[0])} would take the place of every value in `grid`; leave it out")
+    searched = {key_of(each) for variant in variants for overrides in variant.grid for each in overrides}
+    if shared := [argument for argument in extra if key_of(argument) in searched]:
+        raise UsageError(f"--set {key_of(shared[0])} would take the place of every value in `grid`; leave it out")
     tried = [each for variant in variants for each in candidates(variant)]
     cells = plan_cells(tried, select.seeds, output, extra, comparison)
     return [replace(cell, place=FOLDER) for cell in cells]
@@ -188,15 +160,6 @@ def chosen(variants: Sequence[Variant], choices: Sequence[Choice]) -> list[Varia
     return [
         replace(variant, overrides=(*variant.overrides, *found[variant.name]), grid=())
         if variant.name in found
-        else replace(variant, overrides=(*variant.overrides, *(f"one of {_label(each)}" for each in variant.grid)))
+        else replace(variant, overrides=(*variant.overrides, *(f"one of {label(each)}" for each in variant.grid)))
         for variant in variants
     ]
-
-
-def _key(override: str) -> str:
-    return override.removeprefix("--").partition("=")[0]
-
-
-def _label(overrides: Sequence[str]) -> str:
-    """Overrides without the paths of their settings: `lr=0.001`."""
-    return " ".join(f"{_key(each).rpartition('.')[2]}={each.partition('=')[2]}" for each in overrides)

@@ -1,0 +1,45 @@
+"""What a comparison tried for a variant, and what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the grid had for a variant, and its score: NaN where a run of it diverged, and then why."""
+
+    overrides: list[str]
+    score: float
+    diverged: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried for a variant, and the place in `tried` of what was chosen."""
+
+    variant: str
+    metric: str
+    mode: str
+    seeds: list[int]
+    tried: list[Tried]
+    chosen: int
+
+    def __str__(self) -> str:
+        """A sentence for the tables."""
+        best = label(self.tried[self.chosen].overrides)
+        seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
+        scores = [f"{label(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
+        none = "; all diverged, and the first was taken" if all(each.diverged for each in self.tried) else ""
+        return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}{none}"
+
+
+def key_of(override: str) -> str:
+    """The setting that an override sets."""
+    return override.removeprefix("--").partition("=")[0]
+
+
+def label(overrides: Sequence[str]) -> str:
+    """Overrides without the paths of their settings: `lr=0.001`."""
+    return " ".join(f"{key_of(each).rpartition('.')[2]}={each.partition('=')[2]}" for each in overrides)
