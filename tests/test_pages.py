@@ -1,6 +1,8 @@
 """`make pages` and `make pages-check`: what differs from the raw files is found and named, and made anew."""
 
 import csv
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,11 +10,16 @@ from docs.pages import __main__ as command
 from docs.pages.errors import PageError
 from docs.pages.figures import curves_of
 from docs.pages.numbers import interval, mean_std, number, signed, significant
+from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
+from docs.pages.results import zoo
 from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import verdict
+from lightning_tasks.compare.choice import Choice, Tried
+from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.summary import SummaryRow
 
+ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "variants: {}\nprimary: test/top1\nmetrics: [test/top1, val/loss]\n"
 TEXT = """# Toy
 
@@ -209,6 +216,26 @@ def test_the_claims_of_a_page_are_a_table(toy):
     assert command.check(root, [page]) == []
 
 
+def test_the_tables_of_claims_are_made_of_those_of_the_pages(toy):
+    root, page = toy
+    page.title = "Toy"
+    page.claims(lambda raw: [Claim("better", "+2.0", "holds here (higher)"), Claim("... twice", "-", "not shown here")])
+    edited(root, "# Toy", "# Toy\n\n<!-- table claims -->\n<!-- end -->")
+    (root / "README.md").write_text("<!-- table claims -->\n<!-- end -->\n")
+    (root / "docs" / "explanations").mkdir()
+    (root / "docs" / "explanations" / "reproduced.md").write_text("<!-- table claims -->\n<!-- end -->\n")
+    pages = [page, *overviews([page])]
+    command.build(root, pages)
+    readme, every = ((root / each.file).read_text() for each in reversed(pages[1:]))
+    assert "| better | +2.0 | holds here (higher) | [Toy](docs/results/toy.md) |" in readme
+    assert "twice" not in readme
+    assert "| ... twice | - | not shown here | [Toy](../results/toy.md) |" in every
+    edited(root, "| better | +2.0 |", "| better | +2.5 |")
+    found = "\n".join(command.check(root, pages))
+    for file in ("docs/results/toy.md", "README.md", "docs/explanations/reproduced.md"):
+        assert f"{file}: table claims, row 'better'" in found
+
+
 def test_the_command_says_what_it_found(capsys, monkeypatch, toy):
     root, page = toy
     monkeypatch.setattr(command, "ROOT", root)
@@ -219,3 +246,35 @@ def test_the_command_says_what_it_found(capsys, monkeypatch, toy):
     assert "the raw files say '53.5 ± 1.3'" in capsys.readouterr().err
     assert command.main(["build"]) == 0
     assert capsys.readouterr().out == "docs/results/toy.md\n"
+
+
+def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
+    folder = tmp_path / "docs" / "results" / "zoo" / "images"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "zoo.md", folder.parents[1])
+    write_results(folder / "results.csv")
+    rates = [Tried([f"--lr={rate}"], score) for rate, score in (("1e-3", 0.4), ("2e-3", 0.5))]
+    cells = [
+        CellRecord(config, seed, state=FINISHED, initial_weights=f"{config} {seed}" if seed == 3 else "")
+        for seed in range(4)
+        for config in ("softmax", "rpc")
+    ]
+    record = Record(
+        [VariantRecord("softmax"), VariantRecord("rpc")],
+        {},
+        ["test/top1", "val/loss"],
+        cells=cells,
+        choices=[Choice("rpc", "val/top1", "max", [100], rates, 1)],
+        primary="test/top1",
+    )
+    write_record(record, folder)
+    command.build(tmp_path, [zoo.PAGE])
+    assert command.check(tmp_path, [zoo.PAGE]) == []
+    text = (tmp_path / zoo.PAGE.file).read_text()
+    assert "| rpc | 4 | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | 0.0 | higher |" in text
+    assert "| rpc | 40.0 | **50.0** |" in text
+    assert text.count("no numbers yet |") == 3  # those of the text
+    written = (folder / "summary.md").read_text()
+    assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
+    assert "- rpc seed 3: initial weights differ from those of softmax" in written
+    assert (folder / "curves.png").is_file()

@@ -22,10 +22,11 @@ SUMMARIES = ("summary.csv", "summary.md")
 def made_texts(page: Page, raw: Raw) -> Iterator[tuple[Path, str]]:
     """Each file of text and what it is to hold."""
     for place, recipe in page.summaries.items():
+        if not (raw.folder / place).is_dir():
+            continue  # a comparison that is still to come; a table that needs it says so
         comparison = raw.comparison(place, recipe)
-        remarks = {"Chosen": list(map(str, comparison.choices)), "Diverged": comparison.diverged}
         with tempfile.TemporaryDirectory() as folder:
-            write_summary(comparison.summary, remarks, Path(folder))
+            write_summary(comparison.summary, comparison.remarks, Path(folder))
             for name in SUMMARIES:
                 yield raw.folder / place / name, (Path(folder) / name).read_bytes().decode()
     for name, make in page.texts.items():
@@ -59,7 +60,7 @@ def _same_cell(one: str, other: str) -> bool:
 def old_figures(page: Page, raw: Raw) -> dict[str, Figure]:
     """The figures that were not drawn of today's raw files by today's code."""
     kept = json_of(raw.folder / DIGESTS) or {}
-    made = {name: make(raw) for name, make in page.figures.items()}
+    made = {name: figure for name, make in page.figures.items() if (figure := make(raw)) is not None}
     return {
         name: each for name, each in made.items() if kept.get(name) != each.digest or not (raw.folder / name).is_file()
     }

@@ -1,5 +1,6 @@
 """The pages, in the order of the table of what we could reproduce."""
 
+from docs.pages.overview import overviews
 from docs.pages.results import (
     kernel_pca,
     locater,
@@ -8,9 +9,10 @@ from docs.pages.results import (
     rpc_segmentation,
     smoothness,
     token_selection,
+    zoo,
 )
 
-PAGES = [
+RESULTS = [
     rpc_classification.PAGE,
     rpc_language_modeling.PAGE,
     rpc_segmentation.PAGE,
@@ -18,4 +20,6 @@ PAGES = [
     locater.PAGE,
     token_selection.PAGE,
     smoothness.PAGE,
+    zoo.PAGE,
 ]
+PAGES = [*RESULTS, *overviews(RESULTS)]

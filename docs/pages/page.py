@@ -13,6 +13,7 @@ from docs.pages.regions import filled, read_regions
 from docs.pages.tables import Table, cells_of
 
 CURE = "run `make pages`"
+Drawn = Callable[[Raw], Figure | None]  # None where there is nothing to draw yet
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,18 @@ class Claim:
 
 @dataclass
 class Page:
-    """A page of docs/results, and the folder of raw files beside it that has its name.
+    """A page of docs/results, and the folder of raw files beside it that has its name; `title` is what links say.
 
     Modules of `docs.pages.results` make one each, and give it functions of the raw files by its decorators.
     """
 
     name: str
+    title: str = ""
     file: str = ""
     tables: dict[str, Callable[[Raw], Table]] = field(default_factory=dict)
     phrases: list[Callable[[Raw], Mapping[str, str]]] = field(default_factory=list)
     claims_of: Callable[[Raw], Sequence[Claim]] | None = None
-    figures: dict[str, Callable[[Raw], Figure]] = field(default_factory=dict)
+    figures: dict[str, Drawn] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
     texts: dict[str, Callable[[Raw], str]] = field(default_factory=dict)
 
@@ -69,10 +71,10 @@ class Page:
         self.tables["claims"] = lambda raw: claims_table(make(raw))
         return make
 
-    def figure(self, name: str) -> Callable[[Callable[[Raw], Figure]], Callable[[Raw], Figure]]:
+    def figure(self, name: str) -> Callable[[Drawn], Drawn]:
         """A figure in the page's folder."""
 
-        def keep(make: Callable[[Raw], Figure]) -> Callable[[Raw], Figure]:
+        def keep(make: Drawn) -> Drawn:
             self.figures[name] = make
             return make
 

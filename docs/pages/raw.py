@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from docs.pages.errors import PageError
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
-from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
-from lightning_tasks.runs.divergence import Row, diverged_cells, with_stops
+from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
+from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, with_stops
 from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
+FINISHED = "finished"  # a cell's state
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Comparison:
         endpoints: the primary one, and margins.
         configs: the configurations, the first of which is the reference of all others.
         choices: values that were chosen on other seeds.
+        cells: what `comparison.json` says of each cell.
     """
 
     rows: Sequence[Row]
@@ -41,7 +43,8 @@ class Comparison:
     references: Mapping[str, Sequence[str]]
     endpoints: Endpoints
     configs: Sequence[str]
-    choices: Sequence[Choice] = field(default=())
+    choices: Sequence[Choice] = ()
+    cells: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -54,9 +57,26 @@ class Comparison:
         return summarize(self.rows, self.configs, self.metrics, self.references, self.endpoints)
 
     @cached_property
-    def diverged(self) -> list[str]:
-        """Which runs diverged, and why."""
-        return [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(self.rows).items()]
+    def remarks(self) -> dict[str, list[str]]:
+        """What the summary lists below its tables, by title."""
+        stopped = {(row["config"], row["seed"]) for row in self.rows if row["metric"] == STOPPED}
+        finished = [each for each in self.cells if each["state"] == FINISHED]
+        paired = [
+            PairedCell(
+                each["variant"],
+                each["seed"],
+                each["initial_weights"],
+                each["training_data"],
+                (each["variant"], each["seed"]) in stopped,
+            )
+            for each in finished
+        ]
+        return {
+            "Chosen": list(map(str, self.choices)),
+            "Diverged": [f"{name} seed {seed}: {text}" for (name, seed), text in diverged_cells(self.rows).items()],
+            "Not paired": unpaired(paired),
+            "Not finished": [f"{each['variant']} seed {each['seed']}" for each in self.cells if each not in finished],
+        }
 
     @cached_property
     def _by_metric(self) -> dict[str, list[Row]]:
@@ -78,6 +98,10 @@ class Comparison:
             place = "" if step is None else f" at step {step}"
             raise PageError(f"{RESULTS} has no {metric} of {config}{place}")
         return np.array([found[seed] for seed in sorted(found)])
+
+    def has(self, metric: str, config: str) -> bool:
+        """Whether any run of the configuration logged it."""
+        return any(row["config"] == config for row in self._by_metric.get(metric, ()))
 
     def mean(self, metric: str, config: str, step: int | None = None) -> float:
         """The mean of these over seeds."""
@@ -141,9 +165,10 @@ class Raw:
         """The text of a file."""
         return _existing(self.folder / name).read_text(encoding="utf-8")
 
-    def step_costs(self, recipe: str) -> list[dict[str, str]]:
-        """What a training step of each variant costs, as the benchmark measured it."""
-        return self.rows(f"training_step_{recipe.replace('/', '_')}.csv", self.root / "benchmarks" / "results")
+    def step_costs(self, recipe: str, required: bool = True) -> list[dict[str, str]]:
+        """What a training step of each variant costs, as the benchmark measured it; nothing where it need not have."""
+        folder, name = self.root / "benchmarks" / "results", f"training_step_{recipe.replace('/', '_')}.csv"
+        return self.rows(name, folder) if required or (folder / name).is_file() else []
 
     def once(self, key: Any, read: Callable[[], Any]) -> Any:
         """What `read` returns, at the first call with a key."""
@@ -187,7 +212,7 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
     logged = {row["config"] for row in rows}
     configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
     endpoints = Endpoints(asked.get("primary", ""), asked.get("margins", {}))
-    return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices)
+    return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"])
 
 
 def json_of(path: Path) -> Any:

@@ -81,22 +81,22 @@ def differences(
     return Table([head, *pairs], rows)
 
 
-def verdicts(comparison: Comparison, metric: str, names: Mapping[str, str], digits: int, scale: float = 1.0) -> Table:
-    """One metric of the comparison: each configuration, its differences and what they say."""
+def verdicts(
+    comparison: Comparison, metric: str, names: Mapping[str, str], digits: int, scale: float = 1.0, seeds: bool = False
+) -> Table:
+    """One metric of the comparison: each configuration, its differences and what they say, and its seeds if asked."""
     heads = ["configuration", "mean ± std", "compared with", "difference [95%]", "p, corrected", "detectable"]
     rows = []
     for row in comparison.summary:
         if row.metric == metric and row.config in names:
+            count = [str(row.seeds)] if seeds else []
             values = mean_std(comparison.values(metric, row.config), digits, scale)
             paired = ["", "", ""]
             if row.pairs:
-                paired = [
-                    difference(row, digits, scale),
-                    p_value(row.corrected),
-                    number(row.detectable * scale, digits),
-                ]
-            rows.append([names[row.config], values, names.get(row.reference, ""), *paired, row.verdict])
-    return Table([*heads, "verdict"], rows)
+                detectable = number(row.detectable * scale, digits)
+                paired = [difference(row, digits, scale), p_value(row.corrected), detectable]
+            rows.append([names[row.config], *count, values, names.get(row.reference, ""), *paired, row.verdict])
+    return Table([heads[0], *(["seeds"] if seeds else []), *heads[1:], "verdict"], rows)
 
 
 def p_value(value: float) -> str:

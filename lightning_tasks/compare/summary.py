@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -154,3 +154,35 @@ def _summary_row(
 def _std(values: Sequence[float]) -> float:
     """The standard deviation over seeds; nan of one, and where one is not finite."""
     return float(np.std(values, ddof=1)) if len(values) > 1 and np.isfinite(values).all() else math.nan
+
+
+@dataclass(frozen=True)
+class PairedCell:
+    """What makes a finished cell one of a pair.
+
+    Args:
+        config, seed: which cell it is.
+        initial_weights, training_data: digests.
+        stopped: whether a guard stopped it, so that it saw the beginning of the data only.
+    """
+
+    config: str
+    seed: int
+    initial_weights: str
+    training_data: str
+    stopped: bool
+
+
+def unpaired(cells: Iterable[PairedCell]) -> list[str]:
+    """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
+    first: dict[int, PairedCell] = {}
+    found = []
+    for cell in cells:
+        other = first.setdefault(cell.seed, cell)
+        texts = []
+        if cell.initial_weights != other.initial_weights:
+            texts.append("initial weights")
+        if cell.training_data != other.training_data and not (cell.stopped or other.stopped):
+            texts.append("training data")
+        found += [f"{cell.config} seed {cell.seed}: {text} differ from those of {other.config}" for text in texts]
+    return found

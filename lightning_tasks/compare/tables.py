@@ -10,7 +10,7 @@ from typing import Any
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
-from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
+from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
@@ -36,22 +36,17 @@ def write_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
     """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
-    finished = [cell for cell in cells if cell.is_finished()]
-    first: dict[int, Cell] = {}
-    for cell in finished:
-        first.setdefault(cell.seed, cell)
-    return [
-        f"{cell.label}: {what.replace('_', ' ')} differ from those of {first[cell.seed].name}"
-        for cell in finished
-        for what in ("initial_weights", "training_data")
-        if cell.result()[what] != first[cell.seed].result()[what]
-        and not (what == "training_data" and is_cut_short(cell, first[cell.seed]))
-    ]
-
-
-def is_cut_short(*cells: Cell) -> bool:
-    """Whether a guard stopped one of the finished cells, which saw the beginning of the data only."""
-    return any(cell.result().get("stopped") for cell in cells)
+    return unpaired(
+        PairedCell(
+            cell.name,
+            cell.seed,
+            cell.result()["initial_weights"],
+            cell.result()["training_data"],
+            bool(cell.result().get("stopped")),
+        )
+        for cell in cells
+        if cell.is_finished()
+    )
 
 
 def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], file: Path) -> None:

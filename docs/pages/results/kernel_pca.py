@@ -14,7 +14,7 @@ from docs.pages.tables import Table
 from lightning_tasks.analyses import kernel_pca_report as report
 from lightning_tasks.analyses.kernel_pca_report import LINEAR, NOISE, OWN, Row
 
-PAGE = Page("kernel_pca")
+PAGE = Page("kernel_pca", "Kernel PCA")
 MODELS = {"cifar10_vit": "trained ViT", "minilm": "MiniLM", "vit_random": "untrained ViT"}
 TRAINED = ("cifar10_vit", "minilm")
 NEARER_IF_LARGER = {

@@ -13,7 +13,7 @@ from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 RECIPE, DECAYS = "locater/compare_small_vocabulary", "locater/compare_weight_decay"
-PAGE = Page("locater", summaries={"": RECIPE, "weight_decay": DECAYS})
+PAGE = Page("locater", "LocAteR", summaries={"": RECIPE, "weight_decay": DECAYS})
 WEAK, STRONG = "weak qk weight decay", "qk weight decay"
 NAMES = {
     "none": "none",

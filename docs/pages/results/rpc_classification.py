@@ -13,7 +13,7 @@ from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table, by_pass, differences, means, pursuit, step_costs
 from docs.pages.verdicts import span, verdict
 
-PAGE = Page("rpc_classification")
+PAGE = Page("rpc_classification", "CIFAR-10")
 PAGE.summaries |= {
     "": "rpc/compare_classification",
     "exploratory": "rpc/compare_classification_exploratory",

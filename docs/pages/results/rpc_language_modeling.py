@@ -12,7 +12,7 @@ from docs.pages.tables import Table, by_pass, paired_verdicts, pursuit, step_cos
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling"
-PAGE = Page("rpc_language_modeling", summaries={"": RECIPE})
+PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
     "symmetric − softmax": ("symmetric", "softmax"),

@@ -14,7 +14,7 @@ from docs.pages.tables import Table, by_pass, differences, means, pursuit, step_
 from docs.pages.verdicts import verdict
 
 RECIPE = "camvid/compare_segmenter"
-PAGE = Page("rpc_segmentation", summaries={"": RECIPE})
+PAGE = Page("rpc_segmentation", "CamVid", summaries={"": RECIPE})
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
     "symmetric − softmax": ("symmetric", "softmax"),

@@ -14,7 +14,7 @@ from docs.pages.tables import Table
 from lightning_tasks.analyses import lipschitz_report as report
 from lightning_tasks.analyses.lipschitz_report import Fit, Row
 
-PAGE = Page("smoothness")
+PAGE = Page("smoothness", "Smoothness")
 TEXTS = {"minilm-gutenberg": "Alice, every even n", "minilm-ag_news": "AG News, every even n"}
 RANDOM = {
     "bert-gutenberg": "BERT, Alice",

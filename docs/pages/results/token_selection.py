@@ -7,7 +7,7 @@ from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table, cells_of
 
-PAGE = Page("token_selection")
+PAGE = Page("token_selection", "Token selection")
 DRAWN, RELEASED = ("single", "multi", "joint"), ("released_single", "released_multi", "released_joint")
 DIFFERENCE, PLAIN, FLOAT32 = "difference form", "plain autograd", "plain autograd, float32"
 PATH = "regularisation path"

@@ -1,0 +1,110 @@
+"""All mechanisms side by side: what the tables of the page are, where the raw files are there.
+
+They are a copy of what `attnswap compare zoo/images` and `attnswap compare zoo/text` wrote (`results.csv` and
+`comparison.json`), in docs/results/zoo/images and docs/results/zoo/text.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from docs.pages.figures import Figure, curves_of
+from docs.pages.numbers import number, significant
+from docs.pages.page import Page
+from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.tables import Table, verdicts
+from lightning_tasks.compare.choice import Choice
+
+NOTHING = "no numbers yet"
+# By part: digits and scale of the score, and the metrics of the other columns with theirs.
+SCORES = {"images": ("test/top1", 1, 100.0), "text": ("test/perplexity", 2, 1.0)}
+OTHERS = {
+    "images": {
+        "corrupted, %": ("robustness/mean_corruption/accuracy", 100.0),
+        "entropy, nats": ("val/attention/entropy/mean", 1.0),
+        "largest logit": ("attention/largest_logit/mean", 1.0),
+        "Lipschitz, first layer": ("val/lipschitz/layer_00", 1.0),
+        "last layer": ("val/lipschitz/layer_03", 1.0),
+    },
+    "text": {
+        "words swapped": ("robustness/word_swap/2.5/perplexity", 1.0),
+        "entropy, nats": ("val/attention/entropy/mean", 1.0),
+        "largest logit": ("attention/largest_logit/mean", 1.0),
+        "Lipschitz, first layer": ("val/lipschitz/layer_00", 1.0),
+        "last layer": ("val/lipschitz/layer_01", 1.0),
+    },
+}
+COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
+
+PAGE = Page("zoo", summaries={part: f"zoo/{part}" for part in SCORES})
+
+
+def read(raw: Raw, part: str) -> Comparison | None:
+    """The comparison; None before it has run."""
+    there = (raw.folder / part / RESULTS).is_file()
+    return raw.comparison(part, f"zoo/{part}") if there else None
+
+
+def score(part: str, raw: Raw) -> Table:
+    """The primary endpoint, with a row for each reference."""
+    found = read(raw, part)
+    if found is None:
+        return Table(["mechanism", "score"], [[NOTHING, ""]])
+    metric, digits, scale = SCORES[part]
+    return verdicts(found, metric, {name: name for name in found.configs}, digits, scale, seeds=True)
+
+
+def described(part: str, raw: Raw) -> Table:
+    """The secondary metrics, means over seeds, and what a training step takes."""
+    found = read(raw, part)
+    heads = ["mechanism", *OTHERS[part], *COSTS]
+    if found is None:
+        return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
+    costs = {row["variant"]: row for row in raw.step_costs(f"zoo/{part}", required=False)}
+
+    def mean(config: str, metric: str, scale: float) -> str:
+        return significant(found.mean(metric, config) * scale) if found.has(metric, config) else ""
+
+    rows = [
+        [
+            config,
+            *(mean(config, *how) for how in OTHERS[part].values()),
+            *(costs.get(config, {}).get(column, "") for column in COSTS.values()),
+        ]
+        for config in found.configs
+    ]
+    return Table(heads, rows)
+
+
+def rates(part: str, raw: Raw) -> Table:
+    """What each variant's learning rates scored on the seed of the selection; the chosen one is bold."""
+    found = read(raw, part)
+    if found is None or not found.choices:
+        return Table(["mechanism", "learning rates"], [[NOTHING, ""]])
+    heads = [each.overrides[0].partition("=")[2] for each in found.choices[0].tried]
+    return Table(
+        ["mechanism", *heads], [[choice.variant, *_scores(choice, SCORES[part][2])] for choice in found.choices]
+    )
+
+
+def _scores(choice: Choice, scale: float) -> list[str]:
+    texts = [
+        "diverged" if each.diverged or math.isnan(each.score) else number(each.score * scale, 1)
+        for each in choice.tried
+    ]
+    return [f"**{text}**" if place == choice.chosen else text for place, text in enumerate(texts)]
+
+
+def curves(part: str, raw: Raw) -> Figure | None:
+    found = read(raw, part)
+    return None if found is None else curves_of(found)
+
+
+for name in SCORES:
+    PAGE.tables |= {
+        name: partial(score, name),
+        f"{name}_described": partial(described, name),
+        f"{name}_rates": partial(rates, name),
+    }
+    PAGE.figures[f"{name}/curves.png"] = partial(curves, name)
