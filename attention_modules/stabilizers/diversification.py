@@ -98,7 +98,7 @@ def _mean_cosine(mean_map: Tensor, counts: Tensor, threshold: float) -> Tensor:
     mean_row = mean_map.sum(1) / rows.unsqueeze(-1)  # [B, M]; rows that see nothing hold zeros
     limits = threshold / counts.clamp(min=1).to(mean_map.dtype)
     limit = threshold / counts.amax(1).clamp(min=1).to(mean_map.dtype)
-    mean_row = torch.where(mean_row > limit.unsqueeze(-1), mean_row, 0.0).unsqueeze(1)
-    kept = torch.where(mean_map > limits.unsqueeze(-1), mean_map, 0.0)
+    mean_row = torch.where(mean_row <= limit.unsqueeze(-1), 0.0, mean_row).unsqueeze(1)  # NaN is kept
+    kept = torch.where(mean_map <= limits.unsqueeze(-1), 0.0, mean_map)
     cosine = F.cosine_similarity(mean_row, kept, dim=-1)  # [B, N]
     return (torch.where(some, cosine, 0.0).sum(1) / rows).mean()

@@ -68,8 +68,7 @@ class SigmaReparametrization(nn.Module):
 
     def sigma(self, weight: Tensor) -> Tensor:
         """uᵀ W v, a scalar of at least float32."""
-        matrix = _matrix(weight)
-        return torch.dot(self.u.to(matrix.dtype), torch.mv(matrix, self.v.to(matrix.dtype)))
+        return _sigma(weight, self.u, self.v)
 
     @torch.no_grad()
     def step(self, weight: Tensor) -> None:
@@ -87,6 +86,13 @@ class SigmaReparametrization(nn.Module):
             return tensor.to(new.device) if new.dtype in (torch.float16, torch.bfloat16) else new
 
         return super()._apply(moved, recurse)
+
+
+def _sigma(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """uᵀ W v of unit vectors; averages of weights leave averages of these, which are shorter."""
+    matrix = _matrix(weight)
+    u, v = u.to(matrix.dtype), v.to(matrix.dtype)
+    return torch.dot(u, torch.mv(matrix, v)) / (torch.linalg.vector_norm(u) * torch.linalg.vector_norm(v))
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -261,8 +267,8 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
             continue
         weight = plain.pop(key)
         gamma, u, v = (plain.pop(f"{inner}0.{name}") for name in ("gamma", "u", "v"))
-        sigma = torch.dot(u, torch.mv(_matrix(weight), v))
-        plain[found["owner"] + found["tensor"]] = (gamma / sigma).to(weight.dtype) * weight
+        factor = gamma / _sigma(weight, u, v)
+        plain[found["owner"] + found["tensor"]] = (factor * weight.to(factor.dtype)).to(weight.dtype)
     return plain
 
 

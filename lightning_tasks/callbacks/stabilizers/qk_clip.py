@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from attention_modules import AttentionMechanism
 from attention_modules.analysis import largest_logit, logit_bound
 from attention_modules.stabilizers.clip import LogitScaler, clip_factors, clip_refusal, shared_elsewhere
 from lightning_tasks.callbacks.base import Where
@@ -73,7 +74,7 @@ class QKClip(QueryKeyObserver):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since the last step of this process
         self._joined: Tensor | None = None  # of all processes, [layers, H]
-        self._scaler: LogitScaler | None = None
+        self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
@@ -81,7 +82,7 @@ class QKClip(QueryKeyObserver):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._check(pl_module)  # again: the module may have frozen weights since
-        self._scaler = LogitScaler(self._layers, self.alpha)
+        self._scaler = None
         self._start_step()
 
     def _check(self, pl_module: pl.LightningModule) -> None:
@@ -116,18 +117,21 @@ class QKClip(QueryKeyObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._unhook()
-        if self._joined is not None and self._scaler is not None:
-            pl_module.log("qk_clip/clipped_heads", self._clip(self._scaler, self._joined))
+        if self._joined is not None:
+            pl_module.log("qk_clip/clipped_heads", self._clip(self._joined))
             self._start_step()
 
-    def _clip(self, scaler: LogitScaler, largest: Tensor) -> Tensor:
+    def _clip(self, largest: Tensor) -> Tensor:
         """Clip every layer by its heads' largest logits, ``[layers, H]``; the number of key heads that were clipped."""
         of_layers = zip(self._layers, largest, strict=True)
         factors = [
             clip_factors(of_heads[: layer.spec.num_heads], self.tau, layer.host.groups(layer.module))
             for layer, of_heads in of_layers
         ]
-        return scaler.scale(factors).sum().to(largest.dtype)
+        mechanisms = [layer.mechanism for layer in self._layers]
+        if self._scaler is None or self._scaler[0] != mechanisms:  # a swap may leave other rows
+            self._scaler = mechanisms, LogitScaler(self._layers, self.alpha)
+        return self._scaler[1].scale(factors).sum().to(largest.dtype)
 
     def _stacked(self, device: torch.device) -> Tensor:
         """``[layers, H]``, -inf where nothing was seen that could pass the limit."""

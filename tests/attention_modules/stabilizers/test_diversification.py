@@ -1,5 +1,7 @@
 """The diversification loss and its gradients against the released form."""
 
+import math
+
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_nothing_visible_and_half_precision_are_finite():
         found = diversification_loss(300 * q.bfloat16(), k.bfloat16(), is_causal=True)
     assert found.dtype == torch.float32
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(found, (q, k)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows(bad):
+    q, k = (part.detach().clone() for part in inputs(N, N))
+    q[0, 0, 2] = bad
+    assert diversification_loss(q, k).isnan()
+    assert diversification_loss(q, k, is_causal=True).isnan()
 
 
 def test_holds_no_map_of_single_heads(monkeypatch):

@@ -138,3 +138,12 @@ def test_no_map_is_held():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             row_entropy(q, k, attn_mask=given).sum().backward()
     assert largest <= 512 * 512  # the mask itself, of one head
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{"floor": 0.1}, {"target": 0.5, "max_rows": 3}], ids=["floor", "target"])
+def test_what_is_not_finite_shows(bad, options):
+    q, k = (part.detach().clone() for part in inputs(N, N))
+    q[0, 0, 2:] = bad
+    assert entropy_penalty(q, k, **options).isnan()
+    assert entropy_penalty(q, k, is_causal=True, **options).isnan()

@@ -202,6 +202,7 @@ def test_a_cast_leaves_sigma_in_single_precision(dtype, cast):
     sigma_reparametrize(other, "weight")
     other.load_state_dict(state)
     assert torch.equal(other.weight, layer.weight)
+    assert torch.equal(plain_state(state)["weight"], layer.weight)
     layer.double()
     assert {part.u.dtype, part.gamma.dtype, layer.weight.dtype} == {torch.float64}
 

@@ -99,6 +99,23 @@ def test_a_mechanism_without_query_is_clipped_by_its_keys():
         assert torch.equal(layer.in_proj_weight[DIM:], kept[DIM:])  # values
 
 
+def test_a_swap_while_it_trains_is_followed():
+    """The fused projection then has keys where its queries were."""
+
+    class Swaps(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                swap_attention(pl_module, "symmetric")
+                trainer.optimizers = [pl_module.configure_optimizers()]
+
+    module = TinyLM(lr=0.0)
+    values = [layer.in_proj_weight[2 * DIM :].detach().clone() for layer in attentions(module)]
+    trainer = fit(module, [Swaps(), QKClip(TAU)], max_steps=2)
+    assert trainer.callback_metrics["qk_clip/clipped_heads"] == 2 * HEADS
+    for layer, kept in zip(attentions(module), values, strict=True):
+        assert torch.equal(layer.in_proj_weight[DIM:], kept)
+
+
 def test_with_manual_optimization():
     found, plain = TwoOptimizers(), TwoOptimizers()
     fit(found, [QKClip(TAU)])

@@ -173,6 +173,17 @@ def test_averages_of_weights_hold_it_or_are_refused():
             fit(kind(), callbacks)
 
 
+def test_an_average_of_weights_has_the_norm_that_it_learned():
+    """The average of u and v is shorter than they are."""
+    module = TinyLM(lr=0.3)
+    fit(module, [SigmaReparam(gamma=1.0), pl.callbacks.EMAWeightAveraging(decay=0.9)], max_epochs=20)
+    found = list(reparametrizations(module))
+    assert min(part.u.norm() for _, _, part in found) < 0.9995
+    for owner, tensor, part in found:
+        norm = torch.linalg.matrix_norm(getattr(owner, tensor), 2)
+        torch.testing.assert_close(norm, part.gamma.detach(), atol=0, rtol=1e-3)
+
+
 def test_all_linear_layers():
     module = TinyLM()
     fit(module, [SigmaReparam(all_linear=True)], max_steps=1)
