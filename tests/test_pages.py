@@ -100,11 +100,23 @@ def test_a_changed_digit_names_page_table_row_and_cure(toy):
     root, page = toy
     edited(root, "| RPC | 53.5", "| RPC | 54.5")
     (found,) = command.check(root, [page])
-    for part in ("docs/results/toy.md", "table scores", "row 'RPC'", "top-1", "'54.5 ± 1.3'", "'53.5 ± 1.3'"):
+    for part in ("docs/results/toy.md", "table scores", "row 2 'RPC'", "top-1", "'54.5 ± 1.3'", "'53.5 ± 1.3'"):
         assert part in found
     assert found.endswith("run `make pages`")
     command.build(root, [page])
     assert command.check(root, [page]) == []
+
+
+def test_a_table_of_another_shape_is_named(toy):
+    root, page = toy
+    edited(root, "| RPC | 53.5 ± 1.3 |", "| RPC |")
+    assert "row 2 'RPC': the page says '| RPC |'" in command.check(root, [page])[0]
+    edited(root, "| RPC |", "")
+    assert "table scores: the page has" in command.check(root, [page])[0]
+    command.build(root, [page])
+    edited(root, "| configuration | top-1 |", "| configuration | top-5 |")
+    (found,) = command.check(root, [page])
+    assert "has the columns '| configuration | top-5 |'" in found
 
 
 def test_a_changed_number_is_named_and_a_wrapped_one_is_none(toy):
@@ -121,7 +133,7 @@ def test_a_changed_raw_file_fails_page_summary_and_figure(toy):
     root, page = toy
     write_results(root / "docs" / "results" / "toy" / "results.csv", more=0.01)
     found = "\n".join(command.check(root, [page]))
-    for part in ("table scores, row 'RPC'", "number difference", "summary.csv", "summary.md", "toy/curves.png"):
+    for part in ("table scores, row 2 'RPC'", "number difference", "summary.csv", "summary.md", "toy/curves.png"):
         assert part in found
     command.build(root, [page])
     assert command.check(root, [page]) == []
@@ -233,7 +245,7 @@ def test_the_tables_of_claims_are_made_of_those_of_the_pages(toy):
     edited(root, "| better | +2.0 |", "| better | +2.5 |")
     found = "\n".join(command.check(root, pages))
     for file in ("docs/results/toy.md", "README.md", "docs/explanations/reproduced.md"):
-        assert f"{file}: table claims, row 'better'" in found
+        assert f"{file}: table claims, row 1 'better'" in found
 
 
 def test_the_command_says_what_it_found(capsys, monkeypatch, toy):

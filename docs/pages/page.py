@@ -127,9 +127,13 @@ def differences(page: Page, raw: Raw) -> Iterator[str]:
         if len(rows[0]) != len(rows[1]):
             yield f"{place}: the page has {len(rows[0])} lines, the raw files give {len(rows[1])}; {CURE}"
             continue
-        for line, other in zip(*rows, strict=True):
+        if rows[0][0] != rows[1][0]:
+            yield f"{place}: the page has the columns {rows[0][0]!r}, the raw files give {rows[1][0]!r}; {CURE}"
+            continue
+        for row, (line, other) in enumerate(zip(*rows, strict=True), start=-1):  # the first below the heads is 1
             if line != other:
-                yield f"{place}, row {cells_of(other)[0]!r}: {_difference(line, other, rows[1][0])}; {CURE}"
+                name = next(filter(None, cells_of(other)), "")
+                yield f"{place}, row {row} {name!r}: {_difference(line, other, rows[1][0])}; {CURE}"
 
 
 def _difference(line: str, other: str, heads: str) -> str:

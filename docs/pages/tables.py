@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from docs.pages.numbers import difference, mean_std, number, significant
+from docs.pages.numbers import difference, mean_std, number
 from docs.pages.raw import Comparison
 from lightning_tasks.compare.summary import SummaryRow
 
@@ -102,29 +102,6 @@ def verdicts(
 def p_value(value: float) -> str:
     """Three digits behind the point, or that it is less."""
     return "< 0.001" if value < 0.001 else number(value, 3)
-
-
-def pursuit(comparison: Comparison, passes: int) -> Table:
-    """What the iteration of RPC-Attention and of its twin without S does in the first layer, by pass."""
-    shown = [
-        ("RPC", "rpc", "share of S that is not 0", "sparsity", 2),
-        ("", "rpc", "residual ‖K − L − S‖ / ‖K‖", "residual", 3),
-        ("", "rpc", "entropy of a row, nats", "entropy", 3),
-        ("", "rpc", "what a token gives to itself", "self_probability", 2),
-        ("without S", "rpc without S", "residual ‖K − L‖ / ‖K‖", "residual", 3),
-        ("", "rpc without S", "entropy of a row, nats", "entropy", 3),
-        ("", "rpc without S", "what a token gives to itself", "self_probability", 2),
-    ]
-    rows = [
-        [name, what, *(significant(each, digits) for each in by_pass(comparison, quantity, config, passes))]
-        for name, config, what, quantity, digits in shown
-    ]
-    return Table(["", "pass", *(str(1 + place) for place in range(passes))], rows)
-
-
-def by_pass(comparison: Comparison, quantity: str, config: str, passes: int) -> list[float]:
-    """Means over seeds of what `PursuitMonitor` logged of the first layer after training."""
-    return [comparison.mean(f"val/pursuit/{quantity}/layer_00/pass_{1 + place}", config) for place in range(passes)]
 
 
 def step_costs(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> Table:

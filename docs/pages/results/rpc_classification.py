@@ -10,7 +10,8 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, by_pass, differences, means, pursuit, step_costs
+from docs.pages.rpc import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import span, verdict
 
 PAGE = Page("rpc_classification", "CIFAR-10")
@@ -18,14 +19,6 @@ PAGE.summaries |= {
     "": "rpc/compare_classification",
     "exploratory": "rpc/compare_classification_exploratory",
     "scaled": "rpc/compare_scaled",
-}
-NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
-PAIRS = {
-    "symmetric − softmax": ("symmetric", "softmax"),
-    "RPC − softmax": ("rpc", "softmax"),
-    "RPC − RPC without S": ("rpc", "rpc without S"),
-    "RPC − symmetric": ("rpc", "symmetric"),
-    "RPC without S − symmetric": ("rpc without S", "symmetric"),
 }
 GRADIENT = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("fgsm", "pgd") for eps in (1, 4)]
 BLIND = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("square", "transfer_of_pgd") for eps in (1, 4)]

@@ -8,20 +8,12 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, by_pass, paired_verdicts, pursuit, step_costs
+from docs.pages.rpc import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling"
 PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
-NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
-PAIRS = {
-    "symmetric − softmax": ("symmetric", "softmax"),
-    "RPC − softmax": ("rpc", "softmax"),
-    "RPC without S − softmax": ("rpc without S", "softmax"),
-    "RPC − RPC without S": ("rpc", "rpc without S"),
-    "RPC − symmetric": ("rpc", "symmetric"),
-    "RPC without S − symmetric": ("rpc without S", "symmetric"),
-}
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
 ADDED = "what the swap adds, percent"

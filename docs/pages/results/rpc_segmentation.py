@@ -10,19 +10,12 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, by_pass, differences, means, pursuit, step_costs
+from docs.pages.rpc import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
 
 RECIPE = "camvid/compare_segmenter"
 PAGE = Page("rpc_segmentation", "CamVid", summaries={"": RECIPE})
-NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
-PAIRS = {
-    "symmetric − softmax": ("symmetric", "softmax"),
-    "RPC − softmax": ("rpc", "softmax"),
-    "RPC − RPC without S": ("rpc", "rpc without S"),
-    "RPC − symmetric": ("rpc", "symmetric"),
-    "RPC without S − symmetric": ("rpc without S", "symmetric"),
-}
 MIOU, MEAN = "test/miou", "robustness/mean_corruption/mIoU"
 CORRUPTIONS = {"noise": "gaussian_noise", "fog": "fog", "motion blur": "motion_blur"}
 CORRUPTED = {
@@ -160,8 +153,6 @@ def prose(raw: Raw) -> dict[str, str]:
         "twin": difference(clean["RPC − RPC without S"], 1, 100),
         "twin-detectable": number(clean["RPC − RPC without S"].detectable * 100),
         "empty-twin": number(100 * abs(twin[int(shares.argmin())])),
-        "without-clean": difference(found.row(MIOU, "rpc without S", "softmax"), 1, 100),
-        "without-corrupted": difference(found.row(MEAN, "rpc without S", "softmax"), 1, 100),
         "rare": f"{number(100 * sum(pixels[each] for each in others(raw)) / sum(pixels.values()), 0)}%",
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
         "share-most": f"{number(100 * shares[most], 0)}%",

@@ -1,0 +1,40 @@
+"""What the pages on RPC-Attention share: configurations, comparisons, and what the iteration does."""
+
+from __future__ import annotations
+
+from docs.pages.numbers import significant
+from docs.pages.raw import Comparison
+from docs.pages.tables import Table
+
+NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
+PAIRS = {
+    "symmetric − softmax": ("symmetric", "softmax"),
+    "RPC − softmax": ("rpc", "softmax"),
+    "RPC without S − softmax": ("rpc without S", "softmax"),
+    "RPC − RPC without S": ("rpc", "rpc without S"),
+    "RPC − symmetric": ("rpc", "symmetric"),
+    "RPC without S − symmetric": ("rpc without S", "symmetric"),
+}
+
+
+def pursuit(comparison: Comparison, passes: int) -> Table:
+    """What the iteration of RPC-Attention and of its twin without S does in the first layer, by pass."""
+    shown = [
+        ("RPC", "rpc", "share of S that is not 0", "sparsity", 2),
+        ("", "rpc", "residual ‖K − L − S‖ / ‖K‖", "residual", 3),
+        ("", "rpc", "entropy of a row, nats", "entropy", 3),
+        ("", "rpc", "what a token gives to itself", "self_probability", 2),
+        ("without S", "rpc without S", "residual ‖K − L‖ / ‖K‖", "residual", 3),
+        ("", "rpc without S", "entropy of a row, nats", "entropy", 3),
+        ("", "rpc without S", "what a token gives to itself", "self_probability", 2),
+    ]
+    rows = [
+        [name, what, *(significant(each, digits) for each in by_pass(comparison, quantity, config, passes))]
+        for name, config, what, quantity, digits in shown
+    ]
+    return Table(["", "pass", *(str(1 + place) for place in range(passes))], rows)
+
+
+def by_pass(comparison: Comparison, quantity: str, config: str, passes: int) -> list[float]:
+    """Means over seeds of what `PursuitMonitor` logged of the first layer after training."""
+    return [comparison.mean(f"val/pursuit/{quantity}/layer_00/pass_{1 + place}", config) for place in range(passes)]
