@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
 FINISHED = "finished"  # a cell's state
+Record = TypeVar("Record")
+_KINDS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": "True".__eq__}
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,20 @@ class Raw:
             PageError: there is no such file.
         """
         return self.once(("rows", name, folder), lambda: read_csv((folder or self.folder) / name))
+
+    def records(self, name: str, kind: type[Record]) -> list[Record]:
+        """The rows of a CSV file as dataclasses of numbers, texts and truths.
+
+        Raises:
+            PageError: there is no such file.
+        """
+        of = {field.name: _KINDS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+
+        def read() -> list[Record]:
+            return [kind(**{key: of[key](value) for key, value in row.items()}) for row in self.rows(name)]
+
+        found: list[Record] = self.once(("records", name), read)
+        return found
 
     def text(self, name: str) -> str:
         """The text of a file."""

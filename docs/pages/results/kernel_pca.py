@@ -32,15 +32,7 @@ MEASURES = NEARER_IF_LARGER | NEARER_IF_SMALLER
 
 def rows(raw: Raw, model: str) -> list[Row]:
     """Every head and sample."""
-    given = raw.rows(f"{model}/{report.TABLE}")
-    texts, numbers = ("layer", "values"), ("head", "sample")
-    return raw.once(
-        (model, "rows"),
-        lambda: [
-            Row(**{k: v if k in texts else int(v) if k in numbers else float(v) for k, v in each.items()})
-            for each in given
-        ],
-    )
+    return raw.records(f"{model}/{report.TABLE}", Row)
 
 
 def mean(raw: Raw, model: str, kind: str, measure: str) -> float:
@@ -113,7 +105,12 @@ def prose(raw: Raw) -> dict[str, str]:
         for measure in ("linear_cka", "rbf_cka")
     ]
     lower = [
-        sum(np.less(*(by_layer(raw, "cifar10_vit", kind, measure) for kind in (OWN, LINEAR))))
+        sum(
+            own < control
+            for own, control in zip(
+                by_layer(raw, "cifar10_vit", OWN, measure), by_layer(raw, "cifar10_vit", LINEAR, measure), strict=True
+            )
+        )
         for measure in ("linear_cka", "rbf_cka")
     ]
     found = gains(raw)

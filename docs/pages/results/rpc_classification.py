@@ -13,6 +13,7 @@ from docs.pages.raw import Comparison, Raw
 from docs.pages.rpc import NAMES, PAIRS, by_pass, pursuit
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import span, verdict
+from lightning_tasks.compare.summary import SummaryRow
 
 PAGE = Page("rpc_classification", "CIFAR-10")
 PAGE.summaries |= {
@@ -177,7 +178,8 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     taken = found.with_metric(TAKEN, lambda clean, left: clean - left, "robustness/clean/accuracy", CORRUPTED)
     sizes = {config: found.mean(INPUT_GRADIENT, config) for config in NAMES}
-    blind = [found.row(metric, "rpc", "softmax") for metric in BLIND]
+    blind, gradient = ([found.row(metric, "rpc", "softmax") for metric in metrics] for metrics in (BLIND, GRADIENT))
+    twins = [found.row(metric, "rpc", "rpc without S") for metric in ("test/top1", *ATTACKED.values(), CORRUPTED)]
     share = by_pass(found, "sparsity", "rpc", 4)
     entropy = by_pass(found, "entropy", "rpc", 4)
     first, extra = seed_0(raw), raw.comparison("exploratory", "rpc/compare_classification_exploratory")
@@ -207,6 +209,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "share": significant(share[-1], 1),
         "share-largest": significant(found.values("val/pursuit/sparsity/layer_00/pass_4", "rpc").max(), 2),
         "twin": difference(found.row("test/top1", "rpc", "rpc without S"), 1, 100),
+        "gradient-intervals": counted(gradient),
+        "twin-intervals": counted(twins),
         "corrected-lower": str(sum(row.verdict in ("lower", "higher") for row in attacks(found))),
         "corrected-all": str(len(attacks(found))),
         "gradients": f"{number(sizes['rpc'], 2)} against {number(sizes['softmax'], 2)}",
@@ -226,7 +230,14 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
-def attacks(found: Comparison) -> list:
+def counted(rows: list[SummaryRow]) -> str:
+    """How many intervals leave 0 out, and how many differences are lower or higher after the correction."""
+    out = sum(row.low > 0 or row.high < 0 for row in rows)
+    kept = sum(row.verdict in ("lower", "higher") for row in rows)
+    return f"{out} of {len(rows)} intervals leave 0 out, {kept} after the correction"
+
+
+def attacks(found: Comparison) -> list[SummaryRow]:
     """The rows of the summary on attacks and corruption."""
     return [row for row in found.summary if row.metric.startswith("robustness/") and row.pairs]
 

@@ -30,12 +30,7 @@ ADVERSARIAL, TEXT = "adversarial", "text"
 
 def rows(raw: Raw, folder: str) -> list[Row]:
     """Every measurement of a folder."""
-    kinds = {"layer": str, "input": str, "length": int, "sequence": int, "iterations": int, "converged": "True".__eq__}
-    given = raw.rows(f"{folder}/{report.TABLE}")
-    return raw.once(
-        (folder, "rows"),
-        lambda: [Row(**{name: kinds.get(name, float)(value) for name, value in each.items()}) for each in given],
-    )
+    return raw.records(f"{folder}/{report.TABLE}", Row)
 
 
 def of_layer(raw: Raw, folder: str, layer: int, kind: str = TEXT, least: int = 0) -> list[Row]:

@@ -217,7 +217,7 @@ def prose(raw: Raw) -> dict[str, str]:
     return {
         "single-plain": f"{len(single)} of the {len(single) + len(locals_)}",
         "single-cosines": f"{number(min(single), 2)} and {number(max(single), 2)}",
-        "local-probability": number(max(each["probability"] for each in locals_), 4),
+        "local-probability": f"{max(each['probability'] for each in locals_):.0e}".replace("e-", "e−"),
         "norms-0": f"{norm('0', 530, PLAIN)} at step 530, {norm('0', 1000, PLAIN)} at the end",
         "norms-1": f"{norm('1', 710, PLAIN)} at step 710, {norm('1', 1000, PLAIN)} at the end",
         "odd": ", ".join(odd),
