@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from attention_modules.hosts import AttentionLayer, attention_layers
 from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
-from lightning_tasks.training.limits import check_choice, check_number
+from lightning_tasks.training.limits import check_choice, check_integer, check_number
 
 
 def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -67,10 +67,12 @@ class QKWeightDecay(_QKControl):
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
+        fade_steps: number of optimizer steps over which it falls to 0, by as much in each; it stays where None.
 
     Raises:
-        ValueError: if ``weight_decay`` is no finite number, or negative; when a fit starts, if the strategy is FSDP1 or
-            DeepSpeed, no layer matches or its weights cannot be decayed alone, see :func:`qk_entries`.
+        ValueError: if ``weight_decay`` is no finite number, or negative, or ``fade_steps`` is below 1; when a fit
+            starts, if the strategy is FSDP1 or DeepSpeed, no layer matches or its weights cannot be decayed alone, see
+            :func:`qk_entries`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -84,18 +86,21 @@ class QKWeightDecay(_QKControl):
         where: Where = None,
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
+        fade_steps: int | None = None,
     ) -> None:
         super().__init__(where, layers, exclude)
         self.weight_decay = check_number("weight_decay", weight_decay, minimum=0.0)
+        self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
 
     @torch.no_grad()
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        left = 1.0 if self.fade_steps is None else max(0.0, 1 - trainer.global_step / self.fade_steps)
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, mask in self._entries:
             if id(parameter) in rates:
-                parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * mask)
+                parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * left * mask)
 
 
 class FreezeQK(_QKControl):

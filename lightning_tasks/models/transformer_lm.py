@@ -75,7 +75,7 @@ class TransformerLM(nn.Module):
         vocab_size: number of token ids, V.
         num_layers: number of layers.
         dim: width of embeddings and residual stream.
-        num_heads: attention heads; divides ``dim``.
+        num_heads: attention heads; divides ``dim``, unless ``attn_head_dim`` is given.
         mlp_dim: hidden width of the feed-forward network.
         num_tokens: longest input, T.
         dropout: on the embeddings and on each part of a layer.
@@ -87,6 +87,7 @@ class TransformerLM(nn.Module):
         attention: short name, class or callable of the mechanism.
         attention_options: its options by name.
         attention_layers: indices of the layers that get it, all where None; the others have plain softmax attention.
+        attn_head_dim: width of one head, ``dim / num_heads`` where None.
 
     Raises:
         ValueError: for a size below 1, heads that do not divide the width, an unknown choice or layer index.
@@ -109,15 +110,22 @@ class TransformerLM(nn.Module):
         attention: Mechanism = "softmax",
         attention_options: dict[str, Any] | None = None,
         attention_layers: Sequence[int] | None = None,
+        attn_head_dim: int | None = None,
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "num_layers": num_layers, "dim": dim, "num_heads": num_heads}
-        for name, size in {**sizes, "mlp_dim": mlp_dim, "num_tokens": num_tokens}.items():
+        sizes |= {
+            "mlp_dim": mlp_dim,
+            "num_tokens": num_tokens,
+            "attn_head_dim": 1 if attn_head_dim is None else attn_head_dim,
+        }
+        for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        if dim % num_heads:
+        if attn_head_dim is None and dim % num_heads:
             raise ValueError(
-                f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it"
+                f"dim={dim} is not a multiple of num_heads={num_heads}; choose a head count that divides it, or give "
+                "attn_head_dim"
             )
         if norm not in ("pre", "post"):
             raise ValueError(f"norm must be 'pre' or 'post', got {norm!r}")
@@ -143,6 +151,7 @@ class TransformerLM(nn.Module):
                     mechanism_options=attention_options if index in chosen else None,
                     qkv_bias=True,
                     attn_drop=attn_dropout,
+                    attn_head_dim=attn_head_dim,
                     num_tokens=num_tokens,
                     is_causal=True,
                     layer_index=index,

@@ -309,21 +309,29 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     content["base"] = twin(content["base"], own_folder)
     added = content.get("settings", {}).get("trainer.callbacks+", [])
-    content["settings"] = {"trainer.callbacks+": added} if added else {}  # the twin has sizes of its own
+    content["settings"] = {  # the twin has sizes of its own
+        key: value for key, value in content.get("settings", {}).items() if re.search(r"callbacks\+|attention", key)
+    }
     for callback in added if isinstance(added, list) else [added]:
         if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test
             callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
     if name in SEARCHED:
+        first, *others = content["variants"]
+        ((key, values),) = content["grid"].items()
+        searched = (
+            {name: each[:2] for name, each in values.items()} if isinstance(values, dict) else {first: values[:2]}
+        )
         if not whole:
-            content["variants"] = {key: content["variants"][key] for key in ("softmax", "rpc")}
+            other = "rpc" if "rpc" in others else next(iter(searched))
+            content["variants"] = {key: content["variants"][key] for key in (first, other)}
             del content["references"]
-        content["grid"] = {key: {"softmax": values[:2]} for key, values in content["grid"].items()}
+        content["grid"] = {key: {name: each for name, each in searched.items() if name in content["variants"]}}
     tiny = own_folder / "tiny.yaml"
     tiny.write_text(yaml.safe_dump(content, sort_keys=False))
     main(["compare", str(tiny), "--seeds", "0", "--output", "out"])
     printed, errors = capsys.readouterr()
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
-    left_out = "pgd|square|corruption|gaussian_noise|fog|motion_blur|layer_03"
+    left_out = "pgd|spsa|square|corruption|gaussian_noise|fog|motion_blur|layer_03"
     assert all(re.search(left_out, metric) for metric in never_logged), never_logged
     assert all(f"| {variant} | 1 |" in printed for variant in content["variants"])
     other = [line for line in printed.partition("Not paired:")[2].splitlines() if line]

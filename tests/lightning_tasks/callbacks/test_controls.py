@@ -86,6 +86,26 @@ def test_decay_is_that_of_adamw_on_query_and_key_rows_alone(tmp_path):
         assert torch.equal(one[rows], other[rows]), name
 
 
+def test_a_decay_that_fades_is_that_of_smaller_and_smaller_decays(tmp_path):
+    """Where the loss is zero, only the decay moves the weights."""
+
+    class Zero(LanguageModelingTask):
+        def training_step(self, batch, batch_idx):
+            return 0 * super().training_step(batch, batch_idx)
+
+    def run(*callbacks):
+        torch.manual_seed(1)
+        optimizer = {"class_path": "SGD", "init_args": {"lr": 0.1}}
+        module = Zero(SMALL, optimizer=optimizer, vocab_size=VOCAB)
+        trainer(tmp_path, max_steps=6, max_epochs=-1, callbacks=list(callbacks), limit_val_batches=0).fit(
+            module, RandomText()
+        )
+        return qkv(module)[: 2 * DIM]
+
+    factor = torch.tensor([1 - 0.1 * 0.3 * (1 - step / 4) for step in range(4)]).prod()
+    torch.testing.assert_close(run(QKWeightDecay(0.3, fade_steps=4)), run() * factor)
+
+
 def test_no_decay_changes_nothing(tmp_path):
     first, second = fit(tmp_path, QKWeightDecay(0.0), steps=3), fit(tmp_path, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
@@ -112,6 +132,11 @@ def test_frozen_already_is_an_error():
     module.model.layers[0].attn.qkv.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"model.layers.0.attn.*do not require gradients"):
         qk_entries(attention_layers(module))
+
+
+def test_fading_over_no_steps_is_an_error():
+    with pytest.raises(ValueError, match="fade_steps must be an integer of at least 1, got 0"):
+        QKWeightDecay(0.1, fade_steps=0)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan"), "1", None, True])

@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "LogitMonitor": CHOICE,
     "PursuitMonitor": CHOICE,
     "QKClip": CHOICE,
-    "QKWeightDecay": {"weight_decay": 0.1, **CHOICE},
+    "QKWeightDecay": {"weight_decay": 0.1, "fade_steps": 10, **CHOICE},
     "RobustnessEvaluation": {
         "attacks": ["fgsm", {"name": "pgd", "steps": 3}],
         "eps": ["1/255", 0.01],

@@ -122,3 +122,16 @@ def test_bad_arguments(options, text):
 def test_bad_tokens(shape):
     with pytest.raises(ValueError, match=rf"N of at most 12, got \{list(shape)}"):
         small()(torch.zeros(shape, dtype=torch.long))
+
+
+def test_narrow_heads_have_fewer_parameters_and_need_not_divide_the_width():
+    wide, narrow = (TransformerLM(11, dim=16, num_heads=4, attn_head_dim=width) for width in (None, 3))
+    count = [sum(each.numel() for each in model.layers[0].attn.parameters()) for model in (wide, narrow)]
+    assert count == [4 * 16 * 16 + 4 * 16, 4 * 16 * 12 + 3 * 12 + 16]
+    assert TransformerLM(11, dim=10, num_heads=3, attn_head_dim=4)(torch.zeros(1, 5, dtype=torch.int64)).shape == (
+        1,
+        5,
+        11,
+    )
+    with pytest.raises(ValueError, match="attn_head_dim must be at least 1, got 0"):
+        TransformerLM(11, attn_head_dim=0)
