@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import json
@@ -36,10 +35,10 @@ class Figure:
 
     @property
     def digest(self) -> str:
-        """Changes with the data, to eight digits, and with the code that draws, but not with its comments."""
+        """Changes with the data, to eight digits, and with the code that draws, but not with its lines of comments."""
         data = json.dumps(_rounded(self.data), sort_keys=True)
-        code = ast.unparse(ast.parse(inspect.getsource(self.code)))
-        return hashlib.sha256(f"{data}\n{code}".encode()).hexdigest()[:16]
+        code = [line for line in inspect.getsource(self.code).splitlines() if not line.lstrip().startswith("#")]
+        return hashlib.sha256("\n".join([data, *code]).encode()).hexdigest()[:16]
 
 
 def _rounded(data: Any) -> Any:
