@@ -1,6 +1,6 @@
 """Runs that are killed at a random moment and resumed by `--ckpt_path last` end as one that was not.
 
-python -m tests.reliability.kill_trials [--kind language|images|masks] [--trials 20] [--seed 0]
+python -m tests.reliability.kill_trials [--kind language|stabilizers|images|masks] [--trials 20] [--seed 0]
 
 Weights, the optimizer's state and all that a run logs after its checkpoint are compared bitwise; a validation that was
 due at the checkpoint's step, which a resumed run leaves out, is printed. Runs are forked from a process that has
@@ -30,6 +30,17 @@ CHECKPOINTS = {
     "init_args": {"every_n_train_steps": 1, "save_last": True, "save_top_k": 1},
 }
 SWAP = {"class_path": "lightning_tasks.callbacks.SwapAttention", "init_args": {"mechanism": "rpc", "layers": [0]}}
+OF_FIRST, OF_SECOND = {"layers": [0]}, {"layers": [1]}
+STABILIZERS = [
+    {"class_path": f"lightning_tasks.callbacks.{name}", "init_args": options}
+    for name, options in {
+        "SigmaReparam": OF_SECOND,
+        "QKClip": {"tau": 0.05, **OF_FIRST},
+        "EntropyRegularizer": {"weight": 1.0, "floor": 0.95},
+        "AttentionDiversification": {"weight": 1.0, "threshold": 1.0},
+        "LogitMonitor": {"every_n_steps": 1},
+    }.items()
+]
 COMMON = [
     "--trainer.max_epochs=-1",
     "--trainer.max_steps=14",
@@ -45,6 +56,13 @@ KINDS = {
             "--model.model.init_args.dropout=0.2",
             "--trainer.limit_train_batches=5",
             f"--trainer.callbacks={json.dumps([SWAP, CHECKPOINTS])}",
+        ],
+    ),
+    "stabilizers": (
+        "quickstart/language_modeling",
+        [
+            "--trainer.limit_train_batches=5",
+            f"--trainer.callbacks={json.dumps([*STABILIZERS, CHECKPOINTS])}",
         ],
     ),
     "images": (
