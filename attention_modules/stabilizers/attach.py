@@ -32,6 +32,10 @@ class _Attached(torch.autograd.Function):
         added = torch.autograd.grad(penalty, parts, create_graph=again, materialize_grads=True)
         return None, *(grad + more for grad, more in zip(grads, added, strict=True))
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
 
 def attach_penalty(penalty: Callable[..., Tensor | None], *parts: Tensor) -> tuple[Tensor, ...]:
     """The same numbers, whose backward pass also adds the gradient of a penalty of them.

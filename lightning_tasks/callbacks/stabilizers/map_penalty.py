@@ -45,6 +45,8 @@ class MapPenalty(QueryKeyObserver):
         self._values: list[Tensor] = []  # of the penalties that entered
         self._passed = False  # whether a backward pass of others went through
         self._backward_passes = 0  # of Lightning's
+        self._with: set[int] = set()  # layers whose queries or keys have taken a gradient in this fit
+        self._without: set[int] = set()  # and those that were called without, since the last backward pass
 
     @abstractmethod
     def _penalty(self, query: Tensor, key: Tensor, given: dict[str, Any]) -> Tensor:
@@ -53,6 +55,11 @@ class MapPenalty(QueryKeyObserver):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if own := layers_with_own_logits(self._chosen(pl_module)):
             raise ValueError(f"{type(self).__name__} is of softmax(q kᵀ), which is not the map of {own}; exclude= them")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._with.clear()
+        self._without.clear()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -64,6 +71,15 @@ class MapPenalty(QueryKeyObserver):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         super().on_before_backward(trainer, pl_module, loss)
         self._backward_passes += 1
+        if idle := self._without - self._with:
+            text = (
+                f"{type(self).__name__}: neither queries nor keys of {self._layers[min(idle)].name!r} take a gradient, "
+                "so the penalty would change nothing; train its weights, or name the layer in exclude="
+            )
+            if pl_module.automatic_optimization:
+                raise ValueError(text)
+            rank_zero_warn(text)  # another optimizer's turn may train it
+        self._without.clear()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,10 +102,9 @@ class MapPenalty(QueryKeyObserver):
         if not torch.is_grad_enabled() or not len(query):
             return None
         if not (query.requires_grad or key.requires_grad):
-            raise ValueError(
-                f"{type(self).__name__}: neither queries nor keys of {self._layers[index].name!r} take a gradient, so "
-                "the penalty would change nothing; train its weights, or name the layer in exclude="
-            )
+            self._without.add(index)
+            return None
+        self._with.add(index)
         args, kwargs = call
         if given["attn_mask"] is not None:
             given = {**given, "attn_mask": given["attn_mask"].detach()}

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,18 @@ class GradientsOfFunctions(Probed):
         gradient = by_sample(x.detach()).detach()
         self.forget()
         return loss_of(x) + (x * gradient).sum()
+
+
+class ForwardMode(Probed):
+    """Directional derivatives in forward mode, one where queries and keys take no gradient and one where they do."""
+
+    def step(self, x, loss_of):
+        with forward_ad.dual_level():
+            along = forward_ad.unpack_dual(loss_of(forward_ad.make_dual(x.detach(), torch.ones_like(x)))).tangent
+        self.probe = torch.func.jvp(loss_of, (x.detach(),), (torch.ones_like(x),))[1].detach()
+        assert torch.allclose(along, self.probe)
+        self.forget()
+        return loss_of(x + self.probe)
 
 
 class FastGradientSign(Probed):
@@ -115,6 +128,7 @@ STEPS = [
     Probed,
     GradientPenalty,
     GradientsOfFunctions,
+    ForwardMode,
     FastGradientSign,
     TwoForwards,
     Evaluates,
@@ -182,3 +196,22 @@ def test_a_backward_pass_around_lightning_is_warned_of():
         warnings.filterwarnings("error", message=".*manual_backward")
         fit(TwoOptimizers(), [entropy()], max_steps=1)
         fit(TinyLM(), [entropy()], max_steps=1)
+
+
+def test_a_layer_that_another_optimizer_trains_is_no_error():
+    """The first layer takes no gradient in the turn of the second, which comes first."""
+
+    class Alternates(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            for optimizer in (second, first):
+                self.toggle_optimizer(optimizer)
+                self.net["embed"].weight.requires_grad_(False)
+                optimizer.zero_grad()
+                self.manual_backward(TinyLM.training_step(self, batch, batch_idx))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    with pytest.warns(UserWarning, match=r"layers\.0\.self_attn' take a gradient.*exclude="):
+        trainer = fit(Alternates(), [entropy()], max_steps=2)
+    assert trainer.callback_metrics["entropy_regularizer/penalty"] > 0
