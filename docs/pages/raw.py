@@ -22,6 +22,7 @@ from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
 FINISHED = "finished"  # a cell's state
+Kept = TypeVar("Kept")
 Record = TypeVar("Record")
 _KINDS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": "True".__eq__}
 
@@ -174,8 +175,7 @@ class Raw:
         def read() -> list[Record]:
             return [kind(**{key: of[key](value) for key, value in row.items()}) for row in self.rows(name)]
 
-        found: list[Record] = self.once(("records", name), read)
-        return found
+        return self.once(("records", name), read)
 
     def text(self, name: str) -> str:
         """The text of a file."""
@@ -186,7 +186,7 @@ class Raw:
         folder, name = self.root / "benchmarks" / "results", f"training_step_{recipe.replace('/', '_')}.csv"
         return self.rows(name, folder) if required or (folder / name).is_file() else []
 
-    def once(self, key: Any, read: Callable[[], Any]) -> Any:
+    def once(self, key: object, read: Callable[[], Kept]) -> Kept:
         """What `read` returns, at the first call with a key."""
         if key not in self._read:
             self._read[key] = read()
@@ -221,14 +221,20 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         configs = list(dict.fromkeys(row["config"] for row in rows))
         said = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
         return Comparison(rows, *said, configs)
-    asked = json_of(folder / COMPARISON)
-    choices = [
-        Choice(**{**each, "tried": [Tried(**tried) for tried in each["tried"]]}) for each in asked.get("choices", [])
-    ]
-    logged = {row["config"] for row in rows}
-    configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
-    endpoints = Endpoints(asked.get("primary", ""), asked.get("margins", {}))
-    return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"])
+    try:
+        asked = json_of(folder / COMPARISON)
+        choices = [_choice(each) for each in asked.get("choices", [])]
+        logged = {row["config"] for row in rows}
+        configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
+        endpoints = Endpoints(asked.get("primary", ""), asked.get("margins", {}))
+        return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _choice(given: Mapping[str, Any]) -> Choice:
+    tried = [Tried(each["overrides"], each["score"], each["diverged"]) for each in given["tried"]]
+    return Choice(given["variant"], given["metric"], given["mode"], given["seeds"], tried, given["chosen"])
 
 
 def json_of(path: Path) -> Any:

@@ -21,8 +21,12 @@ ADDED = "what the swap adds, percent"
 
 def read(raw: Raw) -> Comparison:
     """The comparison, with what swapping words adds to the perplexity."""
-    found = raw.comparison("", RECIPE)
-    return found.with_metric(ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED)
+    return raw.once(
+        "with what is added",
+        lambda: raw.comparison("", RECIPE).with_metric(
+            ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED
+        ),
+    )
 
 
 def steps(raw: Raw) -> list[int]:
