@@ -209,7 +209,8 @@ def test_what_a_claim_is_worth_follows_from_the_verdicts():
     lower, weak, open_, too_few = row(), row(corrected=0.2), row(p=0.3, corrected=0.9), row(pairs=3)
     assert verdict("lower", lower) == "holds here (lower)"
     assert verdict("higher", lower) == "does not hold here (lower)"
-    assert verdict("lower", row(detectable=3.0)) == "holds here (lower, but budget too small)"
+    assert verdict("lower", row(detectable=3.0)) == "not shown here (lower, but budget too small)"
+    assert verdict("higher", row(difference=0.0, low=0.0, high=0.0)) == "does not hold here (equal)"
     assert verdict("lower", weak) == "not shown here (lower, not after correction)"
     assert verdict("higher", weak, open_) == "not shown here (lower, not after correction or budget too small)"
     assert verdict("lower", lower, open_) == "not shown here (lower or budget too small)"
@@ -290,3 +291,6 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
     assert "- rpc seed 3: initial weights differ from those of softmax" in written
     assert (folder / "curves.png").is_file()
+    (folder / "comparison.json").write_text('{"metrics": []}')
+    (found,) = command.check(tmp_path, [zoo.PAGE])
+    assert "images/comparison.json is damaged (KeyError: 'variants')" in found

@@ -13,8 +13,8 @@ OPPOSITE = {"lower": "higher", "higher": "lower"}
 def verdict(claimed: str, *rows: SummaryRow) -> str:
     """Whether a difference is as was claimed ("lower" or "higher"), by the verdicts of `rows` on it.
 
-    It holds where all of them say so, and it does not where all say the opposite or that the two are equivalent. All
-    else shows nothing, and the verdicts say why.
+    It holds where all of them say just that, and it does not where all say the opposite, or that the two are equivalent
+    or equal. All else shows nothing, and the verdicts say why.
 
     Raises:
         PageError: a row has no verdict.
@@ -22,11 +22,13 @@ def verdict(claimed: str, *rows: SummaryRow) -> str:
     found = list(dict.fromkeys(row.verdict for row in rows))
     if "" in found or not found:
         raise PageError("a claim has a row without a verdict: nothing is paired")
-    said = " or ".join(found)
-    if all(each.split(",")[0] == claimed and "not after" not in each for each in found):
-        return f"holds here ({said})"
-    against = {OPPOSITE[claimed], f"{OPPOSITE[claimed]}, but budget too small", "equivalent", "equal"}
-    return f"{'does not hold here' if set(found) <= against else 'not shown here'} ({said})"
+    if found == [claimed]:
+        worth = "holds here"
+    elif {*found} <= {OPPOSITE[claimed], "equivalent", "equal"}:
+        worth = "does not hold here"
+    else:
+        worth = "not shown here"
+    return f"{worth} ({' or '.join(found)})"
 
 
 def span(rows: Sequence[SummaryRow]) -> tuple[float, float]:
