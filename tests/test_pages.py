@@ -1,6 +1,7 @@
 """`make pages` and `make pages-check`: what differs from the raw files is found and named, and made anew."""
 
 import csv
+import json
 import shutil
 from pathlib import Path
 
@@ -291,6 +292,10 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
     assert "- rpc seed 3: initial weights differ from those of softmax" in written
     assert (folder / "curves.png").is_file()
+    earlier = json.loads((folder / "comparison.json").read_text())
+    del earlier["primary"], earlier["margins"]
+    (folder / "comparison.json").write_text(json.dumps(earlier))
+    assert command.check(tmp_path, [zoo.PAGE]) == [], "the recipe names the primary endpoint"
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
