@@ -226,10 +226,9 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         choices = [_choice(each) for each in asked.get("choices", [])]
         logged = {row["config"] for row in rows}
         configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
-        if "primary" in asked:
-            endpoints = Endpoints(asked["primary"], asked["margins"])
-        else:  # written before there were endpoints: what the recipe said counts
-            endpoints = summary_endpoints([recipe])
+        # One written before there were endpoints: what the recipe says counts.
+        stated = "primary" in asked
+        endpoints = Endpoints(asked["primary"], asked["margins"]) if stated else summary_endpoints([recipe])
         return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"])
     except (KeyError, TypeError, ValueError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
