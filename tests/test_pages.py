@@ -151,11 +151,14 @@ def test_a_summary_that_was_edited_fails_but_not_its_last_digits(toy):
     assert "summary.csv, line 3" in command.check(root, [page])[0]
 
 
-def test_a_missing_raw_file_or_figure_is_named(toy):
+def test_a_missing_or_damaged_raw_file_or_figure_is_named(toy):
     root, page = toy
     folder = root / "docs" / "results" / "toy"
     (folder / "curves.png").unlink()
     assert "toy/curves.png" in command.check(root, [page])[0]
+    text = (folder / "results.csv").read_text()
+    (folder / "results.csv").write_text(text.replace("0.52", "much", 1))
+    assert "toy.md: table scores cannot be made of the raw files (ValueError" in command.check(root, [page])[0]
     (folder / "results.csv").unlink()
     assert "results.csv is missing" in command.check(root, [page])[0]
 

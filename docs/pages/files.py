@@ -8,6 +8,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from docs.pages.figures import DIGESTS, Figure
@@ -24,13 +25,19 @@ def made_texts(page: Page, raw: Raw) -> Iterator[tuple[Path, str]]:
     for place, recipe in page.summaries.items():
         if not (raw.folder / place).is_dir():
             continue  # a comparison that is still to come; a table that needs it says so
-        comparison = raw.comparison(place, recipe)
-        with tempfile.TemporaryDirectory() as folder:
-            write_summary(comparison.summary, comparison.remarks, Path(folder))
-            for name in SUMMARIES:
-                yield raw.folder / place / name, (Path(folder) / name).read_bytes().decode()
+        texts = page.made(f"the summary of {recipe}", partial(_summary, place, recipe), raw)
+        for name, text in texts.items():
+            yield raw.folder / place / name, text
     for name, make in page.texts.items():
-        yield raw.folder / name, make(raw)
+        yield raw.folder / name, page.made(name, make, raw)
+
+
+def _summary(place: str, recipe: str, raw: Raw) -> dict[str, str]:
+    """The files that `attnswap compare` writes of a summary, by name."""
+    comparison = raw.comparison(place, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        write_summary(comparison.summary, comparison.remarks, Path(folder))
+        return {name: (Path(folder) / name).read_bytes().decode() for name in SUMMARIES}
 
 
 def old_texts(page: Page, raw: Raw) -> Iterator[tuple[Path, str]]:
@@ -60,7 +67,7 @@ def _same_cell(one: str, other: str) -> bool:
 def old_figures(page: Page, raw: Raw) -> dict[str, Figure]:
     """The figures that were not drawn of today's raw files by today's code."""
     kept = json_of(raw.folder / DIGESTS) or {}
-    made = {name: figure for name, make in page.figures.items() if (figure := make(raw)) is not None}
+    made = {name: figure for name, make in page.figures.items() if (figure := page.made(name, make, raw)) is not None}
     return {
         name: each for name, each in made.items() if kept.get(name) != each.digest or not (raw.folder / name).is_file()
     }

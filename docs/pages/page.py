@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure
@@ -13,6 +14,7 @@ from docs.pages.regions import filled, read_regions
 from docs.pages.tables import Table, cells_of
 
 CURE = "run `make pages`"
+Made = TypeVar("Made")
 Drawn = Callable[[Raw], Figure | None]  # None where there is nothing to draw yet
 
 
@@ -43,7 +45,6 @@ class Page:
     file: str = ""
     tables: dict[str, Callable[[Raw], Table]] = field(default_factory=dict)
     phrases: list[Callable[[Raw], Mapping[str, str]]] = field(default_factory=list)
-    claims_of: Callable[[Raw], Sequence[Claim]] | None = None
     figures: dict[str, Drawn] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
     texts: dict[str, Callable[[Raw], str]] = field(default_factory=dict)
@@ -67,7 +68,6 @@ class Page:
 
     def claims(self, make: Callable[[Raw], Sequence[Claim]]) -> Callable[[Raw], Sequence[Claim]]:
         """The claims, of which the page has a table too."""
-        self.claims_of = make
         self.tables["claims"] = lambda raw: claims_table(make(raw))
         return make
 
@@ -82,10 +82,23 @@ class Page:
 
     def contents(self, raw: Raw) -> dict[tuple[str, str], str]:
         """What is to stand in each region."""
-        found = {("table", name): str(make(raw)) for name, make in self.tables.items()}
+        found = {("table", name): str(self.made(f"table {name}", make, raw)) for name, make in self.tables.items()}
         for make in self.phrases:
-            found |= {("number", name): text for name, text in make(raw).items()}
+            texts = self.made(f"the numbers of {make.__name__}", make, raw)
+            found |= {("number", name): text for name, text in texts.items()}
         return found
+
+    def made(self, what: str, make: Callable[[Raw], Made], raw: Raw) -> Made:
+        """What `make` returns.
+
+        Raises:
+            PageError: the raw files hold something else than it reads.
+        """
+        try:
+            return make(raw)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            text = f"{type(error).__name__}: {error}"
+            raise PageError(f"{self.file}: {what} cannot be made of the raw files ({text})") from error
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
