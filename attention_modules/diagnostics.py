@@ -42,8 +42,8 @@ def rpc_diagnostics(
         entries of S; ``"residual"``, ‖k - L - S‖/‖k‖ (0 for zero keys); ``"entropy"`` of a row of attention,
         nats; ``"self_probability"``, what a row gives to itself. Of all passes together, ``[B, H]``:
         ``"mean_abs_key"``, the mean absolute value of k over the keys that a row sees; ``"threshold"``, t, above
-        which an entry goes into S (inf where lam is inf, or all keys are 0). All but the first two are means over the rows that
-        see something.
+        which an entry goes into S (inf where lam is inf, or all keys are 0). All but the first two are means over
+        the rows that see something.
 
     Raises:
         TypeError, ValueError: as :func:`attention_modules.rpc_attention`.
