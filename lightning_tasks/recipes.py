@@ -27,6 +27,7 @@ COMPARISON_KEYS = {
     "variants",
     "settings",
     "test",
+    "checkpoints",
     "metrics",
     "references",
     "primary",

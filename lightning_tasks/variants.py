@@ -128,19 +128,20 @@ def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:
 
 def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[Variant]:
     variants, settings, test = content["variants"], content.get("settings", {}), content.get("test", False)
-    metrics = content.get("metrics", [])
+    metrics, checkpoints = content.get("metrics", []), content.get("checkpoints", True)
     if (
         not {"base", "variants"} <= set(content) <= COMPARISON_KEYS
         or not (isinstance(variants, dict) and variants and isinstance(settings, dict))
         or not all(value is None or isinstance(value, dict) for value in variants.values())
         or not isinstance(test, bool)
+        or not isinstance(checkpoints, bool)
         or not (isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics))
     ):
         raise UsageError(
             f"{path}: a comparison has the keys `base` and `variants: {{name: {{setting: value}}}}`, and may have "
             "`settings: {setting: value}` for all variants, `test: true` to test each model after its fit, "
-            "`metrics: [name]`, of which `primary: name` is one, `margins: {name: number}`, "
-            "`references: {name: [name]}`, and `grid: {setting: [value]}` with `select`"
+            "`checkpoints: false` to keep none, `metrics: [name]`, of which `primary: name` is one, "
+            "`margins: {name: number}`, `references: {name: [name]}`, and `grid: {setting: [value]}` with `select`"
         )
     check_endpoints(path, content.get("primary", ""), content.get("margins", {}), metrics)
     check_references(path, content.get("references", {}), [str(key) for key in variants])

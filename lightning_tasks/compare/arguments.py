@@ -15,6 +15,7 @@ a comparison file:
   settings: {KEY: VALUE}                    for all variants
   references: {NAME: [OTHER, ...]}          differences of NAME to each OTHER too, beside those to the first variant
   test: true                                test each model after its fit
+  checkpoints: false                        keep no checkpoint; else each cell keeps last.ckpt, of the end of its fit
   metrics: [METRIC]                         of the summary
   primary: METRIC                           the one that decides; the p-values of all others are corrected together
   margins: {METRIC: NUMBER}                 differences below which two variants count as equivalent
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
     )
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
+    arguments.add_argument("--no_checkpoints", action="store_true", help="keep no checkpoint of any cell")
     arguments.add_argument(
         "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
     )

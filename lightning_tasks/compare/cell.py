@@ -23,6 +23,7 @@ from lightning_tasks.runs.log import read_metrics
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
 
 RESULT = "result.json"
+CHECKPOINT = "last.ckpt"
 _NEEDED = ("fingerprint", "initial_weights", "training_data", "rows")
 _MOST_BYTES = 200  # of the 255 that file systems take
 
@@ -31,7 +32,8 @@ _MOST_BYTES = 200  # of the 255 that file systems take
 class Cell:
     """A configuration (file and command-line overrides) with a seed; its files are under `output`/`place`.
 
-    With `test` the fitted model is tested too, and what the test logs belongs to the result.
+    With `test` the fitted model is tested too, and what the test logs belongs to the result; with `keep` the state at
+    the end of the fit is kept, which is no setting: a result is the same with it and without.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Cell:
     test: bool = False
     comparison: str = ""
     place: str = "cells"
+    keep: bool = False
 
     @property
     def label(self) -> str:
@@ -57,6 +60,11 @@ class Cell:
     def log(self) -> Path:
         """What the cell's run printed."""
         return self.folder / "log.txt"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The state at the end of its fit, where that was kept."""
+        return self.folder / CHECKPOINT
 
     @property
     def arguments(self) -> list[str]:
@@ -158,6 +166,8 @@ def run_cell(cell: Cell) -> None:
             stopped = str(error)
             print(stopped, file=sys.stderr)
         else:
+            if cell.keep:
+                cli.trainer.save_checkpoint(cell.checkpoint)
             if cell.test:
                 cli.trainer.test(cli.model, datamodule=cli.datamodule)
     if pairing.folder is None:

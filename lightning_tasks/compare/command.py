@@ -15,6 +15,7 @@ from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import Choice
 from lightning_tasks.compare.plan import (
     check_cells,
+    keeps_checkpoints,
     parse_seeds,
     plan_cells,
     summary_endpoints,
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> None:
         summary_references(options.configs),
         summary_endpoints(options.configs),
         read_select(options.configs, seeds),
+        keeps_checkpoints(options.configs) and not options.no_checkpoints,
     )
     check_cells(cell for cell in (*comparison.selection, *comparison.ready) if not cell.is_finished())
     make_output_folder(options.output)
@@ -76,6 +78,7 @@ class Comparison:
     references: Mapping[str, Sequence[str]]
     endpoints: Endpoints
     select: Select | None
+    keep: bool
 
     @property
     def selection(self) -> list[Cell]:
@@ -90,7 +93,8 @@ class Comparison:
     @property
     def cells(self) -> list[Cell]:
         """The cells of the table."""
-        return plan_cells(chosen(self.variants, self.choices), self.seeds, self.output, self.extra, self.name)
+        variants = chosen(self.variants, self.choices)
+        return plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
 
     @property
     def ready(self) -> list[Cell]:

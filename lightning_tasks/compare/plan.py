@@ -69,6 +69,11 @@ def summary_endpoints(names: Sequence[str]) -> Endpoints:
     return Endpoints("".join(primary), {name: min(each) for name, each in margins.items()})
 
 
+def keeps_checkpoints(names: Sequence[str]) -> bool:
+    """Whether cells keep their last checkpoint: they do, unless a comparison file says `checkpoints: false`."""
+    return all(read_settings(find_file(name)[0]).get("checkpoints", True) for name in names)
+
+
 def summary_metrics(names: Sequence[str]) -> list[str]:
     """The metrics that comparison files ask for, or those of the language models where none does."""
     asked = [metric for name in names for metric in read_settings(find_file(name)[0]).get("metrics", ())]
@@ -76,7 +81,12 @@ def summary_metrics(names: Sequence[str]) -> list[str]:
 
 
 def plan_cells(
-    variants: Sequence[Variant], seeds: Sequence[int], output: Path, extra: Sequence[str] = (), comparison: str = ""
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    output: Path,
+    extra: Sequence[str] = (),
+    comparison: str = "",
+    keep: bool = False,
 ) -> list[Cell]:
     """Every cell of the comparison of that name, seed by seed, so that an interrupted run leaves complete pairs.
 
@@ -84,7 +94,10 @@ def plan_cells(
         UsageError: two configurations have one name, or names of one folder.
     """
     cells = [
-        Cell(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test, comparison)
+        Cell(
+            *(variant.name, variant.config, (*variant.overrides, *extra), seed, str(output), variant.test, comparison),
+            keep=keep,
+        )
         for seed in seeds
         for variant in variants
     ]

@@ -49,6 +49,7 @@ class CellRecord:
         seconds: time of its run.
         initial_weights, training_data: digests, equal in the cells that make a pair.
         diverged: why its run counts as diverged; "" where it does not.
+        checkpoint: of the end of its fit, a path in the folder of the comparison; "" where none was kept.
     """
 
     variant: str
@@ -59,6 +60,7 @@ class CellRecord:
     initial_weights: str = ""
     training_data: str = ""
     diverged: str = ""
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def _variant(given: Any) -> VariantRecord:
 
 def _cell(given: Any) -> CellRecord:
     texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
+    texts["checkpoint"] = _text(given.get("checkpoint", ""))
     return CellRecord(**texts, seed=_seed(given["seed"]), seconds=float(_of(given["seconds"], float, int)))
 
 
@@ -237,6 +240,7 @@ def _cell_record(cell: Cell, failed: bool) -> CellRecord:
         seconds=float(result.get("seconds", 0.0)),
         **{key: result[key] for key in _DIGESTS},
         diverged=diverged_cells(rows).get((cell.name, cell.seed), ""),
+        checkpoint=str(cell.checkpoint.relative_to(cell.output)) if cell.checkpoint.is_file() else "",
     )
 
 

@@ -56,6 +56,16 @@ class FreezeAll(Callback):
             parameter.requires_grad_("attn" not in name)
 
 
+class KeepTested(Callback):
+    """Writes the weights that the test uses into `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "tested.pt"
+
+    def on_test_start(self, trainer, pl_module):
+        torch.save(pl_module.state_dict(), self.path)
+
+
 class Hold(Callback):
     """Says in `folder` that a fit began (a file `held_` and the seed), and holds it until a file `release` is there."""
 

@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_tasks.compare.cell import RESULT, last_error, run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import unpaired_seeds
-from lightning_tasks.variants import Variant, read_variants
+from lightning_tasks.variants import Variant, override_arguments, read_variants
+from tests.lightning_tasks.demo import DemoModule
 
 
 def test_a_finished_cell_has_one_whole_result(cells):
@@ -27,6 +29,24 @@ def test_a_cell_can_test_what_it_fitted(cells):
     assert not tested.is_finished()
     run_cell(tested)
     assert "test/loss" in {row["metric"] for row in tested.result()["rows"]}
+
+
+def test_a_kept_checkpoint_has_the_weights_that_were_tested_and_changes_no_number(demo, tmp_path):
+    keep_tested = {"class_path": "tests.lightning_tasks.demo.KeepTested", "init_args": {"folder": str(tmp_path)}}
+    variant = Variant("plain", str(demo), override_arguments({"trainer.callbacks+": keep_tested}), test=True)
+    (plain,) = plan_cells([variant], [0], tmp_path / "out")
+    run_cell(plain)
+    rows = plain.result()["rows"]
+    assert not plain.checkpoint.exists()
+    kept = replace(plain, keep=True)
+    assert kept.is_finished()  # whether it is kept is no setting
+    run_cell(kept)
+    assert kept.result()["rows"] == rows
+    found, tested = (torch.load(path, weights_only=True) for path in (kept.checkpoint, tmp_path / "tested.pt"))
+    assert found["global_step"] == 2
+    assert all(torch.equal(value, tested[name]) for name, value in found["state_dict"].items())
+    module = DemoModule.load_from_checkpoint(kept.checkpoint)
+    assert torch.equal(module.layer.weight, tested["layer.weight"])
 
 
 def test_one_seed_means_one_start_and_one_order_of_the_data(cells):

@@ -46,13 +46,20 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     assert {cell.state for cell in record.cells} == {"finished"}
     assert len({(cell.seed, cell.initial_weights, cell.training_data) for cell in record.cells}) == 2
     assert all(cell.seconds > 0 for cell in record.cells)
+    assert record.cells[0].checkpoint == "cells/slow/seed_0/last.ckpt"
+    assert all((output / cell.checkpoint).is_file() for cell in record.cells)
 
     kept, killed = (output / "cells" / name / "seed_1" / RESULT for name in ("slow", "watched"))
     times, seconds = kept.stat().st_mtime_ns, json.loads(killed.read_text())["rows"]
     killed.unlink()
-    main(command)
+    main([*command, "--no_checkpoints"])
     assert kept.stat().st_mtime_ns == times
     assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
+    assert not killed.with_name("last.ckpt").exists()
+    assert [cell.checkpoint for cell in read_record(output).cells if cell.variant == "watched"] == [
+        "cells/watched/seed_0/last.ckpt",
+        "",
+    ]
 
 
 @pytest.mark.costly
