@@ -1,0 +1,131 @@
+"""What an accelerator asks for, tried on the CPU: no float64 where there is none, one device, and no waiting for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_modules import analysis
+from attention_modules.base import AttentionSpec
+from attention_modules.testing import Subject
+from tests.another_device import AnotherDevice, WaitsForDeviceError
+from tests.attention_modules.hosts.cases import MECHANISMS
+
+TOKENS = 9
+DEVICES = {"mps": (False, True), "cuda": (True, False)}  # whether it has float64, and may be read from
+SPEC = AttentionSpec(16, 2, 8)
+
+
+def another(kind: str) -> AnotherDevice:
+    float64, may_wait = DEVICES[kind]
+    return AnotherDevice(kind, float64=float64, may_wait=may_wait)
+
+
+def masks():
+    seen = torch.arange(TOKENS).expand(2, 1, 1, -1) < TOKENS - 2
+    return {
+        "none": {},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": seen},
+        "additive": {"attn_mask": torch.zeros(seen.shape).masked_fill(~seen, -1e9)},
+    }
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("case", MECHANISMS)
+def test_mechanisms_stay_on_the_device_in_its_dtypes_and_never_wait(case, kind):
+    name, options = MECHANISMS[case]
+    subject = Subject(name, SPEC, options)
+    module, inputs = subject.build(TOKENS), subject.inputs(TOKENS)
+    wanted = [*inputs.values(), *module.parameters()]
+    weights = torch.linspace(-1, 1, inputs["v"].numel()).view(inputs["v"].shape)
+    for mask, given in masks().items():
+        if mask == "causal" and not module.row_masks:
+            continue
+        expected = module(**inputs, **given)
+        slopes = torch.autograd.grad((expected * weights).sum(), wanted, allow_unused=True)
+        with another(kind):
+            found = module(**inputs, **given)
+            gradients = torch.autograd.grad((found * weights).sum(), wanted, allow_unused=True)
+            assert found.device.type == kind
+            assert found.dtype == torch.float32
+        torch.testing.assert_close((found, *gradients), (expected, *slopes), rtol=1e-4, atol=1e-5)
+
+
+def statistics():
+    q, k = torch.randn(2, 2, 3, TOKENS, 8).unbind(0)
+    w_q, w_k = torch.randn(2, 2, 8, 16).unbind(0)
+    given = masks()
+    return {
+        **{
+            f"statistics, {mask}": lambda mask=mask: analysis.attention_statistics(q, k, **given[mask])
+            for mask in given
+        },
+        "sink": lambda: {"": analysis.attention_sink(q, k, max_rows=4)},
+        "similarity": lambda: {"": analysis.token_similarity(q[:, 0])},
+        "largest logit": lambda: {"": analysis.largest_logit(q, k)},
+        "spectrum": lambda: analysis.qk_statistics(w_q, w_k),
+        "Lipschitz": lambda: {
+            "": analysis.local_lipschitz(torch.tanh, q[:, 0], generator=torch.Generator()).value,
+        },
+    }
+
+
+READ = ("statistics, additive", "Lipschitz")  # in steps that a monitor logs, and outside training
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", statistics())
+def test_statistics_too(name, kind):
+    compute = statistics()[name]
+    expected = compute()
+    if kind == "cuda" and name in READ:
+        with another(kind), pytest.raises(WaitsForDeviceError):
+            compute()
+        return
+    with another(kind):
+        found = compute()
+        assert {each.dtype for each in found.values()} == {torch.float32}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+X = torch.ones(3)
+FAULTS = {
+    "has no float64": [
+        lambda: X.double(),
+        lambda: X.to(torch.float64),
+        lambda: X.new_zeros(2, dtype=torch.float64),
+        lambda: torch.zeros(2, dtype=torch.float64, device=X.device),
+        lambda: X.cpu().double().to(X.device),
+    ],
+    "on the host": [lambda: X + torch.zeros(3), lambda: X.cpu() * X],
+    "waits": [
+        lambda: float(X.sum()),
+        lambda: bool(X.any()),
+        lambda: X.tolist(),
+        lambda: X.cpu(),
+        lambda: X[X > 0],
+        lambda: X[[0, 1]],
+        lambda: torch.tensor([1.0], device=X.device),
+        lambda: torch.ones(2).to(X.device),
+    ],
+}
+
+
+@pytest.mark.parametrize(("error", "fault"), [(error, fault) for error, faults in FAULTS.items() for fault in faults])
+def test_the_device_refuses(error, fault):
+    kind = "cuda" if error == "waits" else "mps"
+    with another(kind), pytest.raises((TypeError, RuntimeError, WaitsForDeviceError), match=error):
+        fault()
+
+
+def test_the_device_takes_what_is_allowed():
+    with another("mps"):
+        sums = X.cpu().double().sum()
+        assert (sums.device.type, sums.dtype) == ("cpu", torch.float64)
+        assert (X + sums.float().to(X.device)).device.type == "mps"
+        assert float(X[X > 0].sum()) == 3.0
+        assert torch.zeros(2, dtype=torch.float64).device.type == "cpu"
+    with another("cuda"):
+        assert (X.double() + 1.0).where(X > 0, 0.0)[1:].device.type == "cuda"
+        assert float(torch.ones(2).sum()) == 2.0
