@@ -55,6 +55,11 @@ def test_nothing_visible_and_half_precision_are_finite():
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(found, (q, k)))
 
 
+def test_second_derivatives():
+    q, k = (part[:1, :, :4].detach().requires_grad_() for part in inputs(N, N))
+    assert torch.autograd.gradgradcheck(lambda q, k: diversification_loss(q, k, threshold=1.0, is_causal=True), (q, k))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows(bad):
     q, k = (part.detach().clone() for part in inputs(N, N))

@@ -70,23 +70,41 @@ class Evaluates(Probed):
         return (loss_of(x + 0.1) - target).square()
 
 
-class TwoBackwards(Probed):
-    """Manual optimization; two losses of one forward pass."""
+class Manual(Probed):
+    """Manual optimization, where the step says what it adds the penalty to."""
 
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def step(self, x, loss_of):
-        loss = loss_of(x)
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.added(loss) if hasattr(self, "added") else loss, retain_graph=True)
-        self.manual_backward(loss.square())
+        Probed.training_step(self, batch, batch_idx)
         optimizer.step()
 
-    def training_step(self, batch, batch_idx):
-        Probed.training_step(self, batch, batch_idx)
+    def penalized(self, loss):
+        return self.added(loss) if isinstance(self, InLoss) else loss
+
+
+class TwoBackwards(Manual):
+    """Two losses of one forward pass."""
+
+    def step(self, x, loss_of):
+        loss = loss_of(x)
+        self.manual_backward(self.penalized(loss), retain_graph=True)
+        self.manual_backward(loss.square())
+
+
+class SecondOrder(Manual):
+    """The gradient's own gradient, penalty included, is what trains."""
+
+    def step(self, x, loss_of):
+        self.manual_backward(self.penalized(loss_of(x)), create_graph=True)
+        parameters = list(self.parameters())
+        norm = sum(parameter.grad.square().sum() for parameter in parameters)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(norm, parameters), strict=True):
+            parameter.grad = gradient
 
 
 class LooksBefore(Probed):
@@ -133,6 +151,7 @@ STEPS = [
     TwoForwards,
     Evaluates,
     TwoBackwards,
+    SecondOrder,
     LooksBefore,
     BackwardTwice,
     Checkpointed,
@@ -142,7 +161,7 @@ STEPS = [
 def assert_equal(kind, step, **options):
     callback, in_loss = KINDS[kind]
     written = type("Written", (InLoss, step), {"penalty": staticmethod(in_loss.penalty)})
-    if step is TwoBackwards:
+    if issubclass(step, Manual):
         written.training_step = step.training_step
     module = step()
     found = gradients(module, callback(), **options)
@@ -159,6 +178,8 @@ def assert_equal(kind, step, **options):
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_loss_form(kind, step):
+    if (kind, step) == ("diversification", SecondOrder):
+        pytest.skip("the second derivative of the naive form is NaN where a row is all below its limit")
     assert_equal(kind, step)
 
 
