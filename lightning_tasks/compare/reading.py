@@ -140,7 +140,7 @@ def _run_of_cell(cell: Place, folder: Path, rows: Rows) -> Run:
     logs = sorted(log.parent for log in folder.glob(f"runs/**/{LOG}"))
     if not logs:
         return Run(config, seed, folder, merge_epochs(rows))
-    place = logs[-1]
+    place = logs[0]  # that of the fit; a test of the kept checkpoint may have added others
     refuse_foreign(place / LOG, folder)
     shown = [*merge_epochs(rows), *read_head_rows(place)]
     return Run(config, seed, place, shown, read_run_settings(place), read_robustness(place))
