@@ -230,9 +230,9 @@ class ImageClassificationTask(VisionTask):
         """Add a batch to the metrics under ``val/``."""
         self._evaluate("val", batch, batch_idx, self.trainer.val_dataloaders)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a batch to the metrics under ``test/`` and to the report a class."""
-        self._evaluate("test", batch, batch_idx, self.trainer.test_dataloaders)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Add a batch to the metrics under ``test/`` and to the report a class; returns its logits, float32."""
+        return self._evaluate("test", batch, batch_idx, self.trainer.test_dataloaders)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Probabilities ``[B, num_classes]``, float32."""
@@ -253,12 +253,13 @@ class ImageClassificationTask(VisionTask):
             for best, shares in zip(classes, probabilities, strict=True)
         ]
 
-    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> None:
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> Tensor:
         images, labels = batch
         repeated = repeated_rows(dataloader, batch_idx, len(labels))
         if repeated is not None and repeated.any():
             images, labels = images[~repeated], labels[~repeated]
         metrics, mean_loss = getattr(self, f"{stage}_metrics"), getattr(self, f"{stage}_loss")
+        logits = images.new_zeros(0, self.hparams["num_classes"])
         if len(labels):
             logits = self(images).float()
             mean_loss.update(functional.cross_entropy(logits, labels), len(labels))
@@ -269,6 +270,7 @@ class ImageClassificationTask(VisionTask):
                 self.test_confusion.update(probabilities, labels)
         self.log(f"{stage}/loss", mean_loss, prog_bar=True, batch_size=len(labels))
         self.log_dict(metrics, prog_bar=False, batch_size=len(labels))
+        return logits
 
     def on_test_epoch_end(self) -> None:
         """Write the accuracy a class and the confusion matrix into the run's folder."""

@@ -148,6 +148,7 @@ def run_cell(cell: Cell) -> None:
     import torch
 
     from lightning_tasks.cli.fit import run
+    from lightning_tasks.compare.images import FILE, RecordImages, write_images
     from lightning_tasks.compare.pairing import RecordPairing
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError
@@ -155,13 +156,13 @@ def run_cell(cell: Cell) -> None:
     torch.set_num_threads(1)
     cell.clear()
     started = time.monotonic()
-    pairing = RecordPairing()
+    pairing, images = RecordPairing(), RecordImages()
     labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
     arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
     stopped = ""
     with _output_to(cell.log), one_run():
         try:
-            cli = run(arguments, callbacks=[pairing], labels=labels)
+            cli = run(arguments, callbacks=[pairing, images], labels=labels)
         except NonFiniteError as error:  # a result too: the same would come of it again
             stopped = str(error)
             print(stopped, file=sys.stderr)
@@ -172,6 +173,7 @@ def run_cell(cell: Cell) -> None:
                 cli.trainer.test(cli.model, datamodule=cli.datamodule)
     if pairing.folder is None:
         raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
+    write_images(images.values, cell.folder / FILE)
     result = {
         "config": cell.name,
         "seed": cell.seed,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from lightning_tasks.compare.images import ImageInterval
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.runs.safe_files import write_rows, written_whole
 
@@ -19,14 +20,32 @@ _TEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textascii
 _TEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"}
 
 
-def _cells(row: SummaryRow) -> list[str]:
-    """A row of the tables, under `HEADS`."""
+IMAGES = "images.csv"
+OVER_IMAGES = "over images [95%]"
+_AFTER = "difference [95%]"  # the column beside which that of `OVER_IMAGES` stands
+Intervals = Mapping[tuple[str, str, str], ImageInterval]
+
+
+def _heads(over_images: bool) -> list[str]:
+    place = HEADS.index(_AFTER) + 1
+    return [*HEADS[:place], *([OVER_IMAGES] if over_images else []), *HEADS[place:]]
+
+
+def _cells(row: SummaryRow, intervals: Intervals) -> list[str]:
+    """A row of the tables, under their heads."""
     difference = "" if row.pairs == 0 else f"{row.difference:+.4g} [{row.low:+.4g}, {row.high:+.4g}]"
     detectable = "" if row.pairs == 0 else f"{row.detectable:.3g}"
     mean = f"{row.mean:.5g}" + ("" if math.isnan(row.std) else f" ± {row.std:.2g}")
     seeds = f"{row.seeds}, {row.diverged} diverged" if row.diverged else str(row.seeds)
     p = "" if row.pairs == 0 else f"{row.corrected:.2g}"
-    return [row.config, seeds, mean, row.reference, difference, p, detectable, row.verdict]
+    found = intervals.get((row.metric, row.config, row.reference))
+    images = f"[{found.low:+.4g}, {found.high:+.4g}]" if found else ""
+    over_images = [images] if intervals else []
+    return [row.config, seeds, mean, row.reference, difference, *over_images, p, detectable, row.verdict]
+
+
+def _of_metric(intervals: Sequence[ImageInterval], metric: str) -> Intervals:
+    return {(each.metric, each.config, each.reference): each for each in intervals if each.metric == metric}
 
 
 def _title(metric: str, rows: Sequence[SummaryRow]) -> str:
@@ -43,22 +62,26 @@ def _by_metric(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
     return found
 
 
-def markdown(summary: Sequence[SummaryRow]) -> str:
-    """The summary as Markdown, one table a metric."""
+def markdown(summary: Sequence[SummaryRow], images: Sequence[ImageInterval] = ()) -> str:
+    """The summary as Markdown, one table a metric; those that have intervals over images, with a column of them."""
     lines: list[str] = []
     for metric, rows in _by_metric(summary).items():
-        lines += [f"### {_title(metric, rows)}", "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
-        lines += [*(f"| {' | '.join(_cells(row))} |" for row in rows), ""]
+        intervals = _of_metric(images, metric)
+        heads = _heads(bool(intervals))
+        lines += [f"### {_title(metric, rows)}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        lines += [*(f"| {' | '.join(_cells(row, intervals))} |" for row in rows), ""]
     return "\n".join(lines)
 
 
-def latex(summary: Sequence[SummaryRow]) -> str:
+def latex(summary: Sequence[SummaryRow], images: Sequence[ImageInterval] = ()) -> str:
     """The same tables in LaTeX, for the package booktabs; special characters of names are escaped."""
     lines: list[str] = []
     for metric, rows in _by_metric(summary).items():
-        lines += [r"\begin{tabular}{" + "l" * len(HEADS) + "}", r"\toprule"]
-        lines += [rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{_tex(_title(metric, rows))}}} \\", r"\midrule"]
-        lines += [_tex_row(HEADS), r"\midrule", *(_tex_row(_cells(row)) for row in rows)]
+        intervals = _of_metric(images, metric)
+        heads = _heads(bool(intervals))
+        lines += [r"\begin{tabular}{" + "l" * len(heads) + "}", r"\toprule"]
+        lines += [rf"\multicolumn{{{len(heads)}}}{{l}}{{{_tex(_title(metric, rows))}}} \\", r"\midrule"]
+        lines += [_tex_row(heads), r"\midrule", *(_tex_row(_cells(row, intervals)) for row in rows)]
         lines += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(lines)
 
@@ -73,13 +96,24 @@ def _tex(text: str) -> str:
     return f"{{{plain}}}" if plain.startswith(("[", "*")) else plain
 
 
-def write_summary(summary: Sequence[SummaryRow], remarks: Mapping[str, Sequence[str]], output: Path) -> str:
-    """Write summary.csv, tables.tex, and summary.md, which ends with lists of `remarks` by title; return the latter."""
+def write_summary(
+    summary: Sequence[SummaryRow],
+    remarks: Mapping[str, Sequence[str]],
+    output: Path,
+    images: Sequence[ImageInterval] = (),
+) -> str:
+    """Write summary.csv, tables.tex, and summary.md, which ends with lists of `remarks` by title; return the latter.
+
+    Where there are intervals over `images`, they stand in a column of the tables, and in images.csv.
+    """
     write_rows(output / "summary.csv", [field.name for field in fields(SummaryRow)], map(asdict, summary))
+    (output / IMAGES).unlink(missing_ok=True)
+    if images:
+        write_rows(output / IMAGES, [field.name for field in fields(ImageInterval)], map(asdict, images))
     lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
-    text = "\n".join([markdown(summary), *(line for lines in lists for line in lines)])
+    text = "\n".join([markdown(summary, images), *(line for lines in lists for line in lines)])
     with written_whole(output / "tables.tex") as path:
-        path.write_text(latex(summary), encoding="utf-8")
+        path.write_text(latex(summary, images), encoding="utf-8")
     with written_whole(output / "summary.md") as path:
         path.write_text(text, encoding="utf-8")
     return text

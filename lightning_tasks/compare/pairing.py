@@ -34,7 +34,7 @@ class RecordPairing(Callback):
         digest = hashlib.sha256()
         for name, parameter in sorted(plain_parameters(pl_module).items()):
             digest.update(name.encode())
-            _update(digest, parameter)
+            update_digest(digest, parameter)
         self.initial_weights = digest.hexdigest()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -43,10 +43,11 @@ class RecordPairing(Callback):
             batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
         ):
             if isinstance(value, torch.Tensor):
-                _update(self._data, value)
+                update_digest(self._data, value)
 
 
-def _update(digest: Any, tensor: torch.Tensor) -> None:
+def update_digest(digest: Any, tensor: torch.Tensor) -> None:
+    """Add shape and content of a tensor to a digest."""
     content = tensor.detach().cpu().contiguous()
     digest.update(str(tuple(content.shape)).encode())
     digest.update(content.flatten().view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""Paired differences: their interval, whether they are none, whether they are small, and what could have been seen."""
+"""Paired differences: intervals over seeds and over images, whether they are none or small, what could be seen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+DRAWS = 2000
+_MOST_COUNTS = 1 << 22  # held at a time
 
 
 def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[int, float]]:
@@ -96,3 +99,30 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(order) - rank) * values[place]))
         corrected[place] = largest
     return corrected
+
+
+def resampled_sums(parts: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    """The sums of as many images as there are, drawn with replacement, ``[draws, m]``.
+
+    Equal numbers of images have equal draws, so that what is computed of several runs is paired.
+
+    Args:
+        parts: what each image adds, ``[images, m]``.
+        draws: how often they are drawn.
+        seed: of the generator.
+    """
+    images, generator = len(parts), np.random.default_rng(seed)
+    values, sums = np.asarray(parts, dtype=np.float64), np.empty((draws, parts.shape[1]))
+    chunk = max(1, _MOST_COUNTS // images)
+    for first in range(0, draws, chunk):
+        count = min(chunk, draws - first)
+        places = generator.integers(images, size=(count, images)) + images * np.arange(count)[:, None]
+        counts = np.bincount(places.ravel(), minlength=count * images).reshape(count, images)
+        sums[first : first + count] = counts @ values
+    return sums
+
+
+def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The interval between the quantiles of resampled values; nan where one of them is."""
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

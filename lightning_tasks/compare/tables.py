@@ -10,6 +10,7 @@ from typing import Any
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
+from lightning_tasks.compare.images import FILE, ImageResults, said_of
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
@@ -83,7 +84,11 @@ def write_tables(
     rows = with_stops(rows)
     write_curves(rows, names, metrics, output / "curves.png")
     summary = summarize(rows, names, metrics, references, endpoints)
-    print(write_summary(summary, remarks, output))
+    finished = [cell for cell in cells if cell.is_finished()]
+    results = ImageResults({(cell.name, cell.seed): cell.folder / FILE for cell in finished}, output)
+    intervals = results.intervals(summary)
+    remarks |= {"Intervals": said_of(intervals), "Without an interval over images": [*results.notes]}
+    print(write_summary(summary, remarks, output, intervals))
     if absent := [metric for metric in metrics if metric not in logged]:
         near = "".join(did_you_mean(metric, logged) for metric in absent)
         print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)

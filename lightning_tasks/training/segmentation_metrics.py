@@ -24,20 +24,20 @@ class SegmentationScores(MulticlassConfusionMatrix):
 
 
 def class_iou(confusion: Tensor) -> Tensor:
-    """Intersection over union of each class, ``[K]``, nan where a class is neither there nor predicted.
+    """Intersection over union of each class, ``[..., K]``, nan where a class is neither there nor predicted.
 
     Args:
-        confusion: pixels ``[K, K]``, a row a true class.
+        confusion: pixels ``[..., K, K]``, a row a true class.
     """
     confusion = to_float64(confusion)
-    hit = confusion.diagonal()
-    return hit / (confusion.sum(0) + confusion.sum(1) - hit)
+    hit = confusion.diagonal(dim1=-2, dim2=-1)
+    return hit / (confusion.sum(-2) + confusion.sum(-1) - hit)
 
 
 def class_accuracy(confusion: Tensor) -> Tensor:
-    """Share of each class's pixels that are found, ``[K]``, nan where there are none."""
+    """Share of each class's pixels that are found, ``[..., K]``, nan where there are none."""
     confusion = to_float64(confusion)
-    return confusion.diagonal() / confusion.sum(1)
+    return confusion.diagonal(dim1=-2, dim2=-1) / confusion.sum(-1)
 
 
 def scores(confusion: Tensor) -> dict[str, float]:
@@ -49,13 +49,18 @@ def scores(confusion: Tensor) -> dict[str, float]:
     Args:
         confusion: pixels ``[K, K]``, a row a true class.
     """
+    return dict(zip(SCORES, score_values(confusion).tolist(), strict=True))
+
+
+def score_values(confusion: Tensor) -> Tensor:
+    """The values of :func:`scores`, ``[..., 3]``, of matrices ``[..., K, K]``."""
     confusion = to_float64(confusion)
     values = (
-        class_iou(confusion).nanmean(),
-        class_accuracy(confusion).nanmean(),
-        confusion.diagonal().sum() / confusion.sum(),
+        class_iou(confusion).nanmean(-1),
+        class_accuracy(confusion).nanmean(-1),
+        confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1)),
     )
-    return dict(zip(SCORES, torch.stack(values).tolist(), strict=True))
+    return torch.stack(values, -1)
 
 
 def write_class_iou(path: Path, names: Sequence[str], confusion: Tensor) -> None:

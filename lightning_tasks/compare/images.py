@@ -1,0 +1,242 @@
+"""What a test says of each image: kept for each cell, and the interval of a difference over resampled images."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_tasks.compare.pairing import update_digest
+from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
+from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.safe_files import MOST_TABLE_BYTES, refuse_foreign, written_whole
+from lightning_tasks.training.segmentation_metrics import SCORES, SegmentationScores, score_values
+
+FILE = "images.npz"
+CONFUSION = "confusion"
+TOP_K = 5
+Values = Mapping[str, np.ndarray]
+
+
+class RecordImages(Callback):
+    """Keep what a test in one process says of each image of its first loader, in the order of the loader.
+
+    Of an :class:`~lightning_tasks.image_classification.ImageClassificationTask` whether the label is the most likely
+    class (`top1`) and among the five most likely (`top5`), and its cross-entropy (`loss`); of a
+    :class:`~lightning_tasks.segmentation.SegmentationTask` the confusion matrix of the image's pixels.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+        self._digest = hashlib.sha256()
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """By name what was kept, a row an image, with a digest of images and targets as `data`; {} of other tasks."""
+        if not self._parts:
+            return {}
+        joined = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        return {
+            "data": np.array(self._digest.hexdigest()),
+            **{name: each.cpu().numpy() for name, each in joined.items()},
+        }
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep a batch."""
+        measure = _measure_of(pl_module)
+        if measure is None or dataloader_idx or trainer.world_size > 1 or not len(batch[1]):
+            return
+        self._parts.append(measure(outputs.detach(), batch[1]))
+        for tensor in batch:
+            update_digest(self._digest, tensor)
+
+
+def _measure_of(task: Any) -> Callable[[Tensor, Tensor], dict[str, Tensor]] | None:
+    """What makes values of each image of what the task's test step returns, and the targets; None for other tasks."""
+    from lightning_tasks.image_classification import ImageClassificationTask  # with the tasks come timm and metrics
+    from lightning_tasks.segmentation import SegmentationTask
+
+    if isinstance(task, ImageClassificationTask):
+        return _classified
+    if isinstance(task, SegmentationTask):
+        metric = SegmentationScores(int(task.hparams["num_classes"]), task.hparams["ignore_index"])
+        return lambda masks, targets: {CONFUSION: _confusions(metric.to(masks.device), masks, targets)}
+    return None
+
+
+def _classified(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    found = {"top1": logits.softmax(-1).argmax(-1) == labels}
+    if logits.shape[1] > TOP_K:
+        found["top5"] = (logits.topk(TOP_K).indices == labels[:, None]).any(-1)
+    return {**found, "loss": functional.cross_entropy(logits, labels, reduction="none")}
+
+
+def _confusions(metric: SegmentationScores, masks: Tensor, targets: Tensor) -> Tensor:
+    """Pixels of each image, ``[B, K, K]``."""
+    found = []
+    for mask, target in zip(masks, targets, strict=True):
+        metric.update(mask[None], target[None])
+        found.append(metric.compute().to(torch.int32))
+        metric.reset()
+    return torch.stack(found)
+
+
+def write_images(values: Values, path: Path) -> None:
+    """Write what :class:`RecordImages` kept, whole or not at all; nothing where that is nothing."""
+    if values:
+        with written_whole(path) as partial, partial.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **values)
+
+
+def read_images(path: Path, folder: Path) -> dict[str, np.ndarray]:
+    """What :func:`write_images` wrote; {} where there is no such file.
+
+    Raises:
+        UsageError: it is damaged, too large, or a link out of `folder`.
+    """
+    if not path.is_file():
+        return {}
+    refuse_foreign(path, folder)
+    try:
+        with zipfile.ZipFile(path) as parts:
+            if sum(part.file_size for part in parts.infolist()) > MOST_TABLE_BYTES:
+                raise ValueError(f"it unpacks to more than {MOST_TABLE_BYTES:,} bytes")
+        with np.load(path, allow_pickle=False) as found:
+            values = dict(found)
+        if len({len(each) for name, each in values.items() if name != "data"} | {0}) != 2 or "data" not in values:
+            raise ValueError("it has not one value an image")
+    except Exception as error:  # zlib, zipfile and numpy raise a dozen of kinds
+        raise UsageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    return values
+
+
+@dataclass(frozen=True)
+class ImageInterval:
+    """A 95% interval of the difference of a configuration to a reference over images, which are drawn anew.
+
+    The difference is the mean over their common seeds, and the runs of these are as they are: images are drawn for all
+    of them together.
+
+    Args:
+        metric, config, reference: which row of the summary it belongs to.
+        images, seeds: how many.
+        low, high: the interval.
+    """
+
+    metric: str
+    config: str
+    reference: str
+    images: int
+    seeds: int
+    low: float
+    high: float
+
+
+class ImageResults:
+    """The values of images of finished cells, read when they are asked for.
+
+    Args:
+        files: of each finished cell, by configuration and seed; it need not be there.
+        folder: that of the comparison.
+    """
+
+    def __init__(self, files: Mapping[tuple[str, int], Path], folder: Path) -> None:
+        self.files = files
+        self.folder = folder
+        self.notes: dict[str, None] = {}
+
+    def intervals(self, summary: Sequence[SummaryRow]) -> list[ImageInterval]:
+        """Those of the rows whose cells all have the values of one metric for the same images; `notes` say why not."""
+        found: list[ImageInterval] = []
+        if not any(self._values.values()):
+            return []
+        for row in summary:
+            name = row.metric.removeprefix("test/")
+            if name == row.metric or not row.reference or row.diverged or row.reference_diverged:
+                continue
+            seeds = [
+                seed for config, seed in self.files if config == row.config and (row.reference, seed) in self.files
+            ]
+            pairs = [(self._values[row.config, seed], self._values[row.reference, seed]) for seed in seeds]
+            if pairs and name in self._known and self._whole(row, pairs, name):
+                low, high = percentile_interval(np.mean([self._resampled(pair, name) for pair in pairs], axis=0))
+                images = len(pairs[0][0][_kept(name)])
+                found.append(ImageInterval(row.metric, row.config, row.reference, images, len(seeds), low, high))
+        return found
+
+    @cached_property
+    def _values(self) -> dict[tuple[str, int], Values]:
+        found: dict[tuple[str, int], Values] = {}
+        for key, path in self.files.items():
+            try:
+                found[key] = read_images(path, self.folder)
+            except UsageError as error:
+                found[key] = {}
+                self.notes[str(error)] = None
+        return found
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """The names for which any cell has values."""
+        kept = {name for values in self._values.values() for name in values} - {"data"}
+        return (kept - {CONFUSION}) | ({*SCORES} if CONFUSION in kept else set())
+
+    def _whole(self, row: SummaryRow, pairs: Sequence[tuple[Values, Values]], name: str) -> bool:
+        each = [values for pair in pairs for values in pair]
+        of = f"{row.config} and {row.reference}"
+        if any(_kept(name) not in values for values in each):
+            self.notes[f"{of}: not every run has {FILE} with {_kept(name)}"] = None
+        elif len({(str(values["data"]), values[_kept(name)].shape) for values in each}) > 1:
+            self.notes[f"{of}: their runs were not tested on the same images, in the same order"] = None
+        else:
+            return True
+        return False
+
+    def _resampled(self, pair: tuple[Values, Values], name: str) -> np.ndarray:
+        """The difference of a pair of runs on each draw of images."""
+        if name not in SCORES:
+            own, other = (values[name].astype(np.float64) for values in pair)
+            return resampled_sums((own - other)[:, None])[:, 0] / len(own)
+        own, other = (self._resampled_scores(values[CONFUSION]) for values in pair)
+        return (own - other)[:, SCORES.index(name)]
+
+    def _resampled_scores(self, confusions: np.ndarray) -> np.ndarray:
+        """The scores of the summed confusion matrices of each draw, ``[draws, scores]``."""
+        classes = confusions.shape[-1]
+        sums = resampled_sums(confusions.reshape(len(confusions), -1))
+        return score_values(torch.from_numpy(sums).view(-1, classes, classes)).numpy()
+
+
+def _kept(name: str) -> str:
+    return CONFUSION if name in SCORES else name
+
+
+def said_of(intervals: Sequence[ImageInterval]) -> list[str]:
+    """What tables say once of their intervals; nothing where there are none over images."""
+    counts = sorted({each.images for each in intervals})
+    if not counts:
+        return []
+    images = " or ".join(f"{count:,}" for count in counts)
+    return [
+        "difference [95%]: over seeds, for these images",
+        f"over images [95%]: for these runs, over the {images} test images, which a paired bootstrap draws anew",
+    ]
