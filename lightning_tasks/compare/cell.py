@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ def run_cell(cell: Cell) -> None:
     from lightning_tasks.cli.fit import run
     from lightning_tasks.compare.images import FILE, RecordImages, write_images
     from lightning_tasks.compare.pairing import RecordPairing
+    from lightning_tasks.runs.environment import this_environment
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError
 
@@ -179,6 +180,7 @@ def run_cell(cell: Cell) -> None:
         "seed": cell.seed,
         "fingerprint": cell.fingerprint,
         "settings": cell.arguments[3:],
+        "environment": asdict(this_environment()),
         "seconds": round(time.monotonic() - started, 1),
         "initial_weights": pairing.initial_weights,
         "training_data": pairing.training_data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from lightning_tasks.compare.plan import (
     summary_metrics,
     summary_references,
 )
-from lightning_tasks.compare.record import record_of, write_record
+from lightning_tasks.compare.record import environment_of, record_of, write_record
 from lightning_tasks.compare.selection import Select, choose, chosen, plan_selection, read_select
 from lightning_tasks.compare.summary import Endpoints, SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.environment import mixed_code, this_environment
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.variants import Variant, full_name, read_variants
 
@@ -133,6 +135,7 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     for cell in (*comparison.selection, *comparison.cells):
         cell.refuse_links()
     comparison.write_record()
+    _print_plan([*comparison.selection, *comparison.cells])
     failures: list[tuple[Cell, str]] = []
     try:
         if comparison.selection:
@@ -154,3 +157,29 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
         count = len(comparison.selection) + len(comparison.cells)
         reasons = "".join(f"\n  {line}" for line in failures_by_reason(failures))
         raise SystemExit(f"{len(failures)} of {count} cells failed; the same command runs only those again:{reasons}")
+
+
+def _print_plan(cells: Sequence[Cell]) -> None:
+    """Say on stderr what is to be run, what its checkpoints take, and whether earlier results are of other code."""
+    finished = [cell for cell in cells if cell.is_finished()]
+    kept = [cell.checkpoint.stat().st_size for cell in finished if cell.checkpoint.is_file()]
+    more = sum(cell.keep for cell in cells if cell not in finished)
+    text = f"{len(cells)} cells, {len(finished)} finished"
+    if more:
+        size = (
+            f"about {_megabytes(max(kept))} each, {_megabytes(more * max(kept))} in all"
+            if kept
+            else "weights and optimizer"
+        )
+        free = _megabytes(shutil.disk_usage(cells[0].output).free)
+        text += f"; {more} more keep their last.ckpt ({size}; {free} are free), --no_checkpoints keeps none"
+    print(f"attnswap: {text}", file=sys.stderr)
+    if len(finished) < len(cells):
+        found = [each for cell in finished if (each := environment_of(cell)) is not None]
+        for remark in mixed_code([*found, this_environment()]):
+            print(f"attnswap: warning: {remark}", file=sys.stderr)
+
+
+def _megabytes(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 1e6:,.{0 if count >= 1e7 else 2}f} MB"

@@ -6,25 +6,22 @@ import contextlib
 import json
 import math
 import os
-import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attention_modules import __version__
-from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.measurements import library_versions
+from lightning_tasks.runs.environment import Environment, mixed_code, this_environment
 from lightning_tasks.runs.run import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
-_LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
 _DIGESTS = ("initial_weights", "training_data")
 
 
@@ -50,6 +47,7 @@ class CellRecord:
         initial_weights, training_data: digests, equal in the cells that make a pair.
         diverged: why its run counts as diverged; "" where it does not.
         checkpoint: of the end of its fit, a path in the folder of the comparison; "" where none was kept.
+        environment: place among the record's environments; -1 where an earlier version ran the cell.
     """
 
     variant: str
@@ -61,6 +59,7 @@ class CellRecord:
     training_data: str = ""
     diverged: str = ""
     checkpoint: str = ""
+    environment: int = -1
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Record:
         cells: of these seeds, and those of the same settings that an earlier command finished.
         versions: of Python and of libraries, by name.
         choices: what was chosen for variants that have a grid, so far.
+        environments: the different ones in which finished cells ran.
     """
 
     variants: list[VariantRecord]
@@ -88,6 +88,7 @@ class Record:
     choices: list[Choice] = field(default_factory=list)
     primary: str = ""
     margins: dict[str, float] = field(default_factory=dict)
+    environments: list[Environment] = field(default_factory=list)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -110,18 +111,50 @@ def record_of(
 ) -> Record:
     """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
     variants = {cell.name: cell for cell in cells}
-    versions = {"attnswap": __version__, "python": platform.python_version(), **library_versions(_LIBRARIES)}
+    known = [*cells, *_finished_before(variants.values(), cells)]
+    ran_in = {cell: found for cell in known if (found := environment_of(cell)) is not None}
+    environments: list[Environment] = []
+    for each in ran_in.values():
+        if each not in environments:
+            environments.append(each)
     return Record(
         [VariantRecord(each.name, _base(each), [*each.overrides], each.test) for each in variants.values()],
         {name: [*others] for name, others in references.items()},
         [*metrics],
         list(dict.fromkeys(cell.seed for cell in cells)),
-        [_cell_record(cell, cell in failed) for cell in (*cells, *_finished_before(variants.values(), cells))],
-        {name: version for name, version in versions.items() if version},
+        [
+            replace(
+                _cell_record(cell, cell in failed),
+                environment=environments.index(ran_in[cell]) if cell in ran_in else -1,
+            )
+            for cell in known
+        ],
+        this_environment().versions,
         [*choices],
         endpoints.primary if endpoints else "",
         dict(endpoints.margins) if endpoints else {},
+        environments,
     )
+
+
+def environment_of(cell: Cell) -> Environment | None:
+    """That in which a cell was run; None where it is not finished, or was run by an earlier version.
+
+    Raises:
+        UsageError: its result has something else there.
+    """
+    given = cell.result().get("environment") if cell.is_finished() else None
+    try:
+        return None if given is None else _environment(given)
+    except (KeyError, TypeError, UnicodeEncodeError) as error:
+        raise UsageError(
+            f"{cell.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
+        ) from error
+
+
+def code_remarks(cells: Iterable[Cell]) -> list[str]:
+    """A sentence where finished cells ran with different code."""
+    return mixed_code([found for cell in cells if (found := environment_of(cell)) is not None])
 
 
 def write_record(record: Record, output: Path) -> None:
@@ -159,10 +192,13 @@ def _checked(given: Any) -> Record:
         [_choice(each) for each in _list(given.get("choices", []), dict)],
         _text(given.get("primary", "")),
         {_text(name): _margin(value) for name, value in _of(given.get("margins", {}), dict).items()},
+        [_environment(each) for each in _list(given.get("environments", []), dict)],
     )
     names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
     if len(names) < len(found.variants) or len(cells) < len(found.cells):
         raise ValueError("a variant or a cell is there twice")
+    if strange_place := [cell for cell in found.cells if not -1 <= cell.environment < len(found.environments)]:
+        raise ValueError(f"a cell ran in environment {strange_place[0].environment}, of {len(found.environments)}")
     if strange := {*found.references, *(other for others in found.references.values() for other in others)} - names:
         raise ValueError(f"references has {min(strange)!r}, which is none of the variants")
     if strange := {cell.variant for cell in found.cells} - names:
@@ -180,7 +216,16 @@ def _variant(given: Any) -> VariantRecord:
 def _cell(given: Any) -> CellRecord:
     texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
     texts["checkpoint"] = _text(given.get("checkpoint", ""))
-    return CellRecord(**texts, seed=_seed(given["seed"]), seconds=float(_of(given["seconds"], float, int)))
+    seconds, place = float(_of(given["seconds"], float, int)), _of(given.get("environment", -1), int)
+    return CellRecord(**texts, seed=_seed(given["seed"]), seconds=seconds, environment=place)
+
+
+def _environment(given: Any) -> Environment:
+    commit, modified, hardware, versions = (
+        _of(given, dict)[key] for key in ("commit", "modified", "hardware", "versions")
+    )
+    of_library = {_text(name): _text(version) for name, version in _of(versions, dict).items()}
+    return Environment(_text(commit), _of(modified, bool), _text(hardware), of_library)
 
 
 def _margin(value: Any) -> float:

@@ -4,8 +4,10 @@ import csv
 import json
 import math
 import os
+import re
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -14,6 +16,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.recipes import COMPARISON_KEYS
+from lightning_tasks.runs.environment import this_environment
 from tests.lightning_tasks.programs import start_forked
 
 
@@ -49,10 +52,22 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     assert record.cells[0].checkpoint == "cells/slow/seed_0/last.ckpt"
     assert all((output / cell.checkpoint).is_file() for cell in record.cells)
 
+    assert [asdict(each) for each in record.environments] == [asdict(this_environment())]
+    assert {cell.environment for cell in record.cells} == {0}
+    said = capsys.readouterr().err
+    assert "6 cells, 0 finished; 6 more keep their last.ckpt (weights and optimizer; " in said
+    assert "different commits" not in said
+
     kept, killed = (output / "cells" / name / "seed_1" / RESULT for name in ("slow", "watched"))
-    times, seconds = kept.stat().st_mtime_ns, json.loads(killed.read_text())["rows"]
+    seconds = json.loads(killed.read_text())["rows"]
     killed.unlink()
+    result = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**result, "environment": {**result["environment"], "commit": "0" * 40}}))
+    times = kept.stat().st_mtime_ns
     main([*command, "--no_checkpoints"])
+    said = capsys.readouterr().err
+    assert "6 cells, 5 finished\n" in said
+    assert re.search("warning: the cells ran with the code of different commits: .*0000000000", said)
     assert kept.stat().st_mtime_ns == times
     assert json.loads(killed.read_text())["rows"] == seconds  # the same seed, the same numbers
     assert not killed.with_name("last.ckpt").exists()

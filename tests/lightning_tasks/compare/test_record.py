@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,9 +11,19 @@ import pytest
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import guessed_record, read_comparison
-from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record, record_of, write_record
+from lightning_tasks.compare.record import (
+    CellRecord,
+    Record,
+    VariantRecord,
+    code_remarks,
+    read_record,
+    record_of,
+    write_record,
+)
 from lightning_tasks.compare.summary import Endpoints
+from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.environment import commit_of
 from lightning_tasks.runs.run import is_comparison
 from lightning_tasks.variants import Variant
 
@@ -203,3 +214,63 @@ def test_a_record_is_a_bounded_file_of_its_folder(tmp_path, kind):
         write_record(Record([], {}, []), out)
         assert not path.is_symlink()
         assert json.loads((tmp_path / "elsewhere").read_text()) == GOOD
+
+
+# -- where cells ran ---------------------------------------------------------------------------------------------------
+
+
+RAN_IN = {"commit": "a" * 40, "modified": False, "hardware": "a processor, 2 cores", "versions": {"torch": "2.0"}}
+
+
+def test_cells_name_the_code_and_the_machine_that_they_ran_with(planned, tmp_path, capsys):
+    finish(planned[0], 1.0)  # an earlier version's
+    finish(planned[1], 1.0, environment=RAN_IN)
+    finish(planned[2], 1.0, environment=RAN_IN)
+    finish(planned[3], 1.0, environment={**RAN_IN, "modified": True})
+    write_record(record_of(planned, ["val/loss"], {}), tmp_path / "out")
+    record = read_record(tmp_path / "out")
+    assert [cell.environment for cell in record.cells] == [-1, 0, 0, 1, -1, -1]
+    assert [asdict(each) for each in record.environments] == [RAN_IN, {**RAN_IN, "modified": True}]
+    said = "the cells ran with the code of different commits: aaaaaaaaaa, aaaaaaaaaa with changes"
+    assert code_remarks(planned) == [said]
+    write_tables(planned, ["val/loss"], {}, tmp_path / "out")
+    assert f"Code:\n\n- {said}" in (tmp_path / "out" / "summary.md").read_text()
+    assert code_remarks(planned[:3]) == []
+
+
+@pytest.mark.parametrize(
+    "given", [1, {}, {**RAN_IN, "modified": 1}, {**RAN_IN, "versions": {"torch": 2}}], ids=range(4)
+)
+def test_a_damaged_environment_of_a_result_is_named(planned, given):
+    finish(planned[0], 1.0, environment=given)
+    with pytest.raises(UsageError, match=r"result\.json is damaged .*delete it"):
+        record_of(planned, ["val/loss"], {})
+
+
+def test_a_place_of_an_environment_that_is_none_is_damage(planned, tmp_path):
+    finish(planned[0], 1.0, environment=RAN_IN)
+    write_record(record_of(planned, ["val/loss"], {}), tmp_path / "out")
+    path = tmp_path / "out" / "comparison.json"
+    path.write_text(path.read_text().replace('"environment": 0', '"environment": 1'))
+    with pytest.raises(UsageError, match="environment 1, of 1"):
+        read_record(tmp_path / "out")
+
+
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True
+        ).stdout
+
+    code, other = tmp_path / "code.py", tmp_path / "other.py"
+    code.write_text("1")
+    assert commit_of(code) == ("", False)  # no checkout
+    git("init", "--quiet")
+    assert commit_of(code) == ("", False)  # not tracked: installed into an environment inside another project
+    git("add", "code.py")
+    git("commit", "--quiet", "-m", "m")
+    other.write_text("2")
+    assert commit_of(code) == (git("rev-parse", "HEAD").strip(), False)
+    code.write_text("3")
+    assert commit_of(code)[1]
