@@ -6,6 +6,7 @@ changed; in a comparison (a file with `base`), it is the base with them. `FILE/N
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
@@ -27,6 +30,16 @@ from lightning_tasks.recipes import (
     read_settings,
     recipe_name,
 )
+
+NOT_USED = ("seed_everything", "trainer.default_root_dir")
+"""Settings in whose place every cell of a comparison has its own."""
+SET_BY_COMPARE = (
+    *NOT_USED,
+    *(f"trainer.enable_{name}" for name in ("checkpointing", "progress_bar", "model_summary")),
+    "trainer.logger",
+)
+"""Settings that are none to choose between."""
+MOST_EXACT = 2**53  # of whole numbers that are one as a floating-point number
 
 
 @dataclass(frozen=True)
@@ -151,6 +164,9 @@ def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[V
     base = find_variant(str(content["base"]), root)
     shared = (*base.overrides, *_arguments(path, "settings", settings))
     named = {str(key): overrides or {} for key, overrides in variants.items()}
+    for place, overrides in (("`settings`", settings), *((f"{key!r}", each) for key, each in named.items())):
+        for key in overrides:
+            _check_key(path, place, str(key), NOT_USED)
     grids = _grids(path, content, named)
     return [
         Variant(key, base.config, (*shared, *_arguments(path, key, overrides)), test, grids[key])
@@ -165,7 +181,8 @@ def _grids(
 
     Raises:
         UsageError: `grid` has another shape, stands without `select` or `select` without it, names a variant that is
-            none, has a value alone or twice, or a setting that a variant of it or `settings` has too.
+            none, has a value alone or twice (as YAML reads it), a setting that a variant of it or `settings` has too
+            or of which one is a part, two settings of which one is a part of the other, or one that compare sets.
     """
     grid = content.get("grid", {})
     if ("grid" in content) != ("select" in content):
@@ -173,6 +190,7 @@ def _grids(
     if "grid" in content and not (isinstance(grid, dict) and grid):
         raise UsageError(f"{path}: `grid` must be `{{setting: [value]}}`, got {grid!r}")
     lists: dict[str, list[list[str]]] = {name: [] for name in variants}
+    searched: dict[str, list[str]] = {name: [] for name in variants}
     for key, given in grid.items():
         by_variant = given if isinstance(given, dict) and given else dict.fromkeys(variants, given)
         for name, values in ((str(name), values) for name, values in by_variant.items()):
@@ -180,15 +198,67 @@ def _grids(
                 raise UsageError(
                     f"{path}: `grid` of {key} has {name!r}, which is none of the variants; {nearest(name, [*variants])}"
                 )
-            if not isinstance(values, list) or len(set(map(repr, values))) < max(2, len(values)):
+            if not isinstance(values, list) or len(set(map(_read, values))) < max(2, len(values)):
                 raise UsageError(
                     f"{path}: `grid` of {key} must be two or more values, none twice, for all variants or as "
                     f"`{{variant: [value]}}`, got {values!r}"
                 )
-            if key in {**content.get("settings", {}), **variants[name]}:
-                raise UsageError(f"{path}: {key} of {name!r} is in `grid` and set elsewhere too; leave one out")
+            _check_key(path, f"`grid` of {name!r}", str(key), SET_BY_COMPARE)
+            for other in searched[name]:
+                if is_part_of(other, key) or is_part_of(key, other):
+                    raise UsageError(
+                        f"{path}: `grid` of {name!r} has {other} and {key}, one of which would take the place of the "
+                        "other; leave one out"
+                    )
+            for other in {**content.get("settings", {}), **variants[name]}:
+                if is_part_of(other, key):
+                    spelled = "" if str(other) == str(key) else f", as {other}"
+                    raise UsageError(
+                        f"{path}: {key} of {name!r} is in `grid` and set elsewhere too{spelled}; leave one out"
+                    )
+            searched[name].append(str(key))
             lists[name].append([_arguments(path, "grid", {key: value})[0] for value in values])
     return {name: tuple(product(*each)) if each else () for name, each in lists.items()}
+
+
+def is_part_of(key: Any, other: Any) -> bool:
+    """Whether a setting is the same as another or a part of it, in any spelling of the two.
+
+    jsonargparse takes `model.lr` for `model.init_args.lr`, and `callbacks+` adds to `callbacks`.
+    """
+    own, whole = (
+        [part for part in str(name).removesuffix("+").split(".") if part != "init_args"] for name in (key, other)
+    )
+    return own[: len(whole)] == whole
+
+
+def _check_key(path: Path, place: str, key: str, forbidden: Sequence[str]) -> None:
+    """Check that a setting is none of those that `attnswap compare` gives each cell.
+
+    Raises:
+        UsageError: it is.
+    """
+    if found := [name for name in forbidden if is_part_of(key, name)]:
+        raise UsageError(
+            f"{path}: {place} has {key}, and `attnswap compare` sets {found[0]} of each cell; leave it out"
+        )
+
+
+def _read(value: Any) -> str:
+    """A value as the command line reads it, in one spelling: "1e-3" is 0.001, and so is 1.0e-3; true is not 1."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+        with contextlib.suppress(ValueError, TypeError):  # YAML takes 1e-3, without a point, for a text
+            value = float(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        return repr(sorted((str(key), _read(each)) for key, each in value.items()))
+    if isinstance(value, list):
+        return repr([_read(each) for each in value])
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return repr(float(value)) if number and abs(value) < MOST_EXACT else repr(value)
 
 
 def check_endpoints(path: Path, primary: Any, margins: Any, metrics: Sequence[str]) -> None:

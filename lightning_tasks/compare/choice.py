@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NOTHING = -1
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -17,7 +19,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was tried for a variant, and the place in `tried` of what was chosen."""
+    """What was tried for a variant, and the place in `tried` of what was chosen, or `NOTHING` where all diverged."""
 
     variant: str
     metric: str
@@ -28,11 +30,10 @@ class Choice:
 
     def __str__(self) -> str:
         """A sentence for the tables."""
-        best = label(self.tried[self.chosen].overrides)
+        best = "nothing, as all diverged" if self.chosen == NOTHING else label(self.tried[self.chosen].overrides)
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
         scores = [f"{label(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
-        none = "; all diverged, and the first was taken" if all(each.diverged for each in self.tried) else ""
-        return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}{none}"
+        return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}"
 
 
 def key_of(override: str) -> str:

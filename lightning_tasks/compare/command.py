@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from lightning_tasks.compare.arguments import parser
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.choice import Choice
+from lightning_tasks.compare.choice import NOTHING, Choice
 from lightning_tasks.compare.plan import (
     check_cells,
     keeps_checkpoints,
@@ -31,7 +31,7 @@ from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.environment import mixed_code, this_environment
 from lightning_tasks.runs.folder import make_output_folder
-from lightning_tasks.variants import Variant, full_name, read_variants
+from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, read_variants
 
 LOCK = ".compare.lock"
 
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(list(arguments))
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
+    for key in (item.partition("=")[0] for item in options.set):
+        if found := [name for name in NOT_USED if is_part_of(key, name)]:
+            raise UsageError(f"--set {key}: `attnswap compare` sets {found[0]} of each cell; leave it out")
     variants = [variant for name in options.configs for variant in read_variants(name)]
     seeds = parse_seeds(options.seeds)
     comparison = Comparison(
@@ -101,7 +104,8 @@ class Comparison:
     @property
     def ready(self) -> list[Cell]:
         """Those of the table whose variant has no grid, or its choice."""
-        waiting = {each.name for each in self.variants if each.grid} - {choice.variant for choice in self.choices}
+        decided = {choice.variant for choice in self.choices if choice.chosen != NOTHING}
+        waiting = {each.name for each in self.variants if each.grid} - decided
         return [cell for cell in self.cells if cell.name not in waiting]
 
     def write_record(self, failed: Collection[Cell] = ()) -> None:
@@ -153,10 +157,15 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     comparison.write_record([cell for cell, _ in failures])
     if summary == []:
         raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
+    undecided = [str(choice) for choice in comparison.choices if choice.chosen == NOTHING]
     if failures:
         count = len(comparison.selection) + len(comparison.cells)
         reasons = "".join(f"\n  {line}" for line in failures_by_reason(failures))
+        reasons += "".join(f"\nnot run: {text}" for text in undecided)
         raise SystemExit(f"{len(failures)} of {count} cells failed; the same command runs only those again:{reasons}")
+    if undecided:
+        lines = "".join(f"\n  {text}" for text in undecided)
+        raise SystemExit(f"`select` chose nothing for some variants, which are not run; give them other values:{lines}")
 
 
 def _print_plan(cells: Sequence[Cell]) -> None:

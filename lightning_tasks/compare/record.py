@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, Cell
-from lightning_tasks.compare.choice import Choice, Tried
+from lightning_tasks.compare.choice import NOTHING, Choice, Tried
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
@@ -240,7 +240,7 @@ def _choice(given: Any) -> Choice:
         Tried(_list(each["overrides"], str), float(_of(each["score"], float, int)), _text(each["diverged"]))
         for each in _list(given["tried"], dict)
     ]
-    if not 0 <= _of(given["chosen"], int) < len(tried):
+    if not NOTHING <= _of(given["chosen"], int) < len(tried):
         raise ValueError(f"chosen is {str(given['chosen'])[:80]}, and {len(tried)} were tried")
     return Choice(
         **texts, seeds=[_seed(each) for each in _of(given["seeds"], list)], tried=tried, chosen=given["chosen"]

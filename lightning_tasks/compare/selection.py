@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +13,17 @@ import numpy as np
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.choice import Choice, Tried, key_of, label
+from lightning_tasks.compare.choice import NOTHING, Choice, Tried, key_of, label
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.tables import collect_results
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.metric_names import MetricName
-from lightning_tasks.variants import Variant, find_file
+from lightning_tasks.variants import Variant, find_file, is_part_of
 
 FOLDER = "selection"
+_OF_FIT = re.compile(r"(train|val|valid|validation)[/_]\S(.*\S)?")
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,11 @@ def _select(path: Path, given: Any) -> Select:
             f"{path}: `select` must be `{{metric: name, mode: max or min, seeds: [number]}}`, each seed once, "
             f"got {given!r}"
         )
-    if MetricName.parse(metric).stage == "test":
-        raise UsageError(f"{path}: `select` by {metric} would choose on the test data; take one of validation")
+    if not _OF_FIT.fullmatch(metric):
+        raise UsageError(
+            f"{path}: `select` by {metric!r} might choose on the test data; take a metric of validation or training, "
+            "whose name begins with val/, val_, valid_, train/ or train_"
+        )
     return Select(metric, mode, tuple(seeds))
 
 
@@ -103,8 +107,11 @@ def plan_selection(
     if select is None:
         return []
     searched = {key_of(each) for variant in variants for overrides in variant.grid for each in overrides}
-    if shared := [argument for argument in extra if key_of(argument) in searched]:
-        raise UsageError(f"--set {key_of(shared[0])} would take the place of every value in `grid`; leave it out")
+    for key in map(key_of, extra):
+        for other in sorted(searched):
+            if is_part_of(key, other) or is_part_of(other, key):
+                spelled = "" if key == other else f" ({other})"
+                raise UsageError(f"--set {key} would take the place of every value in `grid`{spelled}; leave it out")
     tried = [each for variant in variants for each in candidates(variant)]
     cells = plan_cells(tried, select.seeds, output, extra, comparison)
     return [replace(cell, place=FOLDER) for cell in cells]
@@ -113,7 +120,8 @@ def plan_selection(
 def choose(variants: Sequence[Variant], cells: Sequence[Cell], select: Select | None) -> list[Choice]:
     """What the finished `cells` of the selection say of each variant whose cells all are.
 
-    The first of the best is chosen. A combination of which a run diverged is worse than any other.
+    The first of the best is chosen. A combination of which a run diverged, or has no finite score, is never chosen;
+    where all are such, the choice is :data:`NOTHING`.
 
     Raises:
         UsageError: one of them did not log the metric.
@@ -147,16 +155,17 @@ def _choice(variant: Variant, rows: Sequence[dict[str, Any]], select: Select) ->
         tried.append(Tried([*overrides], score, why or ("" if math.isfinite(score) else f"{select.metric} is {score}")))
     sign = 1.0 if select.mode == "max" else -1.0
     ranks = [-math.inf if each.diverged else sign * each.score for each in tried]
-    return Choice(variant.name, select.metric, select.mode, [*select.seeds], tried, ranks.index(max(ranks)))
+    best = NOTHING if all(each.diverged for each in tried) else ranks.index(max(ranks))
+    return Choice(variant.name, select.metric, select.mode, [*select.seeds], tried, best)
 
 
 def chosen(variants: Sequence[Variant], choices: Sequence[Choice]) -> list[Variant]:
     """The variants with what was chosen for them.
 
-    One for which nothing is chosen yet keeps its grid. What it is asked to do is then no command line, so that no
+    One for which nothing is chosen keeps its grid. What it is asked to do is then no command line, so that no
     result of other settings is taken for one of it.
     """
-    found = {choice.variant: tuple(choice.tried[choice.chosen].overrides) for choice in choices}
+    found = {each.variant: tuple(each.tried[each.chosen].overrides) for each in choices if each.chosen != NOTHING}
     return [
         replace(variant, overrides=(*variant.overrides, *found[variant.name]), grid=())
         if variant.name in found

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 import time
 
 import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare.choice import NOTHING
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
@@ -71,6 +73,28 @@ def test_one_variant_by_itself_has_the_value_of_its_base(searched):
         ({"grid": {"model.rate": {}}}, "two or more values, none twice"),
         ({"grid": {"model.rate": [0.1]}}, "two or more values, none twice"),
         ({"grid": {"model.rate": [0.1, 0.1]}}, "two or more values, none twice"),
+        ({"grid": {"model.rate": [0.001, "1e-3"]}}, "two or more values, none twice"),
+        ({"grid": {"model.rate": [1, "1.0", 2]}}, "two or more values, none twice"),
+        ({"grid": {"model.rate": [math.inf, ".inf"]}}, "two or more values, none twice"),
+        ({"grid": {"model.rate": [{"a": 1, "b": 2}, {"b": 2.0, "a": "1"}]}}, "two or more values, none twice"),
+        (
+            {"grid": {"model.init_args.init_bias": [True, False]}},
+            "set elsewhere too, as model.init_bias; leave one out",
+        ),
+        ({"grid": {"model": [{"rate": 1}, {"rate": 2}]}}, "set elsewhere too, as model.init_bias; leave one out"),
+        (
+            {"grid": {"model.init_args.rate": RATES, "model.rate": RATES}},
+            "has model.init_args.rate and model.rate, one of which would take the place of the other",
+        ),
+        (
+            {"grid": {"model.optimizer.lr": RATES, "model.optimizer": ["SGD", "Adam"]}},
+            "has model.optimizer.lr and model.optimizer, one of which would take the place of the other",
+        ),
+        ({"grid": {"seed_everything": [1, 2]}}, "`attnswap compare` sets seed_everything of each cell; leave it out"),
+        ({"grid": {"trainer.logger": [True, False]}}, "sets trainer.logger of each cell"),
+        ({"grid": {"trainer.enable_checkpointing": [True, False]}}, "sets trainer.enable_checkpointing of each cell"),
+        ({"settings": {"seed_everything": 3}}, "`settings` has seed_everything, and `attnswap compare` sets"),
+        ({"variants": {"plain": {"trainer.default_root_dir": "x"}}}, "'plain' has trainer.default_root_dir, and"),
         (
             {"grid": {"model.rate": {"baised": RATES}}},
             "'baised', which is none of the variants; the nearest are",
@@ -83,16 +107,43 @@ def test_one_variant_by_itself_has_the_value_of_its_base(searched):
         ({"select": {**SELECT, "seeds": [True]}}, "`select` must be"),
         ({"select": {**SELECT, "seeds": [7, 7]}}, "`select` must be"),
         ({"select": {**SELECT, "more": 1}}, "`select` must be"),
-        ({"select": {**SELECT, "metric": "test/loss"}}, "would choose on the test data"),
+        *(
+            ({"select": {**SELECT, "metric": metric}}, f"`select` by {metric!r} might choose on the test data")
+            for metric in (
+                "test/loss",
+                "test_loss",
+                "test",
+                " test/loss",
+                " val/loss",
+                "robustness/clean",
+                "val/",
+                "loss",
+            )
+        ),
         ({"select": {**SELECT, "seeds": [9, 1]}}, "--seeds has 1, by which `select` in"),
     ],
-    ids=range(17),
+    ids=range(37),
 )
 def test_what_cannot_be_chosen_from_is_refused_before_anything_runs(searched, tmp_path, capsys, change, says):
     with pytest.raises(SystemExit):
         main(["compare", str(searched(**change)), "--seeds", "0:2", "--output", str(tmp_path / "out")])
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["seed_everything", "trainer.default_root_dir"])
+def test_no_override_of_all_cells_sets_what_each_has_of_its_own(searched, tmp_path, capsys, key):
+    with pytest.raises(SystemExit):
+        main(["compare", str(searched()), "--seeds", "0", "--output", str(tmp_path / "out"), "--set", f"{key}=1"])
+    assert f"--set {key}: `attnswap compare` sets {key} of each cell" in capsys.readouterr().err
+
+
+def test_values_that_only_look_alike_and_settings_above_a_grid_are_taken(searched):
+    values = [1, True, "one", None, "1 e-3", [1], {"a": 1}]
+    assert len(read_variants(str(searched(grid={"model.rate": values})))[0].grid) == 7
+    options = {"model.optimizer": {"class_path": "SGD"}, "trainer.callbacks": []}
+    grid = {"model.optimizer.init_args.lr": RATES, "model.optimizer.init_args.lr_decay": RATES}
+    assert len(read_variants(str(searched(grid=grid, variants={"plain": options})))[0].grid) == 4
 
 
 @pytest.mark.parametrize("left_out", ["grid", "select"])
@@ -107,8 +158,10 @@ def test_a_grid_and_how_to_choose_go_together(searched, left_out):
 
 def test_an_override_of_all_cells_does_not_take_the_place_of_the_grid(searched, tmp_path):
     variants = read_variants(str(searched()))
-    with pytest.raises(UsageError, match=r"--set model\.rate would take the place of every value in `grid`"):
-        plan_selection(variants, Select(**SELECT), tmp_path, ["--model.rate=1"], "")
+    for key in ("model.rate", "model.init_args.rate", "model", "model.rate.part"):
+        with pytest.raises(UsageError, match=rf"--set {re.escape(key)} would take the place of every value in `grid`"):
+            plan_selection(variants, Select(**SELECT), tmp_path, [f"--{key}=1"], "")
+    assert plan_selection(variants, Select(**SELECT), tmp_path, ["--model.rates=1"], "")
 
 
 def test_two_files_that_choose_differently_are_no_comparison(searched, tmp_path, demo):
@@ -144,7 +197,6 @@ def scored(demo, tmp_path, scores, mode, **result):
         ("max", [math.nan, -5.0], 1),
         ("min", [math.nan, 5.0], 1),
         ("min", [-math.inf, 5.0], 1),
-        ("max", [math.nan, math.nan], 0),
     ],
 )
 def test_the_first_of_the_best_is_chosen_and_nan_is_worst(demo, tmp_path, mode, scores, best):
@@ -154,7 +206,14 @@ def test_the_first_of_the_best_is_chosen_and_nan_is_worst(demo, tmp_path, mode, 
     said = str(choice)
     assert said.startswith(f"v: rate={best}, by val/top1 ({mode}) of seeds 7, 8: rate=0 ")
     assert said.count("(diverged)") == sum(not math.isfinite(score) for score in scores)
-    assert ("all diverged, and the first was taken" in said) == all(map(math.isnan, scores))
+
+
+def test_nothing_is_chosen_where_all_runs_diverged(demo, tmp_path):
+    variants, (choice,) = scored(demo, tmp_path, [math.nan, math.inf], "max")
+    assert choice.chosen == NOTHING
+    assert str(choice).startswith("v: nothing, as all diverged, by val/top1 (max) of seeds 7, 8: rate=0 nan (diverged)")
+    (waiting,) = chosen(variants, [choice])
+    assert waiting.overrides == ("one of rate=0", "one of rate=1")
 
 
 def test_one_run_of_several_that_diverged_makes_its_value_worst(demo, tmp_path):
@@ -231,6 +290,18 @@ def test_the_command_chooses_first_and_says_what(searched, tmp_path, capsys):
     main(["report", str(out), "--output", str(page)])
     assert "chosen: plain: rate=" in page.read_text()
     assert "plain rate=" not in page.read_text()  # runs of the selection are none of the table
+
+
+def test_the_command_names_a_variant_for_which_nothing_can_be_chosen_and_runs_the_others(searched, tmp_path):
+    out, grid = tmp_path / "out", {"model.rate": {"plain": [math.nan, math.inf]}}
+    command = ["compare", str(searched(grid=grid)), "--seeds", "0", "--output", str(out)]
+    said = r"(?s)chose nothing for some variants.*\n  plain: nothing, as all diverged, by val/loss"
+    with pytest.raises(SystemExit, match=said):
+        main(command)
+    assert "- plain: nothing, as all diverged" in (out / "summary.md").read_text()
+    record = read_record(out)
+    assert [choice.chosen for choice in record.choices] == [NOTHING]
+    assert {cell.variant: cell.state for cell in record.cells} == {"plain": "waiting", "biased": "finished"}
 
 
 def test_a_comparison_that_was_killed_while_it_chose_goes_on(searched, tmp_path):
