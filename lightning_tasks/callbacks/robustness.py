@@ -23,7 +23,7 @@ from lightning_tasks.robustness.text import TextKind
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
-from lightning_tasks.runs.robustness import COLUMNS, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.robustness import SHOWN, TABLE, Row, markdown, write_csv
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
 
@@ -188,8 +188,8 @@ class RobustnessEvaluation(Callback):
         run_suite(plan.measurements, identity, store, seconds, show, write, between=end_when_asked)
         for logger in trainer.loggers:
             if hasattr(logger, "log_table"):  # W&B's, of either Lightning package
-                data = [[getattr(row, column) for column in COLUMNS] for row in self.table]
-                logger.log_table("robustness", columns=list(COLUMNS), data=data)
+                data = [[getattr(row, column) for column in SHOWN] for row in self.table]
+                logger.log_table("robustness", columns=list(SHOWN), data=data)
         print(f"\n{markdown(self.table)}\nfiles: {folder / TABLE}, {folder / MARKDOWN}; rows kept in {store.path}")
 
 

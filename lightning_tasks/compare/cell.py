@@ -148,7 +148,7 @@ def run_cell(cell: Cell) -> None:
     import torch
 
     from lightning_tasks.cli.fit import run
-    from lightning_tasks.compare.images import FILE, RecordImages, write_images
+    from lightning_tasks.compare.images import FILE, ROBUSTNESS_FILE, RecordImages, robustness_values, write_images
     from lightning_tasks.compare.pairing import RecordPairing
     from lightning_tasks.runs.environment import this_environment
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
@@ -174,7 +174,9 @@ def run_cell(cell: Cell) -> None:
                 cli.trainer.test(cli.model, datamodule=cli.datamodule)
     if pairing.folder is None:
         raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
-    write_images(images.values, cell.folder / FILE)
+    tested = images.values
+    write_images(tested, cell.folder / FILE)
+    write_images(robustness_values(Path(pairing.folder), tested), cell.folder / ROBUSTNESS_FILE)
     result = {
         "config": cell.name,
         "seed": cell.seed,

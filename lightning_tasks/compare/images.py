@@ -20,11 +20,15 @@ from lightning_tasks.compare.pairing import update_digest
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.outcomes import from_text
+from lightning_tasks.runs.robustness import CORRUPTIONS
+from lightning_tasks.runs.run import read_robustness
 from lightning_tasks.runs.safe_files import MOST_TABLE_BYTES, refuse_foreign, written_whole
 from lightning_tasks.training.segmentation_metrics import SCORES, SegmentationScores, score_values
 
-FILE = "images.npz"
+FILE, ROBUSTNESS_FILE = "images.npz", "robustness_images.npz"
 CONFUSION = "confusion"
+MEAN_CORRUPTION = "robustness/mean_corruption/accuracy"
 TOP_K = 5
 Values = Mapping[str, np.ndarray]
 
@@ -100,6 +104,22 @@ def _confusions(metric: SegmentationScores, masks: Tensor, targets: Tensor) -> T
     return torch.stack(found)
 
 
+def robustness_values(folder: Path, tested: Values) -> dict[str, np.ndarray]:
+    """Whether each image was right in the rows of a run's robustness table that say so, by the name that is logged.
+
+    The mean corruption has the share of its corruptions. `tested` is what :class:`RecordImages` kept, of which the
+    images are the first.
+
+    Raises:
+        UsageError: the table cannot be read.
+    """
+    rows = [row for row in read_robustness(folder) if row.right and row.test in ("clean", "attack", "corruption")]
+    found: dict[str, np.ndarray] = {row.label: from_text(row.right, row.samples) for row in rows}
+    if corrupted := [found[row.label] for row in rows if row.test == "corruption" and row.name in CORRUPTIONS]:
+        found[MEAN_CORRUPTION] = np.stack(corrupted).mean(axis=0, dtype=np.float32)
+    return {"data": tested["data"], **found} if found and "data" in tested else {}
+
+
 def write_images(values: Values, path: Path) -> None:
     """Write what :class:`RecordImages` kept, whole or not at all; nothing where that is nothing."""
     if values:
@@ -155,12 +175,12 @@ class ImageResults:
     """The values of images of finished cells, read when they are asked for.
 
     Args:
-        files: of each finished cell, by configuration and seed; it need not be there.
+        folders: of each finished cell, by configuration and seed; the files need not be there.
         folder: that of the comparison.
     """
 
-    def __init__(self, files: Mapping[tuple[str, int], Path], folder: Path) -> None:
-        self.files = files
+    def __init__(self, folders: Mapping[tuple[str, int], Path], folder: Path) -> None:
+        self.folders = folders
         self.folder = folder
         self.notes: dict[str, None] = {}
 
@@ -171,27 +191,29 @@ class ImageResults:
             return []
         for row in summary:
             name = row.metric.removeprefix("test/")
-            if name == row.metric or not row.reference or row.diverged or row.reference_diverged:
+            if not row.metric.startswith(("test/", "robustness/")):
+                continue
+            if not row.reference or row.diverged or row.reference_diverged:
                 continue
             seeds = [
-                seed for config, seed in self.files if config == row.config and (row.reference, seed) in self.files
+                seed for config, seed in self.folders if config == row.config and (row.reference, seed) in self.folders
             ]
             pairs = [(self._values[row.config, seed], self._values[row.reference, seed]) for seed in seeds]
             if pairs and name in self._known and self._whole(row, pairs, name):
-                low, high = percentile_interval(np.mean([self._resampled(pair, name) for pair in pairs], axis=0))
+                low, high = percentile_interval(self._resampled(pairs, name))
                 images = len(pairs[0][0][_kept(name)])
                 found.append(ImageInterval(row.metric, row.config, row.reference, images, len(seeds), low, high))
         return found
 
     @cached_property
-    def _values(self) -> dict[tuple[str, int], Values]:
-        found: dict[tuple[str, int], Values] = {}
-        for key, path in self.files.items():
-            try:
-                found[key] = read_images(path, self.folder)
-            except UsageError as error:
-                found[key] = {}
-                self.notes[str(error)] = None
+    def _values(self) -> Mapping[tuple[str, int], Values]:
+        found: dict[tuple[str, int], dict[str, np.ndarray]] = {key: {} for key in self.folders}
+        for key, place in self.folders.items():
+            for name in (FILE, ROBUSTNESS_FILE):
+                try:
+                    found[key] |= read_images(place / name, self.folder)
+                except UsageError as error:
+                    self.notes[str(error)] = None
         return found
 
     @cached_property
@@ -204,20 +226,21 @@ class ImageResults:
         each = [values for pair in pairs for values in pair]
         of = f"{row.config} and {row.reference}"
         if any(_kept(name) not in values for values in each):
-            self.notes[f"{of}: not every run has {FILE} with {_kept(name)}"] = None
+            self.notes[f"{of}: not every run has {_kept(name)} of its images"] = None
         elif len({(str(values["data"]), values[_kept(name)].shape) for values in each}) > 1:
             self.notes[f"{of}: their runs were not tested on the same images, in the same order"] = None
         else:
             return True
         return False
 
-    def _resampled(self, pair: tuple[Values, Values], name: str) -> np.ndarray:
-        """The difference of a pair of runs on each draw of images."""
+    def _resampled(self, pairs: Sequence[tuple[Values, Values]], name: str) -> np.ndarray:
+        """The mean difference of pairs of runs on each draw of images, ``[draws]``."""
         if name not in SCORES:
-            own, other = (values[name].astype(np.float64) for values in pair)
-            return resampled_sums((own - other)[:, None])[:, 0] / len(own)
-        own, other = (self._resampled_scores(values[CONFUSION]) for values in pair)
-        return (own - other)[:, SCORES.index(name)]
+            difference = np.mean([own[name].astype(np.float64) - other[name] for own, other in pairs], axis=0)
+            return resampled_sums(difference[:, None])[:, 0] / len(difference)
+        scores = [[self._resampled_scores(values[CONFUSION]) for values in pair] for pair in pairs]
+        found: np.ndarray = np.mean([own - other for own, other in scores], axis=0)[:, SCORES.index(name)]
+        return found
 
     def _resampled_scores(self, confusions: np.ndarray) -> np.ndarray:
         """The scores of the summed confusion matrices of each draw, ``[draws, scores]``."""

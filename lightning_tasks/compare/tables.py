@@ -10,7 +10,7 @@ from typing import Any
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
-from lightning_tasks.compare.images import FILE, ImageResults, said_of
+from lightning_tasks.compare.images import ImageResults, said_of
 from lightning_tasks.compare.record import code_remarks
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
@@ -87,7 +87,7 @@ def write_tables(
     write_curves(rows, names, metrics, output / "curves.png")
     summary = summarize(rows, names, metrics, references, endpoints)
     finished = [cell for cell in cells if cell.is_finished()]
-    results = ImageResults({(cell.name, cell.seed): cell.folder / FILE for cell in finished}, output)
+    results = ImageResults({(cell.name, cell.seed): cell.folder for cell in finished}, output)
     intervals = results.intervals(summary)
     remarks |= {"Intervals": said_of(intervals), "Without an interval over images": [*results.notes]}
     print(write_summary(summary, remarks, output, intervals))

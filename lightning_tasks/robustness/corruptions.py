@@ -12,12 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_tasks.robustness.attacks.common import check_batch
+from lightning_tasks.runs.robustness import CORRUPTIONS as CORRUPTIONS
 
-CORRUPTIONS = (
-    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-)
-"""The fifteen that the mean corruption error is taken over."""
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 """The four that ImageNet-C keeps for validation."""
 SEVERITIES = (1, 2, 3, 4, 5)

@@ -34,6 +34,7 @@ from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detec
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import InPrecision, held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
+from lightning_tasks.runs.outcomes import to_text
 from lightning_tasks.runs.robustness import Row
 
 if TYPE_CHECKING:
@@ -111,9 +112,10 @@ class Subject:
         return self._norms[own]
 
 
-def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of the rows ``[N, classes]`` whose highest logit is that of the label."""
-    return to_float64(logits.argmax(1) == labels).mean().item()
+def share_right(right: Tensor) -> dict[str, Any]:
+    """The fields of a row on images ``[N]`` that are right or not."""
+    share = to_float64(right).mean().item()
+    return {"metric": "accuracy", "value": share, "samples": len(right), "right": to_text(right.cpu())}
 
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:
@@ -121,7 +123,7 @@ def clean_measurement(subject: Subject) -> Measurement[Row]:
 
     def measure(advance: Advance) -> list[Row]:
         logits = subject.logits(subject.images, advance)
-        return [Row("clean", "", "", "accuracy", accuracy(logits, subject.labels), len(subject.labels))]
+        return [Row("clean", "", "", **share_right(logits.argmax(1) == subject.labels))]
 
     return Measurement({"test": "clean"}, 1.0, measure)
 
@@ -153,19 +155,19 @@ def attack_measurement(
         if setting.on_source is not None and source is not None:
             attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
             options |= {"source": source(), "attack": attack}
-        right = 0
+        right = []
         for first, images, labels in subject.batches():
             if setting.seeded:
                 options["seed"] = subject.seed + first
             attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
             with held_still(subject.model, gradients=False):
-                right += int((logits_of(subject.model, attacked).argmax(1) == labels).sum())
+                right.append(logits_of(subject.model, attacked).argmax(1) == labels)
             advance(len(images) / len(subject.images))
         norms = (math.nan, math.nan)
         if setting.attack.white_box:
             norms = subject.gradient_norms(setting.at_own_prediction)
-        share = right / len(subject.images)
-        return [Row("attack", setting.label, text, "accuracy", share, len(subject.images), *norms)]
+        found = share_right(torch.cat(right))
+        return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1])]
 
     what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text}
     what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
@@ -180,14 +182,14 @@ def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[
         options = {"batch_size": subject.batch_size, "seed": subject.seed, "advance": advance, **setting.options}
         images, labels = subject.images.to(subject.device), subject.labels.to(subject.device)
         found = run_autoattack(subject.model, images, labels, eps=radius, **options)
-        norms = subject.gradient_norms(own=False)
-        shares = found.accuracies
+        first, second = subject.gradient_norms(own=False)
 
-        def row(name: str, share: float, note: str = "") -> Row:
-            return Row("attack", name, text, "accuracy", share, len(labels), *norms, note=note)
+        def row(name: str, right: Tensor, note: str = "") -> Row:
+            return Row("attack", name, text, **share_right(right), gradient_l1=first, gradient_l2=second, note=note)
 
-        worst = row(setting.label, min(shares.values()), autoattack_note(found, setting.options))
-        return [worst, *(row(f"{setting.label} after {name}", shares[name]) for name in setting.options["attacks"])]
+        after = {name: found.standing[name] for name in setting.options["attacks"]}
+        worst = row(setting.label, [*after.values()][-1], autoattack_note(found, setting.options))
+        return [worst, *(row(f"{setting.label} after {name}", right) for name, right in after.items())]
 
     what = {"test": "attack", "name": setting.label, "eps": text, "kind": setting.kind, "options": setting.options}
     return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure)
@@ -198,8 +200,8 @@ def corruption_measurement(subject: Subject, name: str, severity: int) -> Measur
 
     def measure(advance: Advance) -> list[Row]:
         corrupted = CorruptedImages(subject.images, name, severity, subject.seed)
-        share = accuracy(subject.logits(corrupted, advance), subject.labels)
-        return [Row("corruption", name, str(severity), "accuracy", share, len(subject.images))]
+        right = subject.logits(corrupted, advance).argmax(1) == subject.labels
+        return [Row("corruption", name, str(severity), **share_right(right))]
 
     what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
     # To corrupt an image on the CPU takes about as long as a pass or two of a small model.
@@ -214,7 +216,7 @@ def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[st
     def measure(advance: Advance) -> list[Row]:
         logits, labels = subject.labeled_logits(images, advance)
         note = f"among {len(classes)} classes{_left_out(images)}"
-        return [Row("shift", name, "", "accuracy", accuracy(logits[:, classes], labels), len(labels), note=note)]
+        return [Row("shift", name, "", **share_right(logits[:, classes].argmax(1) == labels), note=note)]
 
     what = {"test": "shift", "name": name, "files": files, "classes": classes}
     return Measurement(what, len(images) / len(subject.images), measure)

@@ -12,6 +12,11 @@ from typing import Any
 from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.runs.safe_files import write_rows
 
+CORRUPTIONS = (
+    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+)
+"""The fifteen that the mean corruption error is taken over."""
 GIVES_NAN = "the model gives nan"
 """The note of a figure that is nan, and was measured."""
 
@@ -32,6 +37,7 @@ class Row:
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
         seconds: time it took.
         note: what else to know.
+        right: which images were right, where that is known (:func:`lightning_tasks.runs.outcomes.to_text`).
     """
 
     test: str
@@ -44,6 +50,7 @@ class Row:
     gradient_l2: float = math.nan
     seconds: float = math.nan
     note: str = ""
+    right: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -60,6 +67,8 @@ class Row:
 TABLE = "robustness.csv"
 """The file's name in the folder of a run."""
 COLUMNS = [field.name for field in fields(Row)]
+SHOWN = COLUMNS[:-1]
+"""Those that people read."""
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -68,14 +77,14 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def read_csv(path: str | Path) -> list[Row]:
-    """The rows that :func:`write_csv` wrote.
+    """The rows that :func:`write_csv` wrote, also in a version that did not say which images were right.
 
     Raises:
         ValueError: if the file has other columns.
     """
     with Path(path).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
+        if reader.fieldnames not in (COLUMNS, SHOWN):
             raise ValueError(f"{path} is no table of a robustness evaluation: its columns are {reader.fieldnames}")
         return [Row(**{key: _parsed(key, text) for key, text in line.items()}) for line in reader]
 

@@ -1,11 +1,13 @@
 """Recipes: names found, listed, and nearest where there is none; every shipped one parses, and its twin runs."""
 
 import csv
+import json
 import math
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -336,6 +338,14 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     assert all(f"| {variant} | 1 |" in printed for variant in content["variants"])
     other = [line for line in printed.partition("Not paired:")[2].splitlines() if line]
     assert all(re.match("- softmax (wider|widest|longer|longest) seed 0: ", line) for line in other), other
+    with Path("out/results.csv").open() as file:
+        values = {(row["config"], int(row["seed"]), row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    kept = [(path, np.load(path)) for path in Path("out/cells").rglob("robustness_images.npz")]
+    assert len(kept) == (len(content["variants"]) if content.get("primary") == "test/top1" else 0)
+    for path, found in kept:
+        cell = json.loads((path.parent / "result.json").read_text())
+        for name in set(found) - {"data"}:
+            assert found[name].mean() == pytest.approx(values[cell["config"], 0, name])
     record = read_record(Path("out"))
     assert record.references == content.get("references", {})
     assert {cell.state for cell in record.cells} == {FINISHED}

@@ -7,13 +7,15 @@ import pytest
 
 from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.formats import latex, markdown
-from lightning_tasks.compare.images import FILE, ImageResults, read_images, write_images
+from lightning_tasks.compare.images import FILE, ImageResults, read_images, robustness_values, write_images
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import summarize
 from lightning_tasks.compare.tables import collect_results, write_tables
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe
+from lightning_tasks.runs.outcomes import from_text, to_text
+from lightning_tasks.runs.robustness import Row, write_csv
 from lightning_tasks.training.segmentation_metrics import scores
 from lightning_tasks.variants import Variant, override_arguments
 from tests.lightning_tasks.compare.test_record import finish
@@ -75,6 +77,39 @@ def test_confusions_of_images_give_what_a_segmenter_logged(tmp_path):
     assert found == pytest.approx({name: logged[f"test/{name}"] for name in found})
 
 
+def test_rows_of_robustness_give_what_was_logged(tmp_path):
+    fog, snow = np.array([True, False, True]), np.array([True, False, False])
+    rows = [
+        Row("clean", "", "", "accuracy", 2 / 3, 3, right=to_text(fog)),
+        Row("attack", "fgsm", "4/255", "accuracy", 1 / 3, 3, right=to_text(snow)),
+        Row("corruption", "fog", "3", "accuracy", 2 / 3, 3, right=to_text(fog)),
+        Row("corruption", "snow", "3", "accuracy", 1 / 3, 3, right=to_text(snow)),
+        Row("corruption", "spatter", "3", "accuracy", 1 / 3, 3, right=to_text(~fog)),  # which the mean is not over
+        Row("mean corruption", "", "", "accuracy", 0.5, 3),
+    ]
+    write_csv(rows, tmp_path / "robustness.csv")
+    found = robustness_values(tmp_path, {"data": np.array("digest")})
+    assert str(found.pop("data")) == "digest"
+    assert found.keys() == {row.label for row in rows}
+    for row in rows:
+        assert found[row.label].mean() == pytest.approx(row.value)
+    assert found["robustness/mean_corruption/accuracy"].tolist() == [1, 0, 0.5]
+    assert robustness_values(tmp_path, {}) == {}  # of what images is not known
+    assert robustness_values(tmp_path / "none", {"data": np.array("digest")}) == {}
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7, 8, 9, 500])
+def test_outcomes_as_text_and_back(samples):
+    right = np.random.default_rng(2).random(samples) < 0.5
+    assert np.array_equal(from_text(to_text(right), samples), right)
+
+
+@pytest.mark.parametrize(("text", "samples"), [("ff", 9), ("ffff", 8), ("f", 4), ("xy", 8), ("", -1)])
+def test_text_of_other_samples_is_refused(text, samples):
+    with pytest.raises(ValueError, match=r"bits of|hexadecimal|fromhex"):
+        from_text(text, samples)
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +130,7 @@ def test_a_difference_has_an_interval_over_images_beside_that_over_seeds(compare
     rows = collect_results(compared)
     metrics = ["test/top1", "val/top1"]
     summary = summarize(rows, ["1", "2"], metrics)
-    (found,) = ImageResults({(c.name, c.seed): c.folder / FILE for c in compared}, tmp_path).intervals(summary)
+    (found,) = ImageResults({(c.name, c.seed): c.folder for c in compared}, tmp_path).intervals(summary)
     assert (found.metric, found.config, found.reference, found.images, found.seeds) == ("test/top1", "2", "1", 50, 2)
     right = {(c.name, c.seed): read_images(c.folder / FILE, tmp_path)["top1"].astype(float) for c in compared}
     each = np.mean([right["2", seed] - right["1", seed] for seed in (0, 1)], axis=0)
@@ -119,7 +154,7 @@ def test_missing_files_leave_the_column_empty_and_are_said(compared, tmp_path):
     write_tables(compared, ["test/top1"], {}, tmp_path)
     text = (tmp_path / "summary.md").read_text()
     assert "over images" not in text.partition("Without")[0]
-    assert "- 2 and 1: not every run has images.npz with top1" in text
+    assert "- 2 and 1: not every run has top1 of its images" in text
     for cell in compared[1:]:
         (cell.folder / FILE).unlink()
     write_tables(compared, ["test/top1"], {}, tmp_path)  # a folder of an earlier version

@@ -67,5 +67,5 @@ def test_robustness(tested):
     assert [row["test"] for row in theirs] == [row["test"] for row in ours]
     assert [row["test"] for row in ours] == ["clean", "input gradient", "input gradient", "attack"]
     for one, other in zip(theirs, ours, strict=True):
-        assert one.keys() == other.keys()
+        assert [*one] == [*other][:-1]  # without which image is right
         assert float(one["value"]) == pytest.approx(float(other["value"]), abs=1e-4)
