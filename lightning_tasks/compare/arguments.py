@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 DESCRIPTION = (
     "`attnswap compare`: configurations x seeds, paired by seed, resumable, into one long table and one summary."
@@ -24,6 +25,18 @@ a comparison file:
 """
 
 
+class Once(argparse.Action):
+    """Keeps a value, and refuses a second one, which argparse would take in place of the first without a word."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Keep it."""
+        given = vars(namespace).setdefault("_given", set())
+        if self.dest in given:
+            parser.error(f"{option} is given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of `attnswap compare`."""
     arguments = argparse.ArgumentParser(
@@ -34,14 +47,22 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
-    arguments.add_argument("--seeds", default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
-    arguments.add_argument("--output", required=True, type=Path, help="folder for the cells and the tables")
+    arguments.add_argument("--seeds", action=Once, default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
     arguments.add_argument(
-        "--jobs", type=int, default=1, help="processes, one thread and one CUDA device each (default: %(default)s)"
+        "--output", action=Once, required=True, type=Path, help="folder for the cells and the tables"
+    )
+    arguments.add_argument(
+        "--jobs",
+        action=Once,
+        type=int,
+        default=1,
+        help="processes, one thread and one CUDA device each (default: %(default)s)",
     )
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     arguments.add_argument("--no_checkpoints", action="store_true", help="keep no checkpoint of any cell")
     arguments.add_argument(
-        "--metrics", help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)"
+        "--metrics",
+        action=Once,
+        help="metrics of the summary, by the last value of each (default: what CONFIG says in `metrics`)",
     )
     return arguments

@@ -28,7 +28,7 @@ from lightning_tasks.compare.selection import Select, choose, chosen, plan_selec
 from lightning_tasks.compare.summary import Endpoints, SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
-from lightning_tasks.errors import UsageError
+from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.environment import mixed_code, this_environment
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, read_variants
@@ -51,23 +51,31 @@ def main(arguments: Sequence[str]) -> None:
         if found := [name for name in NOT_USED if is_part_of(key, name)]:
             raise UsageError(f"--set {key}: `attnswap compare` sets {found[0]} of each cell; leave it out")
     variants = [variant for name in options.configs for variant in read_variants(name)]
-    seeds = parse_seeds(options.seeds)
+    seeds, endpoints = parse_seeds(options.seeds), summary_endpoints(options.configs)
+    metrics = list(dict.fromkeys(options.metrics.split(","))) if options.metrics else summary_metrics(options.configs)
+    if endpoints.primary not in ("", *metrics):
+        raise UsageError(f"--metrics leaves out {endpoints.primary}, the primary endpoint, which decides; name it too")
     comparison = Comparison(
         variants,
         seeds,
         options.output,
         tuple(f"--{item}" for item in options.set),
         " + ".join(full_name(name) for name in options.configs),
-        options.metrics.split(",") if options.metrics else summary_metrics(options.configs),
+        metrics,
         summary_references(options.configs),
-        summary_endpoints(options.configs),
+        endpoints,
         read_select(options.configs, seeds),
         keeps_checkpoints(options.configs) and not options.no_checkpoints,
     )
     check_cells(cell for cell in (*comparison.selection, *comparison.ready) if not cell.is_finished())
     make_output_folder(options.output)
     with only_comparison(options.output):
-        _run_and_write(comparison, options.jobs)
+        try:
+            _run_and_write(comparison, options.jobs)
+        except OSError as error:  # a full disk
+            raise UsageError(
+                f"{reason(error)}; cells that are finished are kept in {options.output}, and the same command goes on"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,14 @@ def markdown(summary: Sequence[SummaryRow], images: Sequence[ImageInterval] = ()
     for metric, rows in _by_metric(summary).items():
         intervals = _of_metric(images, metric)
         heads = _heads(bool(intervals))
-        lines += [f"### {_title(metric, rows)}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        lines += [*(f"| {' | '.join(_cells(row, intervals))} |" for row in rows), ""]
+        lines += [f"### {_markdown(_title(metric, rows))}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        lines += [*(f"| {' | '.join(map(_markdown, _cells(row, intervals)))} |" for row in rows), ""]
     return "\n".join(lines)
+
+
+def _markdown(text: str) -> str:
+    """The text in one line, without what Markdown takes for the end of a cell."""
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 def latex(summary: Sequence[SummaryRow], images: Sequence[ImageInterval] = ()) -> str:
@@ -110,7 +115,11 @@ def write_summary(
     (output / IMAGES).unlink(missing_ok=True)
     if images:
         write_rows(output / IMAGES, [field.name for field in fields(ImageInterval)], map(asdict, images))
-    lists = [[f"{title}:", "", *(f"- {each}" for each in entries), ""] for title, entries in remarks.items() if entries]
+    lists = [
+        [f"{title}:", "", *(f"- {' '.join(each.splitlines())}" for each in entries), ""]
+        for title, entries in remarks.items()
+        if entries
+    ]
     text = "\n".join([markdown(summary, images), *(line for lines in lists for line in lines)])
     with written_whole(output / "tables.tex") as path:
         path.write_text(latex(summary, images), encoding="utf-8")

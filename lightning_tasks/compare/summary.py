@@ -122,6 +122,18 @@ def summarize(
     return corrected_by_family(summary)
 
 
+def not_logged(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> list[str]:
+    """For each metric that some runs logged and others did not, the latter: their seeds are in no mean of it."""
+    logged = by_metric(rows)
+    runs = dict.fromkeys((row["config"], row["seed"]) for row in rows)
+    found = []
+    for metric in dict.fromkeys(metrics):
+        there = {(row["config"], row["seed"]) for row in logged.get(metric, ())}
+        if there and (absent := [f"{config} seed {seed}" for config, seed in runs if (config, seed) not in there]):
+            found.append(f"{metric}: {', '.join(absent)}")
+    return found
+
+
 def corrected_by_family(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     """The rows with p-values that are corrected for the number of those of the primary endpoint, or of the others."""
     corrected = [math.nan] * len(rows)

@@ -12,7 +12,7 @@ from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
 from lightning_tasks.compare.images import ImageResults, said_of
 from lightning_tasks.compare.record import code_remarks
-from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
+from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, not_logged, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
@@ -84,6 +84,7 @@ def write_tables(
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }
     rows = with_stops(rows)
+    remarks["Not logged"] = not_logged(rows, metrics)
     write_curves(rows, names, metrics, output / "curves.png")
     summary = summarize(rows, names, metrics, references, endpoints)
     finished = [cell for cell in cells if cell.is_finished()]

@@ -72,7 +72,7 @@ def test_a_damaged_result_is_named_before_anything_runs(comparison, content, cap
     result.parent.mkdir(parents=True)
     result.write_text(content, encoding="latin-1")
     with pytest.raises(SystemExit) as stop:
-        main([*comparison, "--seeds=0,1"])
+        main([argument.replace("--seeds=0", "--seeds=0,1") for argument in comparison])
     assert stop.value.code == 2
     assert re.search(r"out/cells/demo/seed_1/result.json is damaged .*delete it", capsys.readouterr().err)
     assert not Path("out/cells/demo/seed_0").exists()
