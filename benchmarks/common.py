@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,24 +18,57 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, cpu_time: bool = False) -> dict[str, float]:
+def alternate(
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
+    cpu_time: bool = False,
+    seconds_of: Callable[[Callable[[], object]], float] | None = None,
+) -> dict[str, float]:
     """Median seconds of each call; the calls take turns, so that a change of the machine's load meets all.
 
     Args:
         calls: what to time, by name; each is run once before.
         repeats: number of rounds.
         cpu_time: process CPU time in place of wall-clock time.
+        seconds_of: measures a call in place of these clocks.
     """
-    clock = time.process_time if cpu_time else time.perf_counter
+    seconds_of = seconds_of or partial(host_seconds, time.process_time if cpu_time else time.perf_counter)
     for call in calls.values():
         call()
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = clock()
-            call()
-            taken[name].append(clock() - start)
+            taken[name].append(seconds_of(call))
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def host_seconds(clock: Callable[[], float], call: Callable[[], object]) -> float:
+    """By a clock of the host."""
+    start = clock()
+    call()
+    return clock() - start
+
+
+def gpu_seconds(call: Callable[[], object], number: int = 5) -> float:
+    """Mean of some calls in a row, by CUDA events: the device is busy while the host sends what comes next."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(number):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / number
+
+
+def gpu_peak_memory(call: Callable[[], object]) -> float:
+    """MiB by which the memory of tensors on the GPU rises at most while the call runs."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 class ResidentPeak:

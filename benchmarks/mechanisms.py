@@ -24,7 +24,9 @@ AT_ONCE = 4  # mechanisms that take turns with plain attention, so that a drifti
 STEP = (16, 7)  # images of a training step, and how often it is timed
 
 
-def inputs(case: Case, mechanism: AttentionMechanism) -> dict[str, Tensor]:
+def inputs(
+    case: Case, mechanism: AttentionMechanism, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Queries, keys, values, and what else the mechanism needs, that ask for gradients."""
     batch, heads, tokens, width = case.shape
     shapes = {name: case.shape for name in ("q", "k", "v", *mechanism.needs)}
@@ -32,7 +34,14 @@ def inputs(case: Case, mechanism: AttentionMechanism) -> dict[str, Tensor]:
     given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if "x" in given:
         given["x"] = torch.randn(batch, tokens, heads * width, generator=generator)
-    return {name: x.requires_grad_() for name, x in given.items()}
+    return {name: x.to(device, dtype).requires_grad_() for name, x in given.items()}
+
+
+def built_for(name: str, case: Case) -> AttentionMechanism:
+    """The mechanism for a shape, in training mode."""
+    _, heads, tokens, width = case.shape
+    spec = AttentionSpec(heads * width, heads, width, num_tokens=tokens)
+    return build_mechanism(name, spec, **OPTIONS.get(name, {})).train()
 
 
 def call(mechanism: AttentionMechanism, given: dict[str, Tensor], is_causal: bool, backward: bool) -> None:
@@ -48,11 +57,9 @@ def call(mechanism: AttentionMechanism, given: dict[str, Tensor], is_causal: boo
 
 def measure(case: Case, names: list[str]) -> dict[str, tuple[str, str, str]]:
     """By mechanism, the ratios of forward and of both to plain attention, and the peak of both in MiB."""
-    _, heads, tokens, width = case.shape
-    spec = AttentionSpec(heads * width, heads, width, num_tokens=tokens)
-    built = {name: build_mechanism(name, spec, **OPTIONS.get(name, {})).train() for name in names}
+    built = {name: built_for(name, case) for name in names}
     built = {name: each for name, each in built.items() if each.row_masks or not case.is_causal}
-    plain = build_mechanism("softmax", spec)
+    plain = built_for("softmax", case)
     found: dict[str, tuple[str, str, str]] = {}
     waiting = list(built)
     while waiting:

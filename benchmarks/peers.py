@@ -26,199 +26,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import write_results
-from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask
+from benchmarks.contests import DIM, HEADS, MMSEG_CONFIG, Batch, Contest, Images, Text
 from lightning_tasks.compare.workers import start_context
 
 WARM_UP = 1
-DIM, HEADS, IMAGE_CLASSES, PIXEL_CLASSES = 128, 8, 1000, 150
-MMSEG_CONFIG = "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512"
-ADAMW: dict[str, Any] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "fused": True}}
-SGD: dict[str, Any] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-3, "momentum": 0.9}}
-
-Batch = tuple[Tensor, Tensor]
-Peer = tuple[nn.Module, Callable[[], object]]
-
-
-@dataclass(frozen=True)
-class Contest:
-    """One of our tasks against one peer.
-
-    Args:
-        name: what is compared.
-        task: builds ours.
-        peer: builds the peer's model and its training step, from our batch.
-        batch: what both train on.
-        rounds: timed steps of each.
-        goal: how many times as fast ours is to be.
-    """
-
-    name: str
-    task: Callable[[], pl.LightningModule]
-    peer: Callable[[Batch], Peer]
-    batch: Callable[[], Batch]
-    rounds: int
-    goal: float
-
-
-@dataclass(frozen=True)
-class Text:
-    """A language model's shape: layers, tokens T, vocabulary V, and windows a batch."""
-
-    layers: int
-    tokens: int
-    vocabulary: int
-    windows: int
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers, T {self.tokens}, V {self.vocabulary:,}, batch {self.windows}"
-
-    def batch(self) -> Batch:
-        """Random tokens and the ones that follow them."""
-        tokens = torch.randint(self.vocabulary, (self.windows, self.tokens + 1))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def task(self, **options: Any) -> pl.LightningModule:
-        """Ours, without dropout."""
-        sizes = {"num_layers": self.layers, "dim": DIM, "num_heads": HEADS, "mlp_dim": 4 * DIM}
-        arguments = {**sizes, "num_tokens": self.tokens, "dropout": 0.0, **options}
-        model = {"class_path": "lightning_tasks.models.TransformerLM", "init_args": arguments}
-        return LanguageModelingTask(model, vocab_size=self.vocabulary, optimizer=ADAMW)
-
-    def litgpt(self, batch: Batch) -> Peer:
-        """litgpt's GPT in the step of its `pretrain`: learned weights as ours, without rotary positions."""
-        from litgpt.config import Config
-        from litgpt.model import GPT
-        from litgpt.utils import chunked_cross_entropy
-
-        config = Config(
-            block_size=self.tokens,
-            padded_vocab_size=self.vocabulary,
-            n_layer=self.layers,
-            n_head=HEADS,
-            n_embd=DIM,
-            rotary_percentage=0.0,
-            parallel_residual=False,
-        )
-        model = GPT(config)
-        return model, _bare_step(model, lambda: chunked_cross_entropy(model(batch[0]), batch[1]))
-
-    def gpt2(self, batch: Batch) -> Peer:
-        """transformers' GPT-2 with its own loss and its SDPA attention."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            vocab_size=self.vocabulary,
-            n_positions=self.tokens,
-            n_embd=DIM,
-            n_layer=self.layers,
-            n_head=HEADS,
-            activation_function="relu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-        model = GPT2LMHeadModel(config)
-        inputs, labels = batch  # shifted already
-        return model, _bare_step(model, lambda: model(input_ids=inputs, shift_labels=labels, labels=labels).loss)
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images of H = W pixels, and how many per batch."""
-
-    size: int
-    count: int
-
-    def classified(self) -> Batch:
-        """Random images and labels."""
-        return torch.rand(self.count, 3, self.size, self.size), torch.randint(IMAGE_CLASSES, (self.count,))
-
-    def masked(self) -> Batch:
-        """Random images and masks."""
-        shape = (self.count, self.size, self.size)
-        return torch.rand(self.count, 3, self.size, self.size), torch.randint(PIXEL_CLASSES, shape)
-
-    def classification(self) -> pl.LightningModule:
-        """DeiT-tiny with DeiT's mixup, cutmix and label smoothing."""
-        return ImageClassificationTask(
-            "deit_tiny_patch16_224",
-            num_classes=IMAGE_CLASSES,
-            model_options={"img_size": self.size, "drop_path_rate": 0.1},
-            mixup=0.8,
-            cutmix=1.0,
-            label_smoothing=0.1,
-            optimizer=ADAMW,
-        )
-
-    def timm(self, batch: Batch) -> Peer:
-        """timm's model in a bare loop: its mixup, its loss, its groups of parameters; images come normalized."""
-        import timm
-        from timm.data.mixup import Mixup
-        from timm.loss import SoftTargetCrossEntropy
-        from timm.optim import param_groups_weight_decay
-
-        model = timm.create_model(
-            "deit_tiny_patch16_224", num_classes=IMAGE_CLASSES, img_size=self.size, drop_path_rate=0.1
-        )
-        mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=IMAGE_CLASSES)
-        loss_fn = SoftTargetCrossEntropy()
-        images, labels = batch[0].clone(), batch[1]
-
-        def loss() -> Tensor:
-            mixed, targets = mix(images, labels)
-            return loss_fn(model(mixed), targets)
-
-        return model, _bare_step(model, loss, param_groups_weight_decay(model, 0.01))
-
-    def segmentation(self) -> pl.LightningModule:
-        """Segmenter with ViT-tiny and a mask transformer of two layers."""
-        model = {
-            "backbone": "vit_tiny_patch16_224",
-            "img_size": self.size,
-            "backbone_options": {"drop_path_rate": 0.1},
-        }
-        return SegmentationTask(model, num_classes=PIXEL_CLASSES, optimizer=SGD, param_groups=[])
-
-    def mmsegmentation(self, batch: Batch) -> Peer:
-        """Segmenter ViT-T of mmsegmentation in its own `train_step`, which its loop calls."""
-        from lightning_tasks.models.mmseg_config import config_file, load_mmseg, model_config, set_crop_size
-
-        load_mmseg()
-        from mmengine.optim import OptimWrapper
-        from mmengine.registry import DefaultScope
-        from mmengine.structures import PixelData
-        from mmseg.registry import MODELS
-        from mmseg.structures import SegDataSample
-
-        config = model_config(config_file(MMSEG_CONFIG), {})
-        config.pretrained = None
-        set_crop_size(config, self.size)
-        with DefaultScope.overwrite_default_scope("mmseg"):
-            model: Any = MODELS.build(config)
-            model.init_weights()
-        samples = [SegDataSample(gt_sem_seg=PixelData(data=mask[None])) for mask in batch[1]]
-        data = {"inputs": list((batch[0].flip(1) * 255).byte()), "data_samples": samples}
-        wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), **SGD["init_args"]))
-        return model, lambda: model.train_step(data, wrapper)
-
-
-def _bare_step(model: nn.Module, loss: Callable[[], Tensor], groups: Any = None) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters() if groups is None else groups, **ADAMW["init_args"])
-
-    def step() -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
 
 SMALL, LARGE = Text(2, 64, 4_000, 32), Text(16, 256, 33_278, 8)
 CLASSIFIED, MASKED = Images(224, 16), Images(512, 2)
@@ -241,14 +56,53 @@ def contests() -> dict[str, Contest]:
     return found
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where and how both train.
+
+    Args:
+        accelerator: "cpu" or "cuda".
+        bf16: autocast to bfloat16.
+        compiled: `torch.compile` of both models.
+    """
+
+    accelerator: str = "cpu"
+    bf16: bool = False
+    compiled: bool = False
+
+    def prepare(self, model: nn.Module) -> None:
+        """Put what was asked for onto a peer's model; Lightning does so with ours."""
+        forward: Any = torch.compile(model.forward) if self.compiled else model.forward
+        model.forward = torch.autocast(self.accelerator, torch.bfloat16, enabled=self.bf16)(forward)  # type: ignore[method-assign]
+
+    def clocks(self) -> tuple[float, float]:
+        """Wall-clock and CPU time, when the device is done."""
+        if self.accelerator == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+
+class CompileModel(pl.Callback):
+    """Compiles what our task's training step calls of its model."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model: Any = pl_module.model
+        if hasattr(model, "hidden"):  # a language model, whose head is within the loss
+            model.hidden = torch.compile(model.hidden)
+        else:
+            model.compile()
+
+
 class Turns(Dataset[Batch]):
     """One batch again and again; the peer takes its step whenever it is asked for, and both are timed.
 
     Ours is all that happens from here to the next batch: the step, its hooks, its logging, the progress bar.
     """
 
-    def __init__(self, batch: Batch, peer: Callable[[], object], rounds: int) -> None:
-        self.batch, self.peer, self.rounds = batch, peer, WARM_UP + rounds
+    def __init__(
+        self, batch: Batch, peer: Callable[[], object], rounds: int, clocks: Callable[[], tuple[float, float]]
+    ) -> None:
+        self.batch, self.peer, self.rounds, self._clocks = batch, peer, WARM_UP + rounds, clocks
         self.ours: list[tuple[float, float]] = []
         self.theirs: list[tuple[float, float]] = []
 
@@ -259,18 +113,14 @@ class Turns(Dataset[Batch]):
         if index:
             self.ours.append(self._since_start())
         if index < self.rounds:
-            self._start = _clocks()
+            self._start = self._clocks()
             self.peer()
             self.theirs.append(self._since_start())
-        self._start = _clocks()
+        self._start = self._clocks()
         return self.batch
 
     def _since_start(self) -> tuple[float, float]:
-        return tuple(now - before for now, before in zip(_clocks(), self._start, strict=True))  # type: ignore[return-value]
-
-
-def _clocks() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
+        return tuple(now - before for now, before in zip(self._clocks(), self._start, strict=True))  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -281,6 +131,34 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def take_turns(contest: Contest, rounds: int, setting: Setting) -> tuple[Turns, pl.LightningModule, nn.Module]:
+    """Train ours and the peer's in turn, each step timed.
+
+    Raises:
+        ModuleNotFoundError: if the peer is not installed.
+    """
+    torch.manual_seed(0)
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
+        with torch.device(setting.accelerator):
+            batch = contest.batch()
+            model, step = contest.peer(batch)
+        setting.prepare(model)
+        turns = Turns(batch, step, rounds, setting.clocks)
+        task = contest.task()
+        trainer = pl.Trainer(
+            accelerator=setting.accelerator,
+            devices=1,
+            precision="bf16-mixed" if setting.bf16 else "32-true",
+            callbacks=[CompileModel()] if setting.compiled else [],
+            max_epochs=1,
+            logger=CSVLogger(folder),
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(task, DataLoader(turns, batch_size=None))
+    return turns, task, model
+
+
 def measure(contest: Contest, threads: int, rounds: int | None = None) -> dict[str, str]:
     """A row of the table.
 
@@ -288,20 +166,7 @@ def measure(contest: Contest, threads: int, rounds: int | None = None) -> dict[s
         ModuleNotFoundError: if the peer is not installed.
     """
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    batch = contest.batch()
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
-        model, step = contest.peer(batch)
-        turns = Turns(batch, step, rounds or contest.rounds)
-        task = contest.task()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=CSVLogger(folder),
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(task, DataLoader(turns, batch_size=None))
+    turns, task, model = take_turns(contest, rounds or contest.rounds, Setting())
     ours, theirs = turns.ours[WARM_UP:], turns.theirs[WARM_UP:]
     wall, cpu = ([b[clock] / a[clock] for a, b in zip(ours, theirs, strict=False)] for clock in (0, 1))
     low, middle, high = statistics.quantiles(wall, n=4) if len(wall) > 1 else wall * 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from attention_modules.naive import naive_rpc
 from benchmarks.common import alternate, peak_memory, write_results
 
 ITERATIONS = 4
+MODES = ("forward", "forward + backward")
 Attention = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -51,29 +52,44 @@ def forward_backward(attention: Attention, k: Tensor, v: Tensor, grad: Tensor) -
     torch.autograd.grad(attention(k, v), (k, v), grad)
 
 
-def measure(case: Case, cpu_time: bool, compiled: bool) -> list[dict[str, object]]:
-    """Rows of the table for one shape: forward, and forward with backward."""
+def calls(
+    case: Case,
+    backward: bool,
+    attentions: Mapping[str, Attention],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Callable[[], None]]:
+    """What to time, by name, on the same tensors: each attention, and n passes of attention(k, k, v) as the floor."""
     torch.manual_seed(0)
-    k, v, grad = (torch.randn(case.shape) for _ in range(3))
+    k, v, grad = (torch.randn(case.shape).to(device, dtype) for _ in range(3))
     k.requires_grad_()
     v.requires_grad_()
-    causal = case.is_causal
-    one_pass = partial(_symmetric, is_causal=causal)
-    methods: dict[str, Attention] = {
-        "naive": partial(naive_rpc, iterations=ITERATIONS, is_causal=causal),
-        "eager": partial(rpc_attention, iterations=ITERATIONS, is_causal=causal),
-    }
+    run = partial(forward_backward, grad=grad) if backward else forward
+    found = {name: partial(run, attention, k=k, v=v) for name, attention in attentions.items()}
+    one_pass = partial(_symmetric, is_causal=case.is_causal)
+    return {**found, "floor": partial(_repeat, partial(run, one_pass, k=k, v=v))}
+
+
+def attentions_of(case: Case, compiled: bool) -> dict[str, Attention]:
+    """The naive form, ours, and ours compiled."""
+    options = {"iterations": ITERATIONS, "is_causal": case.is_causal}
+    found: dict[str, Attention] = {"naive": partial(naive_rpc, **options), "eager": partial(rpc_attention, **options)}
     if compiled:
-        methods["compiled"] = torch.compile(methods["eager"], dynamic=False)
+        found["compiled"] = torch.compile(found["eager"], dynamic=False)
+    return found
+
+
+def measure(case: Case, cpu_time: bool, compiled: bool) -> list[dict[str, object]]:
+    """Rows of the table for one shape: forward, and forward with backward."""
+    attentions = attentions_of(case, compiled)
     rows = []
-    for mode, run in (("forward", forward), ("forward + backward", partial(forward_backward, grad=grad))):
-        calls = {name: partial(run, method, k=k, v=v) for name, method in methods.items()}
-        calls["floor"] = partial(_repeat, partial(run, one_pass, k=k, v=v))
-        seconds = alternate(calls, case.repeats, cpu_time)
-        peaks = {name: peak_memory(calls[name]) for name in ("naive", "eager")}
+    for mode in MODES:
+        timed = calls(case, mode != "forward", attentions)
+        seconds = alternate(timed, case.repeats, cpu_time)
+        peaks = {name: peak_memory(timed[name]) for name in ("naive", "eager")}
         row: dict[str, object] = {"shape (B, H, N, d)": f"{case.name} {case.shape}", "mode": mode}
         row["floor ms"] = f"{1e3 * seconds['floor']:.1f}"
-        for name in calls:
+        for name in timed:
             if name != "floor":
                 row[f"{name} / floor"] = f"{seconds[name] / seconds['floor']:.2f}"
         row["naive / eager"] = f"{seconds['naive'] / seconds['eager']:.2f}"

@@ -2,6 +2,8 @@
 
 python -m docs.pages build    # write tables, numbers, summaries and figures
 python -m docs.pages check    # say what differs from the raw files; exits with 1 if anything does
+
+`--page gpu` is of that page alone, `--root FOLDER` of the pages below another folder than this repository.
 """
 
 from __future__ import annotations
@@ -52,14 +54,17 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.pages", description=__doc__)
     parser.add_argument("what", choices=["build", "check"])
-    what = parser.parse_args(list(arguments)).what
-    if what == "check":
-        found = check(ROOT, PAGES)
-        print("\n".join(found) if found else f"{len(PAGES)} pages equal their raw files", file=sys.stderr)
+    parser.add_argument("--page", choices=[page.name for page in PAGES if page.name], help="this page alone")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder in which docs/results lies")
+    options = parser.parse_args(list(arguments))
+    pages = [page for page in PAGES if options.page in (None, page.name)]
+    if options.what == "check":
+        found = check(options.root, pages)
+        print("\n".join(found) if found else f"{len(pages)} pages equal their raw files", file=sys.stderr)
         return 1 if found else 0
     try:
-        for path in build(ROOT, PAGES):
-            print(path.relative_to(ROOT))
+        for path in build(options.root, pages):
+            print(path.relative_to(options.root))
     except PageError as error:
         print(error, file=sys.stderr)
         return 1

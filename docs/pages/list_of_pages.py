@@ -2,6 +2,7 @@
 
 from docs.pages.overview import overviews
 from docs.pages.results import (
+    gpu,
     kernel_pca,
     locater,
     rpc_classification,
@@ -22,4 +23,4 @@ RESULTS = [
     smoothness.PAGE,
     zoo.PAGE,
 ]
-PAGES = [*RESULTS, *overviews(RESULTS)]
+PAGES = [*RESULTS, gpu.PAGE, *overviews(RESULTS)]
