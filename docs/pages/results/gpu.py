@@ -11,6 +11,8 @@ from docs.pages.tables import Table
 
 NOTHING = "no numbers yet"
 OK = "ok"
+OUTCOMES = ("passed", "failed", "skipped")
+KINDS = ("output", "gradient", "parameter")
 PAGE = Page("gpu", title="On a GPU")
 Row = Mapping[str, str]
 
@@ -73,9 +75,6 @@ def tests(raw: Raw) -> Table:
     return _table(["file", *OUTCOMES], [[name, *map(str, each)] for name, each in count.items()])
 
 
-OUTCOMES = ("passed", "failed", "skipped")
-
-
 @PAGE.table
 def failures(raw: Raw) -> Table:
     """The tests that failed."""
@@ -96,13 +95,9 @@ def distances(raw: Raw) -> Table:
             found.setdefault(precision, []).append((values, mechanism))
     rows = []
     for precision, each in found.items():
-        largest = [max(each, key=lambda pair, kind=kind: pair[0][kind]) for kind in KINDS]
-        cells = [f"{values[kind]:.1e} ({name})" for kind, (values, name) in zip(KINDS, largest, strict=True)]
-        rows.append([precision, str(len(each)), *cells])
+        largest = [max((values[kind], name) for values, name in each) for kind in KINDS]
+        rows.append([precision, str(len(each)), *(f"{value:.1e} ({name})" for value, name in largest)])
     return _table(["precision", "mechanisms", "output", "gradient of an input", "gradient of a parameter"], rows)
-
-
-KINDS = ("output", "gradient", "parameter")
 
 
 @PAGE.table
