@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .shared.base import check_flag
 from .shared.hub import count_rows, download_parquet, find_shards, read_column
 from .shared.paths import data_root
 from .text import TextDataModule
@@ -55,7 +56,7 @@ class AGNewsDataModule(TextDataModule):
     ) -> None:
         super().__init__(num_tokens, batch_size, num_workers, vocab_size, tokenizer, cache_dir)
         self.folder = data_root(root) / "ag_news" / "data"
-        self.download = download
+        self.download = check_flag("download", download)
 
     @property
     def where(self) -> str:

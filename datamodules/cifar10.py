@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from .shared.base import check_flag
 from .shared.decoding import open_image
 from .shared.hub import count_rows, download_parquet, find_shards, read_rows
 from .shared.images import ArrayImages, in_mode, whole_labels
@@ -92,7 +93,7 @@ class CIFAR10DataModule(VisionDataModule):
         super().__init__(batch_size, num_workers, img_size, in_chans, train_transform, eval_transform)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction is {val_fraction!r}: give a number of at least 0 and below 1")
-        self.val_fraction, self.split_seed, self.download = val_fraction, split_seed, download
+        self.val_fraction, self.split_seed, self.download = val_fraction, split_seed, check_flag("download", download)
         self.folder = data_root(root) / "cifar10"
         self._read: dict[str, Pixels] = {}
 

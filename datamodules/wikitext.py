@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .shared.base import check_flag
 from .shared.hub import count_rows, download_parquet, read_column
 from .shared.paths import data_root
 from .text import SPLITS, TextDataModule
@@ -58,7 +59,7 @@ class WikiTextDataModule(TextDataModule):
         super().__init__(num_tokens, batch_size, num_workers, vocab_size, tokenizer, cache_dir)
         self.text_name = name
         self.folder = data_root(root) / "wikitext" / name
-        self.download = download
+        self.download = check_flag("download", download)
 
     @property
     def where(self) -> str:

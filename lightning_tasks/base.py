@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.checkpoints.resume import gather_random_states, refuse_other_settings, set_random_state
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
 from lightning_tasks.checkpoints.weights import read_checkpoint, refuse_other_layout
@@ -114,6 +115,7 @@ class BaseTask(LightningModule):
         Raises:
             ValueError: if the file cannot be read, or names what it may not.
         """
+        check_flag("trust_checkpoint", trust_checkpoint)
         if weights_only is not False:
             content = _content(checkpoint_path)
             allowed = None if trust_checkpoint else allowed_packages(cls, kwargs)

@@ -16,6 +16,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
 )
 
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.base import Buildable
 from lightning_tasks.figures.confusion import draw_confusion
 from lightning_tasks.models.timm_model import (
@@ -132,7 +133,7 @@ class ImageClassificationTask(VisionTask):
             attention_options=attention_options,
             attention_layers=attention_layers,
             other_attention=other_attention,
-            pretrained=pretrained,
+            pretrained=check_flag("pretrained", pretrained),
             model_options=model_options,
             **mixing,
             layer_decay=layer_decay,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.base import Buildable
 from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.models.segmentation import segmentation_builder
@@ -104,7 +105,8 @@ class SegmentationTask(VisionTask):
         if not scales or not all(0 < scale < math.inf for scale in scales):
             raise ValueError(f"scales are {scales}: give at least one, all above 0")
         description = {"backbone": model} if isinstance(model, str) else plain_data(model, "model")
-        inference = {"stride": stride, "windows_at_once": windows_at_once, "scales": scales, "flip": flip}
+        inference = {"stride": stride, "windows_at_once": windows_at_once, "scales": scales}
+        inference["flip"] = check_flag("flip", flip)
         builder = segmentation_builder(description, inference)  # its checks, before anything is built
         super().__init__(
             model=description,

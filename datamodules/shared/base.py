@@ -17,6 +17,18 @@ def check_at_least(name: str, value: Any, limit: int) -> int:
     return value
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Returns `value`.
+
+    Raises:
+        ValueError: it is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        cure = ", a string: write it without quotes" if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be True or False, got {value!r}{cure}")
+    return value
+
+
 def default_workers(processes: int) -> int:
     """Loader processes of one of several processes on a machine: its share of the cores that are available to it.
 

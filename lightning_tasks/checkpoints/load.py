@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
+from attention_modules.mechanisms.shared.options import check_flag
 from attention_modules.stabilizers.sigma import reparametrize_like
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint, check_stored
 from lightning_tasks.checkpoints.swaps import carry_out, overrides, saved_plans
@@ -44,6 +45,7 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
         >>> from attnswap import load_swapped
         >>> module = load_swapped(MyModule, "runs/version_0/checkpoints/last.ckpt")  # doctest: +SKIP
     """
+    check_flag("trust_checkpoint", trust_checkpoint)
     weights_only = kwargs.get("weights_only") is not False
     content = read_checkpoint(path, weights_only, cure="pass weights_only=False")
     trusted = trust_checkpoint or not weights_only
@@ -111,6 +113,7 @@ def load_module(
     Raises:
         ValueError: if there is no class, and as :func:`load_swapped`.
     """
+    check_flag("trust_checkpoint", trust_checkpoint)
     content = read_checkpoint(path)
     check_checkpoint(content, None if trust_checkpoint else allowed_packages(default), path)
     named = content.get("hyper_parameters", {}).get("_class_path")

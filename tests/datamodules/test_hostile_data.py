@@ -21,6 +21,7 @@ from attnswap.datamodules.shared.scenes import FileScenes
 from attnswap.datamodules.shared.token_cache import CacheEntry, _write_manifest, write_tokens
 from PIL import Image, UnidentifiedImageError
 
+from attnswap import datamodules
 from tests.datamodules.image_files import encoded, random_pixels, write_class_folders
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -240,3 +241,10 @@ def test_links_to_folders_are_followed_and_those_that_lead_back_are_named(tmp_pa
     (tmp_path / "elsewhere" / "open" / "back").symlink_to(tmp_path / "images")
     with pytest.raises(ValueError, match=r"open/back is a link to .*images, a folder that it lies in: remove the link"):
         find_images(tmp_path / "images")
+
+
+@pytest.mark.parametrize("name", ["CIFAR10DataModule", "AGNewsDataModule", "WikiTextDataModule"])
+@pytest.mark.parametrize("word", ["no", "false", 0, None])
+def test_words_do_not_ask_for_a_download(name, word):
+    with pytest.raises(ValueError, match=r"^download must be True or False, got"):
+        getattr(datamodules, name)(download=word)

@@ -1,12 +1,15 @@
 """What the task refuses: arguments, weights, data and images that do not fit, each by name."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
 from attnswap.datamodules import DigitsDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tasks import ImageClassificationTask
+from lightning_tasks import ImageClassificationTask, SegmentationTask, load_swapped
+from lightning_tasks.checkpoints.load import load_module
 from tests.lightning_tasks.image_classification.tasks import TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer
 
@@ -163,3 +166,18 @@ def test_labels_that_do_not_fit(tmp_path, labels, text):
 def test_unknown_number_of_classes_says_what_to_give():
     with pytest.raises(ValueError, match=r"give ImageClassificationTask\(num_classes=...\)"):
         task().configure_model()
+
+
+@pytest.mark.parametrize("word", ["no", "false", 0])
+def test_words_are_no_flags(word, tmp_path):
+    """They would count as true: of ``trust_checkpoint`` the file could then name any code."""
+    said = "must be True or False, got"
+    with pytest.raises(ValueError, match=f"^pretrained {said}"):
+        ImageClassificationTask("deit_tiny_patch16_224", pretrained=word)
+    with pytest.raises(ValueError, match=f"^flip {said}"):
+        SegmentationTask("deit_tiny_patch16_224", flip=word)
+    path = tmp_path / "a.ckpt"
+    swapped = partial(load_swapped, ImageClassificationTask)
+    for load in (ImageClassificationTask.load_from_checkpoint, swapped, load_module):
+        with pytest.raises(ValueError, match=f"^trust_checkpoint {said}"):
+            load(path, trust_checkpoint=word)
