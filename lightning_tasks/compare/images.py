@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,15 @@ from lightning_tasks.runs.outcomes import from_text
 from lightning_tasks.runs.robustness import CORRUPTIONS
 from lightning_tasks.runs.run import read_robustness
 from lightning_tasks.runs.safe_files import MOST_TABLE_BYTES, refuse_foreign, written_whole
-from lightning_tasks.training.segmentation_metrics import SCORES, SegmentationScores, score_values
+from lightning_tasks.training.segmentation_metrics import (
+    SCORES,
+    SegmentationScores,
+    class_counts,
+    scores_of_counts,
+)
 
 FILE, ROBUSTNESS_FILE = "images.npz", "robustness_images.npz"
-CONFUSION = "confusion"
+PIXELS = "class_pixels"
 MEAN_CORRUPTION = "robustness/mean_corruption/accuracy"
 TOP_K = 5
 Values = Mapping[str, np.ndarray]
@@ -38,7 +44,7 @@ class RecordImages(Callback):
 
     Of an :class:`~lightning_tasks.image_classification.ImageClassificationTask` whether the label is the most likely
     class (`top1`) and among the five most likely (`top5`), and its cross-entropy (`loss`); of a
-    :class:`~lightning_tasks.segmentation.SegmentationTask` the confusion matrix of the image's pixels.
+    :class:`~lightning_tasks.segmentation.SegmentationTask` the image's pixels of each class: found, there, predicted.
     """
 
     def __init__(self) -> None:
@@ -83,7 +89,7 @@ def _measure_of(task: Any) -> Callable[[Tensor, Tensor], dict[str, Tensor]] | No
         return _classified
     if isinstance(task, SegmentationTask):
         metric = SegmentationScores(int(task.hparams["num_classes"]), task.hparams["ignore_index"])
-        return lambda masks, targets: {CONFUSION: _confusions(metric.to(masks.device), masks, targets)}
+        return lambda masks, targets: {PIXELS: _class_pixels(metric.to(masks.device), masks, targets)}
     return None
 
 
@@ -94,12 +100,12 @@ def _classified(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {**found, "loss": functional.cross_entropy(logits, labels, reduction="none")}
 
 
-def _confusions(metric: SegmentationScores, masks: Tensor, targets: Tensor) -> Tensor:
-    """Pixels of each image, ``[B, K, K]``."""
+def _class_pixels(metric: SegmentationScores, masks: Tensor, targets: Tensor) -> Tensor:
+    """Pixels of each image and class, ``[B, 3, K]``, as :func:`class_counts` has them."""
     found = []
     for mask, target in zip(masks, targets, strict=True):
         metric.update(mask[None], target[None])
-        found.append(metric.compute().to(torch.int32))
+        found.append(class_counts(metric.compute()).to(torch.int32))
         metric.reset()
     return torch.stack(found)
 
@@ -167,8 +173,8 @@ class ImageInterval:
     reference: str
     images: int
     seeds: int
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
 
 class ImageResults:
@@ -183,12 +189,14 @@ class ImageResults:
         self.folders = folders
         self.folder = folder
         self.notes: dict[str, None] = {}
+        self._resampled: dict[tuple[str, int], np.ndarray] = {}
 
     def intervals(self, summary: Sequence[SummaryRow]) -> list[ImageInterval]:
         """Those of the rows whose cells all have the values of one metric for the same images; `notes` say why not."""
-        found: list[ImageInterval] = []
         if not any(self._values.values()):
             return []
+        found: list[ImageInterval] = []
+        linear: dict[int, list[tuple[int, np.ndarray]]] = {}  # by number of images: place in `found`, differences
         for row in summary:
             name = row.metric.removeprefix("test/")
             if not row.metric.startswith(("test/", "robustness/")):
@@ -198,11 +206,22 @@ class ImageResults:
             seeds = [
                 seed for config, seed in self.folders if config == row.config and (row.reference, seed) in self.folders
             ]
-            pairs = [(self._values[row.config, seed], self._values[row.reference, seed]) for seed in seeds]
-            if pairs and name in self._known and self._whole(row, pairs, name):
-                low, high = percentile_interval(self._resampled(pairs, name))
-                images = len(pairs[0][0][_kept(name)])
-                found.append(ImageInterval(row.metric, row.config, row.reference, images, len(seeds), low, high))
+            if not seeds or name not in self._known or not self._whole(row, seeds, name):
+                continue
+            images = len(self._values[row.config, seeds[0]][_kept(name)])
+            interval = ImageInterval(row.metric, row.config, row.reference, images, len(seeds))
+            if name in SCORES:
+                draws = [self._scores(row.config, seed) - self._scores(row.reference, seed) for seed in seeds]
+                interval = _with(interval, np.mean(draws, axis=0)[:, SCORES.index(name)])
+            else:
+                pairs = [[self._values[each, seed][name] for each in (row.config, row.reference)] for seed in seeds]
+                difference = np.mean([own.astype(np.float64) - other for own, other in pairs], axis=0)
+                linear.setdefault(images, []).append((len(found), difference))
+            found.append(interval)
+        for images, rows in linear.items():  # drawn once for all of them
+            means = resampled_sums(np.stack([difference for _, difference in rows], 1)) / images
+            for (place, _), of_row in zip(rows, means.T, strict=True):
+                found[place] = _with(found[place], of_row)
         return found
 
     @cached_property
@@ -220,10 +239,10 @@ class ImageResults:
     def _known(self) -> set[str]:
         """The names for which any cell has values."""
         kept = {name for values in self._values.values() for name in values} - {"data"}
-        return (kept - {CONFUSION}) | ({*SCORES} if CONFUSION in kept else set())
+        return (kept - {PIXELS}) | ({*SCORES} if PIXELS in kept else set())
 
-    def _whole(self, row: SummaryRow, pairs: Sequence[tuple[Values, Values]], name: str) -> bool:
-        each = [values for pair in pairs for values in pair]
+    def _whole(self, row: SummaryRow, seeds: Sequence[int], name: str) -> bool:
+        each = [self._values[config, seed] for seed in seeds for config in (row.config, row.reference)]
         of = f"{row.config} and {row.reference}"
         if any(_kept(name) not in values for values in each):
             self.notes[f"{of}: not every run has {_kept(name)} of its images"] = None
@@ -233,24 +252,23 @@ class ImageResults:
             return True
         return False
 
-    def _resampled(self, pairs: Sequence[tuple[Values, Values]], name: str) -> np.ndarray:
-        """The mean difference of pairs of runs on each draw of images, ``[draws]``."""
-        if name not in SCORES:
-            difference = np.mean([own[name].astype(np.float64) - other[name] for own, other in pairs], axis=0)
-            return resampled_sums(difference[:, None])[:, 0] / len(difference)
-        scores = [[self._resampled_scores(values[CONFUSION]) for values in pair] for pair in pairs]
-        found: np.ndarray = np.mean([own - other for own, other in scores], axis=0)[:, SCORES.index(name)]
-        return found
+    def _scores(self, config: str, seed: int) -> np.ndarray:
+        """The scores of the summed pixels of each draw of images, ``[draws, scores]``."""
+        if (config, seed) not in self._resampled:
+            pixels = self._values[config, seed][PIXELS]
+            sums = resampled_sums(pixels.reshape(len(pixels), -1))
+            scores = scores_of_counts(torch.from_numpy(sums).view(len(sums), *pixels.shape[1:]))
+            self._resampled[config, seed] = scores.numpy()
+        return self._resampled[config, seed]
 
-    def _resampled_scores(self, confusions: np.ndarray) -> np.ndarray:
-        """The scores of the summed confusion matrices of each draw, ``[draws, scores]``."""
-        classes = confusions.shape[-1]
-        sums = resampled_sums(confusions.reshape(len(confusions), -1))
-        return score_values(torch.from_numpy(sums).view(-1, classes, classes)).numpy()
+
+def _with(interval: ImageInterval, draws: np.ndarray) -> ImageInterval:
+    low, high = percentile_interval(draws)
+    return replace(interval, low=low, high=high)
 
 
 def _kept(name: str) -> str:
-    return CONFUSION if name in SCORES else name
+    return PIXELS if name in SCORES else name
 
 
 def said_of(intervals: Sequence[ImageInterval]) -> list[str]:

@@ -24,20 +24,17 @@ class SegmentationScores(MulticlassConfusionMatrix):
 
 
 def class_iou(confusion: Tensor) -> Tensor:
-    """Intersection over union of each class, ``[..., K]``, nan where a class is neither there nor predicted.
+    """Intersection over union of each class, ``[K]``, nan where a class is neither there nor predicted.
 
     Args:
-        confusion: pixels ``[..., K, K]``, a row a true class.
+        confusion: pixels ``[K, K]``, a row a true class.
     """
-    confusion = to_float64(confusion)
-    hit = confusion.diagonal(dim1=-2, dim2=-1)
-    return hit / (confusion.sum(-2) + confusion.sum(-1) - hit)
+    return _iou(class_counts(confusion))
 
 
 def class_accuracy(confusion: Tensor) -> Tensor:
-    """Share of each class's pixels that are found, ``[..., K]``, nan where there are none."""
-    confusion = to_float64(confusion)
-    return confusion.diagonal(dim1=-2, dim2=-1) / confusion.sum(-1)
+    """Share of each class's pixels that are found, ``[K]``, nan where there are none."""
+    return _accuracy(class_counts(confusion))
 
 
 def scores(confusion: Tensor) -> dict[str, float]:
@@ -49,18 +46,29 @@ def scores(confusion: Tensor) -> dict[str, float]:
     Args:
         confusion: pixels ``[K, K]``, a row a true class.
     """
-    return dict(zip(SCORES, score_values(confusion).tolist(), strict=True))
+    return dict(zip(SCORES, scores_of_counts(class_counts(confusion)).tolist(), strict=True))
 
 
-def score_values(confusion: Tensor) -> Tensor:
-    """The values of :func:`scores`, ``[..., 3]``, of matrices ``[..., K, K]``."""
-    confusion = to_float64(confusion)
-    values = (
-        class_iou(confusion).nanmean(-1),
-        class_accuracy(confusion).nanmean(-1),
-        confusion.diagonal(dim1=-2, dim2=-1).sum(-1) / confusion.sum((-2, -1)),
-    )
+def class_counts(confusion: Tensor) -> Tensor:
+    """Pixels of each class, ``[..., 3, K]``: those that are found, that are there, and that are predicted."""
+    return torch.stack([confusion.diagonal(dim1=-2, dim2=-1), confusion.sum(-1), confusion.sum(-2)], -2)
+
+
+def scores_of_counts(counts: Tensor) -> Tensor:
+    """The values of :func:`scores`, ``[..., 3]``, of what :func:`class_counts` counts."""
+    hit, there, _ = to_float64(counts).unbind(-2)
+    values = _iou(counts).nanmean(-1), _accuracy(counts).nanmean(-1), hit.sum(-1) / there.sum(-1)
     return torch.stack(values, -1)
+
+
+def _iou(counts: Tensor) -> Tensor:
+    hit, there, predicted = to_float64(counts).unbind(-2)
+    return hit / (there + predicted - hit)
+
+
+def _accuracy(counts: Tensor) -> Tensor:
+    hit, there, _ = to_float64(counts).unbind(-2)
+    return hit / there
 
 
 def write_class_iou(path: Path, names: Sequence[str], confusion: Tensor) -> None:

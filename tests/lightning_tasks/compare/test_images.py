@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.formats import latex, markdown
@@ -16,7 +17,7 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe
 from lightning_tasks.runs.outcomes import from_text, to_text
 from lightning_tasks.runs.robustness import Row, write_csv
-from lightning_tasks.training.segmentation_metrics import scores
+from lightning_tasks.training.segmentation_metrics import SCORES, scores_of_counts
 from lightning_tasks.variants import Variant, override_arguments
 from tests.lightning_tasks.compare.test_record import finish
 
@@ -69,11 +70,11 @@ def test_values_of_images_give_what_a_classifier_logged(tmp_path):
         assert values[name].mean() == pytest.approx(logged[f"test/{name}"], rel=1e-5)
 
 
-def test_confusions_of_images_give_what_a_segmenter_logged(tmp_path):
+def test_pixels_of_images_give_what_a_segmenter_logged(tmp_path):
     logged, values = run_of("quickstart/segmentation", tmp_path, **{"trainer.limit_test_batches": 2})
-    import torch
-
-    found = scores(torch.from_numpy(values["confusion"].sum(0)))
+    pixels = torch.from_numpy(values["class_pixels"])
+    assert pixels.shape[1] == 3
+    found = dict(zip(SCORES, scores_of_counts(pixels.sum(0)).tolist(), strict=True))
     assert found == pytest.approx({name: logged[f"test/{name}"] for name in found})
 
 
@@ -147,6 +148,28 @@ def test_a_difference_has_an_interval_over_images_beside_that_over_seeds(compare
     assert (tmp_path / "images.csv").read_text().splitlines()[0] == "metric,config,reference,images,seeds,low,high"
     assert "over images" in latex(summary, [found])
     assert markdown(summary, [found]) != markdown(summary)
+
+
+def test_scores_of_masks_are_those_of_the_pixels_of_all_drawn_images(demo, tmp_path):
+    """Not a mean of scores of images."""
+    cells = plan_cells([Variant(name, str(demo)) for name in "12"], [0, 1], tmp_path)
+    generator, kept = np.random.default_rng(0), {}
+    for cell in cells:
+        there = generator.integers(1, 90, (30, 4))
+        kept[cell.name, cell.seed] = np.stack([there // int(cell.name), there, there], 1).astype(np.int32)
+        finish(cell, 0.0, rows=[{"step": 5, "metric": f"test/{name}", "value": 0.5} for name in SCORES])
+        write_images({"data": np.array("d"), "class_pixels": kept[cell.name, cell.seed]}, cell.folder / FILE)
+    summary = summarize(collect_results(cells), ["1", "2"], [f"test/{name}" for name in SCORES])
+    found = ImageResults({(c.name, c.seed): c.folder for c in cells}, tmp_path).intervals(summary)
+    assert [interval.metric for interval in found] == [f"test/{name}" for name in SCORES]
+    generator, direct = np.random.default_rng(0), []
+    for _ in range(2000):
+        drawn = generator.integers(30, size=30)
+        totals = {key: torch.from_numpy(pixels[drawn].sum(0)) for key, pixels in kept.items()}
+        pairs = [scores_of_counts(totals["2", seed]) - scores_of_counts(totals["1", seed]) for seed in (0, 1)]
+        direct.append(torch.stack(pairs).mean(0).tolist())
+    for interval, of_score in zip(found, np.array(direct).T, strict=True):
+        assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(of_score, [0.025, 0.975])), abs=1e-12)
 
 
 def test_missing_files_leave_the_column_empty_and_are_said(compared, tmp_path):
