@@ -164,10 +164,10 @@ def _memory_row(bench: Bench, name: str, mode: str, tokens: int, expected: float
 
 def training(rows: Rows, bench: Bench) -> None:
     """Tokens and images a second of our tasks and of their peers; eager rows first, as compiling takes long."""
-    for compiled, dtype in (("no", "bf16"),) if bench.dry else (("no", "bf16"), ("yes", "bf16"), ("no", "fp32")):
+    for compiled in ("no",) if bench.dry else ("no", "yes"):
         for peer, contest, amount in contests(bench):
-            key = {"compared": contest.name, "peer": peer, "dtype": dtype, "compiled": compiled}
-            setting = Setting(bench.device, dtype == "bf16", compiled == "yes")
+            key = {"compared": contest.name, "peer": peer, "dtype": "bf16", "compiled": compiled}
+            setting = Setting(bench.device, bf16=True, compiled=compiled == "yes")
             rows.measure(key, partial(_training_row, bench, contest, amount, setting))
 
 

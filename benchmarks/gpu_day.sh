@@ -6,7 +6,8 @@
 #
 # --root FOLDER writes below that folder instead. PYTHON names the interpreter (else .venv/bin/python, else python3); it
 # needs the extras [test,hf], and no network. A part that fails or takes too long does not end the others, and its state
-# is in parts.csv. Given again, the script leaves out the parts that are done and goes on with the others.
+# is in parts.csv. Given again, the script leaves out the parts that are done and goes on with the others, within tests and
+# tables too: where less than 40 minutes are to be had at once, GPU_DAY_SECONDS says how many, and another call goes on.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -54,6 +55,7 @@ work="${TMPDIR:-/tmp}/attnswap_gpu_day_$(id -u)_$(printf %s "$root" | cksum | cu
 mkdir -p "$work/logs" "$work/cache" || exit 1
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline MPLBACKEND=Agg PYTHONUNBUFFERED=1
 export MPLCONFIGDIR="$work/cache/matplotlib" TRITON_CACHE_DIR="$work/cache/triton"
+export TORCHINDUCTOR_COMPILE_THREADS=4 # of each of several processes
 export TORCHINDUCTOR_CACHE_DIR="$work/cache/inductor" ATTNSWAP_CACHE="$work/cache/attnswap"
 if [ -n "$dry" ]; then export ATTNSWAP_GPU_TESTS=cpu OMP_NUM_THREADS=1; else unset ATTNSWAP_GPU_TESTS; fi
 
@@ -90,6 +92,7 @@ part() {
     *) state="failed with exit code $code" ;;
     esac
     [ "$name" = tests ] && [ $code -eq 1 ] && state="done with failures"
+    [ "$name" = tests ] && [ $code -eq 5 ] && state="done" # none was left
     echo "$name,$state,$((SECONDS - begun)),$limit" >>"$parts"
     echo "$name: $state after $((SECONDS - begun)) s (log: $work/logs/$name.log)"
 }
@@ -101,7 +104,7 @@ tests() {
     # A dry run takes one test of each file and kind.
     if [ -n "$dry" ]; then some=(-k "rpc or mha or boolean or spectrum or LocAteR"); fi
     part tests "$1" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests/gpu --gpu-results "$out/tests.csv" \
-        "${workers[@]}" "${some[@]}"
+        ${workers[@]+"${workers[@]}"} ${some[@]+"${some[@]}"}
 }
 
 locater() {

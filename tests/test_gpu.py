@@ -76,3 +76,6 @@ def test_each_result_is_written_as_soon_as_it_is_there(tmp_path):
     assert [row["why"] for row in rows] == ["", "Skipped: no GPU", "a long text"]
     assert rows[0]["seconds"] == "1.50"
     assert rows[0]["found"] == "output=1e-3"
+    conftest.ResultWriter(path)  # another call
+    assert conftest.results_in(path) == {"a", "b", "c"}
+    assert conftest.results_in(tmp_path / "none.csv") == set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules.kernels import EFFICIENT, FLASH, private_operator
 
@@ -26,7 +26,12 @@ def _cuda(q: Tensor, k: Tensor, visible: Tensor | None, is_causal: bool, scale: 
     efficient = private_operator(EFFICIENT)
     if efficient is None:
         return None
-    bias = None if visible is None else _additive(visible, q.dtype).expand(*q.shape[:3], k.shape[2])
+    bias = None
+    if visible is not None:
+        keys = k.shape[2]
+        bias = _additive(visible.expand(*visible.shape[:3], keys), q.dtype)
+        bias = nn.functional.pad(bias, (0, -keys % 16))[..., :keys]  # the kernel takes no rows that are not aligned
+        bias = bias.expand(*q.shape[:3], keys)
     out, lse, *_ = efficient(q, k, k, bias, True, 0.0, is_causal, scale=scale)
     return lse[..., : q.shape[2]], out  # the kernel pads the rows of lse
 

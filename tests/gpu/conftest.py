@@ -26,11 +26,28 @@ def is_dry() -> bool:
     return given == "cpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    if path := config.getoption("--gpu-results", None):
+        done = results_in(Path(path))
+        config.hook.pytest_deselected(items=[item for item in items if short_name(item.nodeid) in done])
+        items[:] = [item for item in items if short_name(item.nodeid) not in done]
+
+
+def short_name(nodeid: str) -> str:
+    """A test's name in the file of results."""
+    return nodeid.removeprefix("tests/gpu/")
+
+
+def results_in(path: Path) -> set[str]:
+    """The tests that a file of results has."""
+    if not path.is_file():
+        return set()
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["test"] for row in csv.DictReader(file)}
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +69,11 @@ def _plain_float32() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-results", metavar="FILE", help="a row for each test, written as soon as it ends (CSV)")
+    parser.addoption(
+        "--gpu-results",
+        metavar="FILE",
+        help="a row for each test, written as soon as it ends (CSV); those that are there are not run again",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,10 +87,11 @@ class ResultWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._add(COLUMNS, "w")
+        if not path.is_file():
+            self._add(COLUMNS)
 
-    def _add(self, row: tuple[str, ...], mode: str = "a") -> None:
-        with self.path.open(mode, newline="", encoding="utf-8") as file:
+    def _add(self, row: tuple[str, ...]) -> None:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(row)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -82,5 +104,5 @@ class ResultWriter:
             why = report.longrepr[2]
         elif report.failed:
             why = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
-        name = report.nodeid.removeprefix("tests/gpu/")
+        name = short_name(report.nodeid)
         self._add((name, report.outcome, f"{report.duration:.2f}", found, " ".join(why.split())[:300]))

@@ -49,11 +49,11 @@ class Precision:
 
 PRECISIONS = {
     "fp32": Precision(torch.float32),
-    "tf32": Precision(torch.float32, tf32=True, output=5e-3, gradient=5e-2, parameter=0.5),
-    "bf16": Precision(torch.bfloat16, output=3e-2, gradient=2e-1, parameter=0.5),
-    "fp16": Precision(torch.float16, output=5e-3, gradient=5e-2, parameter=0.5),
-    "autocast bf16": Precision(torch.float32, autocast=torch.bfloat16, output=3e-2, gradient=2e-1, parameter=0.5),
-    "autocast fp16": Precision(torch.float32, autocast=torch.float16, output=5e-3, gradient=5e-2, parameter=0.5),
+    "tf32": Precision(torch.float32, tf32=True, output=5e-3, gradient=3e-2, parameter=0.5),
+    "bf16": Precision(torch.bfloat16, output=3e-2, gradient=0.15, parameter=0.5),
+    "fp16": Precision(torch.float16, output=5e-3, gradient=3e-2, parameter=0.5),
+    "autocast bf16": Precision(torch.float32, autocast=torch.bfloat16, output=3e-2, gradient=0.15, parameter=0.5),
+    "autocast fp16": Precision(torch.float32, autocast=torch.float16, output=5e-3, gradient=3e-2, parameter=0.5),
 }
 
 # In less than float32 a row whose largest logits are nearly equal takes the other key: a few rows differ wholly.

@@ -254,3 +254,22 @@ def test_token_similarity_is_the_mean_of_all_pairs():
     assert token_similarity(torch.randn(1, 1, 5)).isnan().all()
     with pytest.raises(ValueError, match=r"got \(6, 5\)"):
         token_similarity(torch.randn(6, 5))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 13), (1, 1, 1, 13), (2, 1, 5, 1), (1, 1, 5, 16)])
+def test_the_kernel_of_cuda_gets_masks_as_it_takes_them(shape, monkeypatch):
+    """It refuses rows that are not aligned, or not contiguous; without one statistics are computed in chunks."""
+    keys = max(shape[-1], 13)
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, keys, 8)
+    visible = torch.rand(shape) > 0.5
+    given = []
+    monkeypatch.setattr(
+        kernels, "private_operator", lambda name: lambda q, k, v, bias, *rest, **more: given.append(bias)
+    )
+    with pytest.raises(TypeError):  # nothing comes back
+        kernels._cuda(q, k, visible, False, 1.0)
+    (bias,) = given
+    assert bias.stride(-1) == 1
+    assert all(stride % 16 == 0 for stride in bias.stride()[:-1])
+    assert torch.equal(bias == 0, visible.expand(2, 3, 5, keys))
+    assert bias.masked_fill(visible, -math.inf).eq(-math.inf).all()
