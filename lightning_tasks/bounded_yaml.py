@@ -37,3 +37,17 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_bounded_int)
+
+
+class SettingsLoader(BoundedLoader):
+    """The same of settings, in which no name is there twice: PyYAML would drop the first of the two in silence."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """The node of a mapping."""
+        node = super().compose_mapping_node(anchor)
+        known = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (name := (key.tag, key.value)) in known:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            known.add(name)
+        return node

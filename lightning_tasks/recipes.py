@@ -139,12 +139,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     import yaml  # here, so that the list of recipes does without it
 
-    from lightning_tasks.bounded_yaml import BoundedLoader
+    from lightning_tasks.bounded_yaml import SettingsLoader
 
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UsageError(f"{path} has {size:,} bytes, and settings at most {_MAX_BYTES:,}")
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=SettingsLoader)
     except RecursionError as error:
         raise UsageError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except OSError as error:

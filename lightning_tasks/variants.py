@@ -164,6 +164,9 @@ def _of_comparison(path: Path, content: Mapping[str, Any], root: Path) -> list[V
     base = find_variant(str(content["base"]), root)
     shared = (*base.overrides, *_arguments(path, "settings", settings))
     named = {str(key): overrides or {} for key, overrides in variants.items()}
+    if len(named) < len(variants):
+        twice = next(name for name in named if sum(str(key) == name for key in variants) > 1)
+        raise UsageError(f"{path}: `variants` has {twice!r} twice, once as a number; give each another name")
     for place, overrides in (("`settings`", settings), *((f"{key!r}", each) for key, each in named.items())):
         for key in overrides:
             _check_key(path, place, str(key), NOT_USED)

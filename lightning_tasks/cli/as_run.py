@@ -7,6 +7,7 @@ from typing import Any
 
 from attnswap.datamodules.shared.base import DataModule, default_workers
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -61,6 +62,13 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
     if command == "predict":
         added.append(PredictionTable())
     return added
+
+
+def without_checkpoints(callbacks: Any) -> Any:
+    """The callbacks of a configuration without those that keep checkpoints, which Lightning refuses where none are."""
+    if not isinstance(callbacks, list):
+        return callbacks
+    return [each for each in callbacks if not issubclass(import_object(each.class_path), Checkpoint)]
 
 
 def _in_words(added: list[Callback]) -> str:

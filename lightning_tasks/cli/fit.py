@@ -24,7 +24,7 @@ from lightning_tasks.cli.arguments import (
     spell_out_classes,
     warn_of_last_callback,
 )
-from lightning_tasks.cli.as_run import own_callbacks, show_as_run
+from lightning_tasks.cli.as_run import own_callbacks, show_as_run, without_checkpoints
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
@@ -192,6 +192,8 @@ class AttnswapCLI(LightningCLI):
             )
         self.trainer_defaults["callbacks"] += own_callbacks(self.config.subcommand, section)
         trainer, wandb_runs = section.trainer, wandb_arguments(section.trainer.logger)
+        if self._labels is not None and trainer.enable_checkpointing is False:
+            trainer.callbacks = without_checkpoints(trainer.callbacks)
         if trainer.logger is False or trainer.fast_dev_run:
             return
         root = Path(trainer.default_root_dir or RUNS)

@@ -155,6 +155,7 @@ def run_cell(cell: Cell) -> None:
     from lightning_tasks.training.non_finite import NonFiniteError
 
     torch.set_num_threads(1)
+    fingerprint = cell.fingerprint  # now: the configuration may be edited while it runs
     cell.clear()
     started = time.monotonic()
     pairing, images = RecordPairing(), RecordImages()
@@ -180,7 +181,7 @@ def run_cell(cell: Cell) -> None:
     result = {
         "config": cell.name,
         "seed": cell.seed,
-        "fingerprint": cell.fingerprint,
+        "fingerprint": fingerprint,
         "settings": cell.arguments[3:],
         "environment": asdict(this_environment()),
         "seconds": round(time.monotonic() - started, 1),

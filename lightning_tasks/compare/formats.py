@@ -21,6 +21,7 @@ _TEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"}
 
 
 IMAGES = "images.csv"
+WRITTEN = ("summary.csv", "tables.tex", "summary.md", IMAGES)
 OVER_IMAGES = "over images [95%]"
 _AFTER = "difference [95%]"  # the column beside which that of `OVER_IMAGES` stands
 Intervals = Mapping[tuple[str, str, str], ImageInterval]
@@ -111,7 +112,8 @@ def write_summary(
 
     Where there are intervals over `images`, they stand in a column of the tables, and in images.csv.
     """
-    write_rows(output / "summary.csv", [field.name for field in fields(SummaryRow)], map(asdict, summary))
+    table, tex, page, _ = WRITTEN
+    write_rows(output / table, [field.name for field in fields(SummaryRow)], map(asdict, summary))
     (output / IMAGES).unlink(missing_ok=True)
     if images:
         write_rows(output / IMAGES, [field.name for field in fields(ImageInterval)], map(asdict, images))
@@ -121,8 +123,8 @@ def write_summary(
         if entries
     ]
     text = "\n".join([markdown(summary, images), *(line for lines in lists for line in lines)])
-    with written_whole(output / "tables.tex") as path:
+    with written_whole(output / tex) as path:
         path.write_text(latex(summary, images), encoding="utf-8")
-    with written_whole(output / "summary.md") as path:
+    with written_whole(output / page) as path:
         path.write_text(text, encoding="utf-8")
     return text

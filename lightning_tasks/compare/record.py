@@ -111,7 +111,7 @@ def record_of(
 ) -> Record:
     """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
     variants = {cell.name: cell for cell in cells}
-    known = [*cells, *_finished_before(variants.values(), cells)]
+    known = [*cells, *finished_before(variants.values(), cells)]
     ran_in = {cell: found for cell in known if (found := environment_of(cell)) is not None}
     environments: list[Environment] = []
     for each in ran_in.values():
@@ -289,7 +289,7 @@ def _cell_record(cell: Cell, failed: bool) -> CellRecord:
     )
 
 
-def _finished_before(variants: Iterable[Cell], cells: Sequence[Cell]) -> Iterator[Cell]:
+def finished_before(variants: Iterable[Cell], cells: Sequence[Cell]) -> Iterator[Cell]:
     """Finished cells of the same settings with other seeds: an earlier command asked for them."""
     asked = {(cell.name, cell.seed) for cell in cells}
     for variant in variants:

@@ -9,15 +9,16 @@ from typing import Any
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.formats import write_summary
+from lightning_tasks.compare.formats import WRITTEN, write_summary
 from lightning_tasks.compare.images import ImageResults, said_of
-from lightning_tasks.compare.record import code_remarks
+from lightning_tasks.compare.record import code_remarks, finished_before
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, not_logged, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.run import RESULTS
 from lightning_tasks.runs.safe_files import write_rows, written_whole
 
+CURVES = "curves.png"
 RESULT_COLUMNS = ("config", "seed", "step", "metric", "value")
 
 
@@ -51,6 +52,14 @@ def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
     )
 
 
+def _other_seeds(cells: Sequence[Cell]) -> list[str]:
+    """The seeds of each configuration that are finished too and not asked for: who chose them, chose the result."""
+    found: dict[str, list[str]] = {}
+    for cell in finished_before({cell.name: cell for cell in cells}.values(), cells):
+        found.setdefault(cell.name, []).append(str(cell.seed))
+    return [f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" for name, seeds in found.items()]
+
+
 def write_curves(rows: Sequence[dict[str, Any]], names: Sequence[str], metrics: Sequence[str], file: Path) -> None:
     """Draw the metrics over the steps into a PNG file, where any of them was logged."""
     figure = draw_comparison(rows, names, metrics, diverged_configs(rows))
@@ -74,6 +83,8 @@ def write_tables(
     rows, names = collect_results(cells), list(dict.fromkeys(cell.name for cell in cells))
     write_results(rows, output / RESULTS)
     if not rows:
+        for name in (*WRITTEN, CURVES):  # of cells that are no longer there, or of other settings
+            (output / name).unlink(missing_ok=True)
         return None
     logged = sorted({row["metric"] for row in rows})
     remarks = {
@@ -81,11 +92,12 @@ def write_tables(
         "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
         "Not paired": unpaired_seeds(cells),
         "Code": code_remarks(cells),
+        "Finished, with other seeds than these tables": _other_seeds(cells),
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }
     rows = with_stops(rows)
     remarks["Not logged"] = not_logged(rows, metrics)
-    write_curves(rows, names, metrics, output / "curves.png")
+    write_curves(rows, names, metrics, output / CURVES)
     summary = summarize(rows, names, metrics, references, endpoints)
     finished = [cell for cell in cells if cell.is_finished()]
     results = ImageResults({(cell.name, cell.seed): cell.folder for cell in finished}, output)

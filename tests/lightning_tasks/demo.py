@@ -66,6 +66,16 @@ class KeepTested(Callback):
         torch.save(pl_module.state_dict(), self.path)
 
 
+class EditFile(Callback):
+    """Adds a setting to a YAML file as a fit begins."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_start(self, trainer, pl_module):
+        self.path.write_text(self.path.read_text() + "\nckpt_path: other\n")
+
+
 class Hold(Callback):
     """Says in `folder` that a fit began (a file `held_` and the seed), and holds it until a file `release` is there."""
 

@@ -1,0 +1,68 @@
+"""What says of a comparison something else than what was run: files edited meanwhile, old tables, seeds left out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.plan import plan_cells
+from lightning_tasks.compare.tables import write_tables
+from lightning_tasks.errors import UsageError
+from lightning_tasks.variants import Variant, override_arguments, read_variants
+from tests.lightning_tasks.compare.test_record import finish
+
+
+def test_a_configuration_that_is_edited_while_a_cell_runs_is_another_cell(demo, tmp_path):
+    """The result is of what was read at the start, and not of what stood there at the end."""
+    edit = {"class_path": "tests.lightning_tasks.demo.EditFile", "init_args": {"path": str(demo)}}
+    (cell,) = plan_cells([Variant("v", str(demo), override_arguments({"trainer.callbacks+": edit}))], [0], tmp_path)
+    before = cell.fingerprint
+    run_cell(cell)
+    assert cell.fingerprint != before  # the file is another one now
+    assert cell.result()["fingerprint"] == before
+    assert not cell.is_finished()
+
+
+def test_tables_of_cells_that_are_no_longer_there_are_taken_away(demo, tmp_path):
+    cells = plan_cells([Variant("a", str(demo))], [0], tmp_path)
+    finish(cells[0], 1.0)
+    write_tables(cells, ["val/loss"], {}, tmp_path)
+    files = [tmp_path / name for name in ("summary.md", "summary.csv", "tables.tex", "curves.png")]
+    assert all(file.is_file() for file in files)
+    changed = plan_cells([Variant("a", str(demo), ("--model.rate=3",))], [0], tmp_path)
+    assert write_tables(changed, ["val/loss"], {}, tmp_path) is None
+    assert not any(file.exists() for file in files)
+
+
+def test_finished_seeds_that_a_table_leaves_out_are_said(demo, tmp_path):
+    """Else the best of eight seeds could be shown, and nobody would know."""
+    variants = [Variant("a", str(demo)), Variant("b", str(demo), ("--model.rate=3",))]
+    cells = plan_cells(variants, [0, 1, 2], tmp_path)
+    for cell in cells[:-1]:
+        finish(cell, 1.0)
+    write_tables([cell for cell in cells if cell.seed == 1], ["val/loss"], {}, tmp_path)
+    said = (tmp_path / "summary.md").read_text()
+    assert "Finished, with other seeds than these tables:\n\n- a: seeds 0, 2\n- b: seed 0\n" in said
+    write_tables(cells, ["val/loss"], {}, tmp_path)
+    assert "other seeds" not in (tmp_path / "summary.md").read_text()
+
+
+def test_two_variants_of_one_name_are_refused(demo, tmp_path):
+    path = tmp_path / "same.yaml"
+    path.write_text(f"base: {demo}\nvariants: {{1: null, '1': {{model.rate: 0.5}}}}\n")
+    with pytest.raises(UsageError, match="'1' twice, once as a number"):
+        read_variants(str(path))
+    path.write_text(f"base: {demo}\nvariants: {{a: null, a: {{model.rate: 0.5}}}}\n")
+    with pytest.raises(UsageError, match="'a' is there twice"):
+        read_variants(str(path))
+
+
+def test_a_recipe_that_keeps_checkpoints_can_be_compared(demo, tmp_path):
+    content = yaml.safe_load(demo.read_text())
+    keep = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
+    content["trainer"]["callbacks"] = [keep]
+    demo.write_text(yaml.safe_dump(content))
+    (cell,) = plan_cells([Variant("v", str(demo))], [0], tmp_path / "out", keep=True)
+    run_cell(cell)
+    assert Path(cell.checkpoint).is_file()
