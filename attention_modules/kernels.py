@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 
 def transforms_active() -> bool:
@@ -21,6 +22,21 @@ def transforms_active() -> bool:
     # Private: where it is absent, no transform can be seen.
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
     return peek is not None and peek() is not None
+
+
+def recomputed(function: Callable[..., Tensor], *given: Any, random: bool = False) -> Tensor:
+    """function(*given), of which nothing but ``given`` is kept for the backward pass, where it is computed again.
+
+    Transforms of ``torch.func`` refuse what that needs: under them all is kept.
+
+    Args:
+        function: of tensors and other arguments.
+        given: these.
+        random: whether it draws at random; it then draws the same again.
+    """
+    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and transforms_active()):
+        return function(*given)
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=random)
 
 
 def check_dropout(dropout_p: float) -> None:

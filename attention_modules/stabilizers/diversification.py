@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from attention_modules.kernels import without_autocast
+from attention_modules.kernels import recomputed, without_autocast
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanisms.shared.chunks import CHUNK
 
@@ -60,12 +59,7 @@ def diversification_loss(
             rows = q[..., first : first + CHUNK, :]
             mask, seen = _masks(attn_mask, is_causal, first, rows, k)
             counts.append(seen.any(1).sum(-1).expand(len(q), rows.shape[-2]))
-            given = (rows, k, mask, seen)
-            parts.append(
-                checkpoint(_mean_over_heads, *given, use_reentrant=False, preserve_rng_state=False)
-                if torch.is_grad_enabled()
-                else _mean_over_heads(*given)
-            )
+            parts.append(recomputed(_mean_over_heads, rows, k, mask, seen))
         return _mean_cosine(torch.cat(parts, 1), torch.cat(counts, 1), threshold)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attention_modules.analysis.chunks import ChunkedLogits
 from attention_modules.analysis.kernels import lse_and_mean_key
-from attention_modules.kernels import attend, without_autocast
+from attention_modules.kernels import attend, recomputed, without_autocast
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanisms.shared.chunks import CHUNK
 
@@ -99,11 +98,7 @@ def _in_chunks(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
     for first in range(0, q.shape[-2], CHUNK):
         mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., first : first + CHUNK, :]
         part = q[..., first : first + CHUNK, :]
-        found.append(
-            checkpoint(_of_rows, part, k, mask, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled()
-            else _of_rows(part, k, mask)
-        )
+        found.append(recomputed(_of_rows, part, k, mask))
     return torch.cat(found, -1)
 
 

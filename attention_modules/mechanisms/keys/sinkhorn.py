@@ -35,7 +35,8 @@ def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale:
     """
     with torch.no_grad(), without_autocast(q.device):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, bias = q.to(dtype), k.to(dtype), bias.to(dtype)
+        # Detached, as no_grad does not stop derivatives in forward mode.
+        q, k, bias = (x.detach().to(dtype) for x in (q, k, bias))
         hidden = bias.isneginf()  # a token that is hidden as a key is none as a query
         g = torch.zeros(k.shape[:-1], dtype=dtype, device=k.device)
         for _ in range((iterations - 1) // 2):

@@ -29,7 +29,8 @@ def elliptical_weights(
     """
     with torch.no_grad(), without_autocast(v.device):
         dtype = torch.promote_types(v.dtype, torch.float32)
-        change = (v.to(dtype) - previous_value.to(dtype)).abs()
+        # Detached, as no_grad does not stop derivatives in forward mode.
+        change = (v.detach().to(dtype) - previous_value.detach().to(dtype)).abs()
         if is_causal:  # a mean over all tokens would leak the future, as the released language model does
             counts = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=dtype)
             mean = change.cumsum(-2) / counts.view(-1, 1)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from attention_modules.kernels import autocast, check_dropout, without_autocast
+from attention_modules.kernels import autocast, check_dropout, recomputed, without_autocast
 from attention_modules.masks import visible
 
 CHUNK = 128  # rows of a map that are held at once
@@ -71,9 +70,5 @@ def attend_by(
         keys, values = k[..., :last, :], v[..., :last, :]
         if mask is not None and mask.shape[-2] > 1:
             mask = mask[..., first : first + CHUNK, :]
-        if torch.is_grad_enabled():
-            keep = dropout_p > 0.0
-            out.append(checkpoint(rows, part, keys, values, mask, first, use_reentrant=False, preserve_rng_state=keep))
-        else:
-            out.append(rows(part, keys, values, mask, first))
+        out.append(recomputed(rows, part, keys, values, mask, first, random=dropout_p > 0.0))
     return torch.cat(out, -2)
