@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def plan_cells(
         for seed in seeds
         for variant in variants
     ]
-    if len({cell.folder for cell in cells}) < len(cells):
+    if len({unicodedata.normalize("NFC", str(cell.folder)) for cell in cells}) < len(
+        cells
+    ):  # one folder to some systems
         names = ", ".join(variant.name for variant in variants)
         raise UsageError(f"configurations must have different names, also with _ for other signs, got {names}")
     return cells
