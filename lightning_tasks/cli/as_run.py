@@ -66,9 +66,14 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
 
 def without_checkpoints(callbacks: Any) -> Any:
     """The callbacks of a configuration without those that keep checkpoints, which Lightning refuses where none are."""
-    if not isinstance(callbacks, list):
-        return callbacks
-    return [each for each in callbacks if not issubclass(import_object(each.class_path), Checkpoint)]
+    if callbacks is None:
+        return None
+    given = callbacks if isinstance(callbacks, list) else [callbacks]
+    return [each for each in given if not _keeps_checkpoints(import_object(each.class_path))]
+
+
+def _keeps_checkpoints(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Checkpoint)  # else a function that makes a callback
 
 
 def _in_words(added: list[Callback]) -> str:

@@ -76,6 +76,11 @@ class EditFile(Callback):
         self.path.write_text(self.path.read_text() + "\nckpt_path: other\n")
 
 
+def make_monitor() -> Callback:
+    """A callback that a function makes."""
+    return Callback()
+
+
 class Hold(Callback):
     """Says in `folder` that a fit began (a file `held_` and the seed), and holds it until a file `release` is there."""
 

@@ -1,7 +1,5 @@
 """What says of a comparison something else than what was run: files edited meanwhile, old tables, seeds left out."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -58,11 +56,14 @@ def test_two_variants_of_one_name_are_refused(demo, tmp_path):
         read_variants(str(path))
 
 
-def test_a_recipe_that_keeps_checkpoints_can_be_compared(demo, tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_recipe_that_keeps_checkpoints_can_be_compared(demo, tmp_path, alone):
+    """Lightning refuses a ModelCheckpoint where none are kept; what a cell keeps is its last.ckpt alone."""
     content = yaml.safe_load(demo.read_text())
     keep = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
-    content["trainer"]["callbacks"] = [keep]
+    made = {"class_path": "tests.lightning_tasks.demo.make_monitor"}
+    content["trainer"]["callbacks"] = keep if alone else [keep, made]
     demo.write_text(yaml.safe_dump(content))
     (cell,) = plan_cells([Variant("v", str(demo))], [0], tmp_path / "out", keep=True)
     run_cell(cell)
-    assert Path(cell.checkpoint).is_file()
+    assert [*cell.folder.rglob("*.ckpt")] == [cell.checkpoint]
