@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -102,9 +101,7 @@ def plan_cells(
         for seed in seeds
         for variant in variants
     ]
-    if len({unicodedata.normalize("NFC", str(cell.folder)) for cell in cells}) < len(
-        cells
-    ):  # one folder to some systems
+    if len({cell.folder for cell in cells}) < len(cells):
         names = ", ".join(variant.name for variant in variants)
         raise UsageError(f"configurations must have different names, also with _ for other signs, got {names}")
     return cells

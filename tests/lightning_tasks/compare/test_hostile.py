@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import unicodedata
 
 import pytest
 import yaml
@@ -15,7 +14,6 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.compare.summary import summarize
 from lightning_tasks.compare.tables import write_tables
-from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import Variant, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 
@@ -77,13 +75,6 @@ def test_any_name_is_one_cell_of_a_table_and_one_folder(demo, tmp_path, name):
     lines = markdown(summarize(rows, [cell.name for cell in cells], ["m"])).splitlines()
     columns = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
     assert (len(lines), columns) == (6, {9})
-
-
-def test_two_spellings_of_one_letter_are_one_name(demo, tmp_path):
-    variants = [Variant(unicodedata.normalize(form, "größe"), str(demo)) for form in ("NFC", "NFD")]
-    assert variants[0].name != variants[1].name
-    with pytest.raises(UsageError, match="must have different names"):
-        plan_cells(variants, [0], tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"variants": 1}'])
