@@ -66,6 +66,21 @@ if ! "$PYTHON" -c "import attnswap.datamodules" 2>/dev/null; then
         echo "that failed ($work/logs/install.log): what needs attnswap.datamodules will fail too" >&2
 fi
 
+# One call at a time: what an earlier one, which was killed, left running ends by its own limit.
+if command -v flock >/dev/null; then
+    exec 9>"$work/lock"
+    flock -n 9 || { echo "waiting until a part of another call has ended"; flock 9; }
+fi
+
+# Ctrl-C and SIGTERM end the parts that run, and the next call goes on with these.
+stop() {
+    trap - INT TERM
+    kill ${child:-} $(jobs -p) 2>/dev/null
+    wait
+    exit 143
+}
+trap stop INT TERM
+
 parts="$out/parts.csv"
 [ -e "$parts" ] || echo "part,state,seconds,limit" >"$parts"
 end=$((SECONDS + ${GPU_DAY_SECONDS:-2340})) # the page is made after
@@ -74,6 +89,7 @@ end=$((SECONDS + ${GPU_DAY_SECONDS:-2340})) # the page is made after
 part() {
     local name="$1" limit="$2" begun=$SECONDS code state left=$((end - SECONDS))
     shift 2
+    trap stop INT TERM # again where a part runs beside others
     grep -q "^$name,done" "$parts" && { echo "$name: done before"; return; }
     [ "$limit" -gt "$left" ] && limit=$left
     if [ "$limit" -lt 1 ]; then
@@ -81,14 +97,18 @@ part() {
         return
     fi
     for _ in 1 2 3; do # 3: the device was lost, and a new process goes on after the row that lost it
-        timeout -k 15 $((limit - (SECONDS - begun))) "$@" >>"$work/logs/$name.log" 2>&1
+        timeout -k 15 $((limit - (SECONDS - begun))) "$@" >>"$work/logs/$name.log" 2>&1 &
+        child=$!
+        wait "$child"
         code=$?
+        child=""
         [ $code -eq 3 ] || break
         [ $((limit - (SECONDS - begun))) -ge 1 ] || break
     done
     case $code in
     0) state="done" ;;
-    124 | 137) state="stopped by its limit" ;;
+    124) state="stopped by its limit" ;;
+    137) state="killed" ;;
     *) state="failed with exit code $code" ;;
     esac
     [ "$name" = tests ] && [ $code -eq 1 ] && state="done with failures"

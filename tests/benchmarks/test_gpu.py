@@ -2,9 +2,12 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,29 +124,40 @@ case "$*" in
 *"-m pytest"*) exit 1 ;;
 *wikitext2/baseline*) exit 2 ;;
 *"benchmarks.gpu rpc"*) if [ -e "$LOG.rpc" ]; then exit 0; else touch "$LOG.rpc"; exit 3; fi ;;
-*"benchmarks.gpu training"*) [ -e "$LOG.trained" ] && exit 0; touch "$LOG.trained"; exec sleep 60 ;;
+*"benchmarks.gpu training"*)
+    [ -e "$LOG.trained" ] && exit 0
+    touch "$LOG.trained"
+    echo $$ > "$LOG.sleeps"
+    exec sleep 60 ;;
 *"benchmarks.gpu mechanisms"*) kill -9 $$ ;;
 esac
 exit 0
 """
 
 
-def test_the_script_goes_on_after_faults_kills_and_its_time(tmp_path):
+@pytest.fixture
+def day(tmp_path):
+    """The script with a stub for Python: starts it with so many seconds; `states` says how its parts ended."""
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    root = tmp_path / "root"
-    log = tmp_path / "asked"
+    root, log = tmp_path / "root", tmp_path / "asked"
     environment = {**os.environ, "PYTHON": str(stub), "LOG": str(log), "TMPDIR": str(tmp_path)}
 
-    def states(seconds):
+    def start(seconds):
         command = ["bash", "benchmarks/gpu_day.sh", "--dry", "--root", str(root)]
         limited = {**environment, "GPU_DAY_SECONDS": str(seconds)}
-        done = subprocess.run(command, cwd=ROOT, env=limited, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        return subprocess.Popen(command, cwd=ROOT, env=limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def states():
         return {row["part"]: row["state"] for row in read(root / "docs" / "results" / "gpu" / "parts.csv")}
 
-    first = states(2)
+    return SimpleNamespace(start=start, states=states, log=log)
+
+
+def test_the_script_goes_on_after_faults_and_its_time(day):
+    assert day.start(2).wait(60) == 0
+    first = day.states()
     assert first == {
         "about": "done",
         "locater_penalty": "done",
@@ -154,13 +168,33 @@ def test_the_script_goes_on_after_faults_kills_and_its_time(tmp_path):
         "memory": "no time was left",
         "mechanisms": "no time was left",
     }
-    log.write_text("")
-    second = states(60)
-    assert second == {**first, "training": "done", "memory": "done", "mechanisms": "stopped by its limit"}
-    asked = log.read_text()
+    day.log.write_text("")
+    assert day.start(60).wait(60) == 0
+    assert day.states() == {**first, "training": "done", "memory": "done", "mechanisms": "killed"}
+    asked = day.log.read_text()
     assert "-m pytest" not in asked
     assert "benchmarks.gpu rpc" not in asked
     assert "docs.pages build --page gpu --root" in asked
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_the_script_goes_on_after_it_was_ended(day, by):
+    script, sleeps = day.start(60), day.log.with_suffix(".sleeps")
+    for _ in range(300):
+        if sleeps.is_file() and sleeps.read_text():
+            break
+        time.sleep(0.1)
+    part = int(sleeps.read_text())
+    script.send_signal(by)
+    assert script.wait(60) == (143 if by == signal.SIGTERM else -by)
+    if by == signal.SIGTERM:
+        with pytest.raises(ProcessLookupError):
+            os.kill(part, 0)
+    else:
+        os.kill(part, signal.SIGTERM)  # what a killed script leaves behind; the next call waits for it
+    assert "training" not in day.states()
+    assert day.start(60).wait(60) == 0
+    assert day.states()["training"] == "done"
 
 
 def test_the_script_names_a_wrong_argument_and_a_folder_that_cannot_be_written(tmp_path):
