@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,12 +78,13 @@ class Cell:
         """Changes with whatever the cell was asked to do, so that a stale result is not taken for this cell's.
 
         Of the configuration its content counts, wherever the file lies and whatever its comments say; of its variants,
-        what this cell overrides.
+        what this cell overrides. So it does of files that overrides name, as `trainer=my_trainer.yaml`.
         """
         asked = [
             _content(Path(self.config).read_text(encoding="utf-8")),
             self.arguments[3:],
             *(["test"] if self.test else []),
+            *([files] if (files := _named_files(self.overrides)) else []),
         ]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -131,6 +132,13 @@ def _content(text: str) -> Any:
     content = yaml.safe_load(text)
     content.pop("variants", None)
     return content
+
+
+def _named_files(overrides: Sequence[str]) -> list[Any]:
+    """The content of each YAML or JSON file that an override names, which jsonargparse reads in its place."""
+    values = [each.partition("=")[2] for each in overrides]
+    paths = [Path(value) for value in values if value.endswith((".yaml", ".yml", ".json")) and os.path.isfile(value)]
+    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def folder_name(name: str) -> str:

@@ -22,6 +22,18 @@ def test_a_configuration_that_is_edited_while_a_cell_runs_is_another_cell(demo, 
     assert not cell.is_finished()
 
 
+def test_a_file_that_an_override_names_is_part_of_what_a_cell_is_asked(demo, tmp_path):
+    named, missing = tmp_path / "trainer.yaml", tmp_path / "missing.yaml"
+    named.write_text("max_steps: 2\n")
+    overrides = (f"--trainer={named}", f"--model.note={missing}")
+    (cell,) = plan_cells([Variant("v", str(demo), overrides)], [0], tmp_path / "out")
+    before = cell.fingerprint
+    named.write_text("# two of them\nmax_steps: 2\n")
+    assert cell.fingerprint == before
+    named.write_text("max_steps: 3\n")
+    assert cell.fingerprint != before
+
+
 def test_tables_of_cells_that_are_no_longer_there_are_taken_away(demo, tmp_path):
     cells = plan_cells([Variant("a", str(demo))], [0], tmp_path)
     finish(cells[0], 1.0)
