@@ -21,8 +21,7 @@ from lightning_tasks.compare.pairing import update_digest
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.outcomes import from_text
-from lightning_tasks.runs.robustness import CORRUPTIONS
+from lightning_tasks.runs.robustness import CORRUPTIONS, right_from_text
 from lightning_tasks.runs.run import read_robustness
 from lightning_tasks.runs.safe_files import MOST_TABLE_BYTES, refuse_foreign, written_whole
 from lightning_tasks.training.segmentation_metrics import (
@@ -120,7 +119,7 @@ def robustness_values(folder: Path, tested: Values) -> dict[str, np.ndarray]:
         UsageError: the table cannot be read.
     """
     rows = [row for row in read_robustness(folder) if row.right and row.test in ("clean", "attack", "corruption")]
-    found: dict[str, np.ndarray] = {row.label: from_text(row.right, row.samples) for row in rows}
+    found: dict[str, np.ndarray] = {row.label: right_from_text(row.right, row.samples) for row in rows}
     if corrupted := [found[row.label] for row in rows if row.test == "corruption" and row.name in CORRUPTIONS]:
         found[MEAN_CORRUPTION] = np.stack(corrupted).mean(axis=0, dtype=np.float32)
     return {"data": tested["data"], **found} if found and "data" in tested else {}

@@ -34,8 +34,7 @@ from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detec
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.tested_model import InPrecision, held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
-from lightning_tasks.runs.outcomes import to_text
-from lightning_tasks.runs.robustness import Row
+from lightning_tasks.runs.robustness import Row, right_as_text
 
 if TYPE_CHECKING:
     from attnswap.datamodules.shared.images import ImageDataset
@@ -115,7 +114,7 @@ class Subject:
 def share_right(right: Tensor) -> dict[str, Any]:
     """The fields of a row on images ``[N]`` that are right or not."""
     share = to_float64(right).mean().item()
-    return {"metric": "accuracy", "value": share, "samples": len(right), "right": to_text(right.cpu())}
+    return {"metric": "accuracy", "value": share, "samples": len(right), "right": right_as_text(right.cpu())}
 
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:

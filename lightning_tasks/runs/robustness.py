@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.runs.safe_files import write_rows
 
@@ -19,6 +21,23 @@ CORRUPTIONS = (
 """The fifteen that the mean corruption error is taken over."""
 GIVES_NAN = "the model gives nan"
 """The note of a figure that is nan, and was measured."""
+
+
+def right_as_text(right: Any) -> str:
+    """Booleans ``[N]`` (a tensor or an array) as hexadecimal digits, four samples each."""
+    return np.packbits(np.asarray(right, dtype=bool)).tobytes().hex()
+
+
+def right_from_text(text: str, samples: int) -> np.ndarray:
+    """What :func:`right_as_text` was given, ``[samples]``.
+
+    Raises:
+        ValueError: if the text is no such digits, or of another number of samples.
+    """
+    packed = np.frombuffer(bytes.fromhex(text), dtype=np.uint8)
+    if samples < 0 or len(packed) != (samples + 7) // 8:
+        raise ValueError(f"{len(packed)} bytes are not the bits of {samples} samples")
+    return np.unpackbits(packed, count=samples).astype(bool)
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Row:
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
         seconds: time it took.
         note: what else to know.
-        right: which images were right, where that is known (:func:`lightning_tasks.runs.outcomes.to_text`).
+        right: which images were right, where that is known (:func:`right_as_text`).
     """
 
     test: str

@@ -15,8 +15,7 @@ from lightning_tasks.compare.summary import summarize
 from lightning_tasks.compare.tables import collect_results, write_tables
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe
-from lightning_tasks.runs.outcomes import from_text, to_text
-from lightning_tasks.runs.robustness import Row, write_csv
+from lightning_tasks.runs.robustness import Row, right_as_text, right_from_text, write_csv
 from lightning_tasks.training.segmentation_metrics import SCORES, scores_of_counts
 from lightning_tasks.variants import Variant, override_arguments
 from tests.lightning_tasks.compare.test_record import finish
@@ -81,11 +80,13 @@ def test_pixels_of_images_give_what_a_segmenter_logged(tmp_path):
 def test_rows_of_robustness_give_what_was_logged(tmp_path):
     fog, snow = np.array([True, False, True]), np.array([True, False, False])
     rows = [
-        Row("clean", "", "", "accuracy", 2 / 3, 3, right=to_text(fog)),
-        Row("attack", "fgsm", "4/255", "accuracy", 1 / 3, 3, right=to_text(snow)),
-        Row("corruption", "fog", "3", "accuracy", 2 / 3, 3, right=to_text(fog)),
-        Row("corruption", "snow", "3", "accuracy", 1 / 3, 3, right=to_text(snow)),
-        Row("corruption", "spatter", "3", "accuracy", 1 / 3, 3, right=to_text(~fog)),  # which the mean is not over
+        Row("clean", "", "", "accuracy", 2 / 3, 3, right=right_as_text(fog)),
+        Row("attack", "fgsm", "4/255", "accuracy", 1 / 3, 3, right=right_as_text(snow)),
+        Row("corruption", "fog", "3", "accuracy", 2 / 3, 3, right=right_as_text(fog)),
+        Row("corruption", "snow", "3", "accuracy", 1 / 3, 3, right=right_as_text(snow)),
+        Row(
+            "corruption", "spatter", "3", "accuracy", 1 / 3, 3, right=right_as_text(~fog)
+        ),  # which the mean is not over
         Row("mean corruption", "", "", "accuracy", 0.5, 3),
     ]
     write_csv(rows, tmp_path / "robustness.csv")
@@ -102,13 +103,13 @@ def test_rows_of_robustness_give_what_was_logged(tmp_path):
 @pytest.mark.parametrize("samples", [0, 1, 7, 8, 9, 500])
 def test_outcomes_as_text_and_back(samples):
     right = np.random.default_rng(2).random(samples) < 0.5
-    assert np.array_equal(from_text(to_text(right), samples), right)
+    assert np.array_equal(right_from_text(right_as_text(right), samples), right)
 
 
 @pytest.mark.parametrize(("text", "samples"), [("ff", 9), ("ffff", 8), ("f", 4), ("xy", 8), ("", -1)])
 def test_text_of_other_samples_is_refused(text, samples):
     with pytest.raises(ValueError, match=r"bits of|hexadecimal|fromhex"):
-        from_text(text, samples)
+        right_from_text(text, samples)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
