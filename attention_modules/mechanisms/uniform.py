@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attention_modules.kernels import check_dropout
+from attention_modules.kernels import attend, check_dropout
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanism import AttentionMechanism, register_mechanism
 
@@ -55,7 +54,7 @@ def uniform_attention(
     if attn_mask is not None:
         seen = visible(attn_mask)
         attn_mask = torch.where(seen, attn_mask * 0, float("-inf")) if attn_mask.requires_grad else seen
-    return scaled_dot_product_attention(q * 0, k * 0, v, attn_mask, dropout_p, is_causal, scale=scale)
+    return attend(q * 0, k * 0, v, attn_mask, is_causal, dropout_p, scale)
 
 
 @register_mechanism("uniform")

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
@@ -39,7 +38,7 @@ def elliptical_weights(
         else:
             none = change.new_zeros(())
             query = none.expand(*change.shape[:2], attn_mask.shape[-2], change.shape[-1])
-            mean = scaled_dot_product_attention(query, none.expand_as(change), change, visible(attn_mask))
+            mean = attend(query, none.expand_as(change), change, visible(attn_mask))
         largest = mean.amax(-1, keepdim=True)
         return torch.where(largest > 0, mean / largest, torch.ones_like(mean))
 

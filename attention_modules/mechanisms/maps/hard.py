@@ -29,6 +29,7 @@ def hard_attention(
     """One-hot weights at each row's largest logit, with the gradient of softmax (straight-through).
 
     Weights one_hot(z) + A - stop_gradient(A), A = softmax(z): the paper's own gradient was not found (our reading).
+    Derivatives of second order are those of q and k at fixed v: A reads v detached.
 
     Args:
         q: queries ``[B, H, N, d]``.

@@ -1,0 +1,151 @@
+"""Products with Jacobians and Hessians of more rows than a chunk, and all transforms of the seed papers' mechanisms."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention_modules import available_mechanisms, naive
+from attention_modules.mechanisms.shared.chunks import CHUNK
+from tests.attention_modules.mechanisms.test_equations import CASES, Case
+
+TOKENS = CHUNK + 2
+SIZES = {9: TOKENS, 11: TOKENS + 1, 8: 4}  # of the small cases, and here
+
+
+def _long(case: Case) -> Case:
+    tensors = {name: tuple(SIZES.get(n, n) for n in shape) for name, shape in case.tensors.items()}
+    return replace(case, shape=tuple(SIZES.get(n, n) for n in case.shape), tensors=tensors)
+
+
+class Pair:
+    """A mechanism's function and its twin as functions of a tuple of tensors, with a direction for each tensor."""
+
+    def __init__(self, case: Case) -> None:
+        case = _long(case)
+        given = {name: case.options[name] for name in case.shared if name in case.options}
+        self.names = tuple(case.inputs())
+        self.inputs = tuple(case.inputs().values())
+        self.directions = tuple(case.inputs(seed=1).values())
+        self.ours = lambda *x: case.function(**dict(zip(self.names, x, strict=True)), **given)
+        self.twin = lambda *x: case.twin(**dict(zip(self.names, x, strict=True)), **given)
+        self.places = tuple(range(len(self.names)))
+
+    def freeze(self, name: str) -> None:
+        """Hold one of the tensors fixed."""
+        at = self.names.index(name)
+        fixed, ours, twin = self.inputs[at], self.ours, self.twin
+        self.ours = lambda *x: ours(*x[:at], fixed, *x[at:])
+        self.twin = lambda *x: twin(*x[:at], fixed, *x[at:])
+        self.inputs, self.directions = (x[:at] + x[at + 1 :] for x in (self.inputs, self.directions))
+        self.places = self.places[:-1]
+
+    def loss(self, function):
+        return lambda *x: (out := function(*x)).mul(out.detach().new_tensor(range(out.shape[-1])).cos()).square().sum()
+
+    def slopes(self, inputs):
+        """Gradients of the twin's loss by plain autograd."""
+        free = [x.clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(self.loss(self.twin)(*free), free, materialize_grads=True)
+
+
+def _same(actual, expected, tolerance=1e-9):
+    for found, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * (1 + wanted.abs().max().item()))
+
+
+class Other(Case):
+    """One of the seed papers' mechanisms, whose twins stand under other names."""
+
+    @property
+    def twin(self):
+        return {
+            "softmax": naive.naive_attention,
+            "symmetric": lambda k, v: naive.naive_attention(k, k, v),
+            "rpc": naive.naive_rpc,
+            "scaled": naive.naive_scaled,
+            "uniform": lambda q, k, v: v.mean(-2, keepdim=True).expand(q.shape) + 0 * (q + k),
+        }[self.name]
+
+    def inputs(self, *args, **kwargs):
+        found = super().inputs(*args, **kwargs)
+        return {name: x for name, x in found.items() if name != "q" or self.name not in ("symmetric", "rpc")}
+
+
+OTHERS = [
+    Other("softmax"),
+    Other("symmetric"),
+    Other("rpc", {"iterations": 2}),
+    Other("scaled", tensors={"s": (3, 9, 9)}),
+    Other("scaled", {"s": "number"}, {"s": ()}),
+    Other("uniform"),
+]
+ALL = [*CASES, *OTHERS]
+IDS = ["-".join((case.name, *map(str, case.options.values()))) for case in ALL]
+each = pytest.mark.parametrize("case", ALL, ids=IDS)
+
+
+def test_every_mechanism_is_here():
+    assert {case.name for case in ALL} >= set(available_mechanisms())
+
+
+others = pytest.mark.parametrize("case", OTHERS, ids=IDS[len(CASES) :])
+
+
+@others
+def test_grad(case):
+    pair = Pair(case)
+    _same(torch.func.grad(pair.loss(pair.ours), pair.places)(*pair.inputs), pair.slopes(pair.inputs))
+
+
+@others
+def test_vmap_of_grad(case):
+    pair = Pair(case)
+    both = [torch.stack([x, x + 0.1 * y]) for x, y in zip(pair.inputs, pair.directions, strict=True)]
+    actual = torch.func.vmap(torch.func.grad(pair.loss(pair.ours), pair.places))(*both)
+    expected = [pair.slopes([x[i] for x in both]) for i in range(2)]
+    _same(actual, [torch.stack(parts) for parts in zip(*expected, strict=True)])
+
+
+@each
+def test_jacrev(case):
+    pair = Pair(case)
+    last = lambda function: lambda *x: function(*x)[0, 0, -1, :2]  # noqa: E731
+    actual = torch.func.jacrev(last(pair.ours), pair.places)(*pair.inputs)
+    _same(actual, functional.jacobian(last(pair.twin), pair.inputs))
+
+
+@others
+@pytest.mark.parametrize("transform", ["func", "functional"])
+def test_jvp(case, transform):
+    pair = Pair(case)
+    jvp = torch.func.jvp if transform == "func" else functional.jvp
+    with nullcontext() if transform == "func" else sdpa_kernel(SDPBackend.MATH):
+        actual = jvp(pair.ours, pair.inputs, pair.directions)
+    _same(actual, functional.jvp(pair.twin, pair.inputs, pair.directions))
+
+
+@each
+@pytest.mark.parametrize("transform", ["func", "functional"])
+def test_hessian_vector_product(case, transform):
+    pair = Pair(case)
+    if case.name == "hard":  # v is detached in its surrogate: derivatives of second order are those of q and k
+        pair.freeze("v")
+    if transform == "func":
+        slopes = torch.func.grad(pair.loss(pair.ours), pair.places)
+        actual = torch.func.jvp(slopes, pair.inputs, pair.directions)[1]
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            actual = functional.hvp(pair.loss(pair.ours), pair.inputs, pair.directions)[1]
+    if case.name == "entmax":  # the twin's threshold has its first derivative alone
+        step, moves = 1e-7, tuple(zip(pair.inputs, pair.directions, strict=True))
+        at = [pair.slopes([x + sign * step * y for x, y in moves]) for sign in (1, -1)]
+        _same(actual, [(a - b) / (2 * step) for a, b in zip(*at, strict=True)], 1e-5)
+        return
+    tolerance = 1e-6 if case.name == "dam" else 1e-9  # (10⁴)² times the gate
+    _same(actual, functional.hvp(pair.loss(pair.twin), pair.inputs, pair.directions)[1], tolerance)
