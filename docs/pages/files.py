@@ -36,7 +36,7 @@ def _summary(place: str, recipe: str, raw: Raw) -> dict[str, str]:
     """The files that `attnswap compare` writes of a summary, by name."""
     comparison = raw.comparison(place, recipe)
     with tempfile.TemporaryDirectory() as folder:
-        write_summary(comparison.summary, comparison.remarks, Path(folder))
+        write_summary(comparison.summary, comparison.remarks, Path(folder), comparison.images)
         return {name: (Path(folder) / name).read_bytes().decode() for name in SUMMARIES}
 
 

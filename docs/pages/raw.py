@@ -14,9 +14,10 @@ import numpy as np
 
 from docs.pages.errors import PageError
 from lightning_tasks.compare.choice import Choice, Tried
+from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
-from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, summarize, unpaired
+from lightning_tasks.compare.summary import Endpoints, ImageInterval, PairedCell, SummaryRow, summarize, unpaired
 from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, with_stops
 from lightning_tasks.runs.log import by_metric
 
@@ -39,6 +40,7 @@ class Comparison:
         configs: the configurations, the first of which is the reference of all others.
         choices: values that were chosen on other seeds.
         cells: what `comparison.json` says of each cell.
+        images: the intervals over images, as `attnswap compare` found them.
     """
 
     rows: Sequence[Row]
@@ -48,6 +50,7 @@ class Comparison:
     configs: Sequence[str]
     choices: Sequence[Choice] = ()
     cells: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[ImageInterval] = ()
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -78,6 +81,7 @@ class Comparison:
             "Chosen": list(map(str, self.choices)),
             "Diverged": [f"{name} seed {seed}: {text}" for (name, seed), text in diverged_cells(self.rows).items()],
             "Not paired": unpaired(paired),
+            "Intervals": said_of(self.images),
             "Not finished": [f"{each['variant']} seed {each['seed']}" for each in self.cells if each not in finished],
         }
 
@@ -209,6 +213,15 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _images(path: Path) -> list[ImageInterval]:
+    """The intervals over images; none where there is no such file."""
+    numbers = {"images": int, "seeds": int, "low": float, "high": float}
+    return [
+        ImageInterval(**{key: numbers.get(key, str)(value) for key, value in row.items()})
+        for row in (read_csv(path) if path.is_file() else [])
+    ]
+
+
 def _comparison(folder: Path, recipe: str) -> Comparison:
     rows: list[Row] = [
         {**line, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}
@@ -216,11 +229,11 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
     ]
     if not rows:
         raise PageError(f"{folder / RESULTS} has no rows")
-    rows = with_stops(rows)
+    rows, images = with_stops(rows), _images(folder / IMAGES)
     if not (folder / COMPARISON).is_file():
         configs = list(dict.fromkeys(row["config"] for row in rows))
         said = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
-        return Comparison(rows, *said, configs)
+        return Comparison(rows, *said, configs, images=images)
     try:
         asked = json_of(folder / COMPARISON)
         choices = [_choice(each) for each in asked.get("choices", [])]
@@ -229,7 +242,9 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         # One written before there were endpoints: what the recipe says counts.
         stated = "primary" in asked
         endpoints = Endpoints(asked["primary"], asked["margins"]) if stated else summary_endpoints([recipe])
-        return Comparison(rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"])
+        return Comparison(
+            rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"], images
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from lightning_tasks.compare.images import ImageInterval
-from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.compare.summary import ImageInterval, SummaryRow
 from lightning_tasks.runs.safe_files import write_rows, written_whole
 
 HEADS = (
@@ -100,6 +99,18 @@ def _tex(text: str) -> str:
     """The text without what LaTeX takes for a command; a bracket at the beginning of a cell is none of `\\\\`."""
     plain = "".join(_TEX.get(sign, sign) for sign in " ".join(text.split()))
     return f"{{{plain}}}" if plain.startswith(("[", "*")) else plain
+
+
+def said_of(intervals: Sequence[ImageInterval]) -> list[str]:
+    """What tables say once of their intervals; nothing where there are none over images."""
+    counts = sorted({each.images for each in intervals})
+    if not counts:
+        return []
+    images = " or ".join(f"{count:,}" for count in counts)
+    return [
+        "difference [95%]: over seeds, for these images",
+        f"over images [95%]: for these runs, over the {images} test images, which a paired bootstrap draws anew",
+    ]
 
 
 def write_summary(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn import functional
 
 from lightning_tasks.compare.pairing import update_digest
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
-from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.compare.summary import ImageInterval, SummaryRow
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.robustness import CORRUPTIONS, right_from_text
 from lightning_tasks.runs.run import read_robustness
@@ -154,28 +153,6 @@ def read_images(path: Path, folder: Path) -> dict[str, np.ndarray]:
     return values
 
 
-@dataclass(frozen=True)
-class ImageInterval:
-    """A 95% interval of the difference of a configuration to a reference over images, which are drawn anew.
-
-    The difference is the mean over their common seeds, and the runs of these are as they are: images are drawn for all
-    of them together.
-
-    Args:
-        metric, config, reference: which row of the summary it belongs to.
-        images, seeds: how many.
-        low, high: the interval.
-    """
-
-    metric: str
-    config: str
-    reference: str
-    images: int
-    seeds: int
-    low: float = math.nan
-    high: float = math.nan
-
-
 class ImageResults:
     """The values of images of finished cells, read when they are asked for.
 
@@ -268,15 +245,3 @@ def _with(interval: ImageInterval, draws: np.ndarray) -> ImageInterval:
 
 def _kept(name: str) -> str:
     return PIXELS if name in SCORES else name
-
-
-def said_of(intervals: Sequence[ImageInterval]) -> list[str]:
-    """What tables say once of their intervals; nothing where there are none over images."""
-    counts = sorted({each.images for each in intervals})
-    if not counts:
-        return []
-    images = " or ".join(f"{count:,}" for count in counts)
-    return [
-        "difference [95%]: over seeds, for these images",
-        f"over images [95%]: for these runs, over the {images} test images, which a paired bootstrap draws anew",
-    ]

@@ -77,6 +77,28 @@ class SummaryRow:
 
 
 @dataclass(frozen=True)
+class ImageInterval:
+    """A 95% interval of the difference of a configuration to a reference over images, which are drawn anew.
+
+    The difference is the mean over their common seeds, and the runs of these are as they are: images are drawn for all
+    of them together.
+
+    Args:
+        metric, config, reference: which row of the summary it belongs to.
+        images, seeds: how many.
+        low, high: the interval.
+    """
+
+    metric: str
+    config: str
+    reference: str
+    images: int
+    seeds: int
+    low: float = math.nan
+    high: float = math.nan
+
+
+@dataclass(frozen=True)
 class Endpoints:
     """What was said of a comparison's metrics before it ran.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.formats import WRITTEN, write_summary
-from lightning_tasks.compare.images import ImageResults, said_of
+from lightning_tasks.compare.formats import WRITTEN, said_of, write_summary
+from lightning_tasks.compare.images import ImageResults
 from lightning_tasks.compare.record import code_remarks, finished_before
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, not_logged, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
