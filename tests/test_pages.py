@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -302,3 +304,21 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
+
+
+def test_the_check_imports_no_torch():
+    """It is the first thing that `make test` does."""
+    program = "import sys, docs.pages.list_of_pages; print([x for x in ('torch', 'lightning') if x in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_intervals_over_images_stand_in_the_summary_that_is_made(toy):
+    root, page = toy
+    lines = ["metric,config,reference,images,seeds,low,high", "test/top1,rpc,softmax,50,8,-0.25,0.125"]
+    (root / "docs/results/toy/images.csv").write_text("\n".join([*lines, ""]))
+    command.build(root, [page])
+    text = (root / "docs/results/toy/summary.md").read_text()
+    assert "| [-0.25, +0.125] |" in text
+    assert "over the 50 test images" in text
+    assert command.check(root, [page]) == []
