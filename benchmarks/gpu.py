@@ -281,9 +281,9 @@ def main(args: list[str] | None = None) -> None:
             parser.error("the part locater needs --runs FOLDER")
         locater(options.runs, options.output / "locater.csv")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the row under way is then measured another time
     PARTS[options.part](Rows(options.output / f"{options.part}.csv"), Bench(options.dry))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the row under way is then measured another time
     main()

@@ -86,8 +86,10 @@ def test_sigterm_before_there_is_a_trainer_is_one_line_and_leaves_no_folder(demo
 @sigterm_in_one_line()
 def start_processes_and_be_told():
     if not (forked := os.fork()):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:  # not a second process that goes on with the tests
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == -signal.SIGTERM
     context = multiprocessing.get_context("fork")
     begun = context.Event()
@@ -98,6 +100,7 @@ def start_processes_and_be_told():
 
 
 def test_sigterm_ends_processes_that_were_started_too(capsys):
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(SystemExit, match="143"):
         start_processes_and_be_told()
     assert capsys.readouterr().err == "attnswap: ended by SIGTERM\n"
