@@ -10,6 +10,7 @@ from attnswap.datamodules.token_selection import TokenProblem
 from torch import Tensor
 
 from attention_modules import prompt_attention
+from attention_modules.precision import to_float64
 from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, unit
 
 
@@ -58,7 +59,7 @@ def gradient_path(
         optimizer.step()
         path_p.append(p.detach().clone())
         path_v.append(v.detach().clone())
-    return Path(torch.stack(path_p).double(), torch.stack(path_v).double())
+    return Path(to_float64(torch.stack(path_p)), to_float64(torch.stack(path_v)))
 
 
 def regularization_path(
