@@ -91,7 +91,10 @@ class AttentionMechanism(nn.Module):
     """Options with which a new layer gives what softmax attention gives; None where none do."""
     row_masks: ClassVar[bool] = True
     """Whether rows may see different keys; where False, it takes padding masks alone, and refuses causality."""
-    surrogate_gradient: ClassVar[bool] = False
+    softmax_like: ClassVar[bool] = False
+    """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
+    the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
+    surrogate_gradient: bool = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
     own_logits: ClassVar[str | None] = None
     """Why its logits are not q kᵀ · scale (k kᵀ where it uses no query) of what it is given, plus what a mask or a bias

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 EXTRA_OF = {
     "imagecorruptions": "robustness",
     "pyautoattack": "robustness",
+    "pytorch_ood": "robustness",
     "mmcv": "mmseg",
     "mmengine": "mmseg",
     "mmseg": "mmseg",

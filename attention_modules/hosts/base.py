@@ -143,8 +143,8 @@ class Host(ABC):
         """Why a module that looks like this host's is none, if so."""
         return None
 
-    def is_cross(self, layer: nn.Module, parent: nn.Module | None, attribute: str) -> bool:
-        """Whether the layer attends to another sequence."""
+    def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
+        """Whether the layer, which has this name in the model, attends to another sequence."""
         return False
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:

@@ -105,8 +105,7 @@ def survey(model: nn.Module) -> Survey:
     for name, module in found.modules.items():
         if inside is not None and name.startswith(inside):
             continue
-        parent_name, _, attribute = name.rpartition(".")
-        parent = found.modules[parent_name] if name else None
+        parent = found.modules[name.rpartition(".")[0]] if name else None
         host = hosts.host_of(module, parent)
         if parent is not None and wrapped_by_peft(parent):
             continue  # the wrapper is listed
@@ -120,7 +119,7 @@ def survey(model: nn.Module) -> Survey:
             found.layers[index] = Found((*known.names, name), module, host, known.cross)
             continue
         by_id[id(module)] = len(found.layers)
-        found.layers.append(Found((name,), module, host, host.is_cross(module, parent, attribute)))
+        found.layers.append(Found((name,), module, host, host.is_cross(module, parent, name)))
     found.others = _attention_like(hosts, strangers, [name for layer in found.layers for name in layer.names])
     return found
 

@@ -177,7 +177,8 @@ class MultiheadAttentionHost(Host):
             return f"unsupported subclass: {type(module).__name__} is a {self.name} with a forward of its own"
         return None
 
-    def is_cross(self, layer: Any, parent: nn.Module | None, attribute: str) -> bool:
+    def is_cross(self, layer: Any, parent: nn.Module | None, name: str) -> bool:
+        attribute = name.rpartition(".")[2]
         if isinstance(parent, nn.TransformerDecoderLayer) and attribute == "multihead_attn":
             return True
         if "cross" in attribute.lower():  # other people's decoders: the layer itself cannot tell

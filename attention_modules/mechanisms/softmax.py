@@ -62,6 +62,7 @@ class SoftmaxAttention(AttentionMechanism):
     """
 
     gives_weights: ClassVar[bool] = True
+    softmax_like = True
 
     def forward(
         self,

@@ -107,14 +107,18 @@ def naive_sinkhorn(
     k: Tensor,
     v: Tensor,
     iterations: int = 3,
+    detach: bool = True,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Rows and columns of exp(q kᵀ) normalized in turn, hidden tokens left out of both; columns without a gradient."""
+    """Rows and columns of exp(q kᵀ) normalized in turn, hidden tokens left out of both.
+
+    Where ``detach``, the columns' factors have no gradient.
+    """
     kernel = naive_map(naive_logits(q, k, scale), attn_mask)
     seen = visibility(k.shape[-2], attn_mask)[..., -1:, :].transpose(-2, -1)  # tokens that are hidden as keys
     for _ in range((iterations - 1) // 2):
-        columns = (kernel.detach() * seen).sum(-2, keepdim=True)
+        columns = ((kernel.detach() if detach else kernel) * seen).sum(-2, keepdim=True)
         kernel = kernel / columns.where(columns > 0, torch.ones_like(columns))
         rows = kernel.sum(-1, keepdim=True)
         # Only the factors of the columns are without a gradient: those of the rows cancel in the last step.

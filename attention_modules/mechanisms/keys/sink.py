@@ -75,6 +75,7 @@ class SinkAttention(AttentionMechanism):
     """
 
     neutral: ClassVar = {"start": -30.0, "std": 0.0}
+    softmax_like = True
 
     def __init__(self, spec: AttentionSpec, start: float = 0.0, std: float = 0.0, learned: bool = True) -> None:
         super().__init__(spec)

@@ -108,6 +108,7 @@ class EntmaxAttention(AttentionMechanism):
     """
 
     neutral: ClassVar = {"alpha": 1.0}
+    softmax_like = True
 
     def __init__(self, spec: AttentionSpec, alpha: float = 1.5) -> None:
         super().__init__(spec)

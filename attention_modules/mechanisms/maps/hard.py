@@ -67,6 +67,7 @@ class HardAttention(AttentionMechanism):
     """:func:`hard_attention` as a mechanism, without parameters."""
 
     surrogate_gradient = True
+    softmax_like = True
 
     def forward(
         self,

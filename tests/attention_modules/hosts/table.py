@@ -56,7 +56,7 @@ What else to know:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
   query rows: those of the model stay.
-- What no host knows (T5, XCiT, attention pooling, class attention, ...) is listed in the report with the reason, never
+- What no host knows (DeBERTa, XCiT, class attention, ...) is listed in the report with the reason, never
   swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
 - CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`: outputs and gradients stay
   (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
@@ -87,6 +87,14 @@ What else to know:
   stages but the last come from a reduced image: Lipschitz constants of those layers are refused, as with its keys held
   a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
   which are listed in the report with the reason.
+- Hugging Face: a layer of any model is known by its forward's call to the attention interface, of transformers or of
+  your own code, and receives finished queries, keys and values: what lies before (q/k norm, rope, grouped keys,
+  latent attention, cross-attention) needs no more. What else it hands over is honored or refused by name: a bias of
+  positions (T5, ...) and indices of keys (DeepSeek-V3.2, ...) are masks for every mechanism that takes masks by row; a
+  bound on the logits (`softcap`, Gemma 2) and a sink (`s_aux`, gpt-oss) are exact as an additive mask and as a further
+  key for `softmax`, `sink`, `gated`, `entmax` and `hard` (`AttentionMechanism.softmax_like`), and refused elsewhere.
+  A mechanism without a query needs projections under a usual name, three or one for all, which make queries and keys
+  of the same input, and nothing that the forward does to queries alone but a factor, which is kept.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call, and flex attention, set before or after a swap, is refused. From a key-value cache continue softmax and those
   whose rows need no more than keys and values (`AttentionMechanism.cache`); those that need one query for each key, as

@@ -322,11 +322,11 @@ def test_flex_attention_set_after_a_swap_is_refused_by_name() -> None:
     torch.testing.assert_close(run_tokens(model, None), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_untested_classes_are_refused_by_name() -> None:
-    model = hugging_face(
-        "T5EncoderModel", "T5Config", vocab_size=50, d_model=DIM, d_kv=4, d_ff=32, num_layers=1, num_heads=HEADS
-    )()
-    with pytest.raises(AttentionSwapError, match=r"T5.*Attention\): of Hugging Face's classes only these are known"):
+def test_classes_with_attention_code_of_their_own_are_refused_by_name() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": DIM, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+    model = hugging_face("DebertaV2Model", "DebertaV2Config", intermediate_size=32, **sizes)()
+    refused = r"DebertaV2Attention\): its forward does not call transformers' attention interface"
+    with pytest.raises(AttentionSwapError, match=refused):
         swap_attention(model, "softmax")
 
 
@@ -347,13 +347,15 @@ def test_subclasses_with_their_own_forward_are_refused() -> None:
     ("given", "text"),
     [
         ({"attention_mask": torch.ones(2, TOKENS, dtype=torch.bool)}, r"takes masks \[B, H, N, M\], got \(2, 6\)"),
-        ({"attention_mask": None, "softcap": 30.0}, "cannot honor softcap"),
+        ({"attention_mask": None, "softcap": 30.0}, "L2Attention cannot honor softcap"),
+        ({"attention_mask": None, "s_aux": torch.zeros(HEADS)}, "L2Attention cannot honor s_aux"),
+        ({"attention_mask": None, "block_indices": torch.zeros(1)}, "cannot honor block_indices"),
     ],
-    ids=["mask", "softcap"],
+    ids=["mask", "softcap", "s_aux", "block_indices"],
 )
 def test_what_a_mechanism_cannot_see_is_an_error(given: dict, text: str) -> None:
     model = causal_model("gpt2")
-    swap_attention(model, "softmax")
+    swap_attention(model, "l2")
     q = torch.randn(2, HEADS, TOKENS, DIM // HEADS)
     with pytest.raises(NotImplementedError, match=text):
         huggingface.mechanism_attention_forward(model.h[0].attn, q, q, q, **given)

@@ -1,0 +1,338 @@
+"""The host of every layer that calls transformers' attention interface.
+
+A swapped layer keeps its class's forward, and reaches its mechanism through an attention function registered under
+our name; only the layer's own view of the configuration says so. The model's configuration is untouched, so that the
+model goes on building the masks it always built, and its other layers keep their attention implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
+from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
+from attention_modules.hosts.huggingface.projections import (
+    Joint,
+    groups_of,
+    heads_of,
+    joint,
+    query_projection,
+    separate,
+    width_of,
+    with_query,
+    without_query,
+)
+from attention_modules.hosts.huggingface.queries import query_path
+from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
+from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.saving import attach_saving
+from attention_modules.hosts.weights import Rows
+from attention_modules.mechanism import AttentionSpec
+
+_UNDERSTOOD = (None, "eager", "sdpa")  # implementations whose masks are None, boolean or additive
+_POSITIONS = re.compile(r"(^|\.)(position_embeddings?|pos_embed|embed_positions|wpe)(\.weight)?$")
+_OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
+
+
+class SwappedHuggingFace(Swapped):
+    """A layer with its own forward, whose configuration names our attention function."""
+
+    config: PretrainedConfig
+    plain_config: PretrainedConfig
+    query_factor: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.mechanism.uses_query:
+            self._check_own_sequence(args, kwargs)
+        if "x" in self.mechanism.needs:
+            kwargs[INPUT] = args[0] if args else kwargs.get(_call_of(self).parameters[0])
+        return super().forward(*args, **kwargs)
+
+    def hides_the_future(self, asked: bool | None) -> bool:
+        """Whether a call without a mask is causal, as the layer's own attention function would have it."""
+        if self.plain_config._attn_implementation != "sdpa":
+            return False
+        return bool(getattr(self, "is_causal", True) if asked is None else asked)
+
+    def without_query_scale(self, scale: float | None, q: Tensor) -> float | None:
+        """The factor on the logits, with what the forward multiplies its queries by."""
+        if self.query_factor == 1.0:
+            return scale
+        return self.query_factor * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+    def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(_call_of(self).parameters, args, strict=False)), **kwargs}
+        other = [name for name in _OTHER_SEQUENCE if given.get(name) is not None]
+        if other:
+            raise RuntimeError(
+                f"{type(self.mechanism).__name__} has no query, so this layer can only attend to its own input; it was "
+                f"called with {other[0]}: restore it, or choose a mechanism with a query"
+            )
+
+
+def _kind(layer: nn.Module) -> type[nn.Module]:
+    return layer.plain_class if isinstance(layer, Swapped) else type(layer)
+
+
+def _call_of(layer: nn.Module) -> InterfaceCall:
+    call = interface_call(_kind(layer))
+    assert isinstance(call, InterfaceCall)
+    return call
+
+
+def _value(layer: nn.Module, source: str) -> object:
+    """What a source of the forward is in this layer, where it is an attribute or None; else the source."""
+    name = source.removeprefix("self.")
+    if name != source and name.isidentifier():
+        return getattr(layer, name, None)
+    return {"None": None, "False": False, "True": True}.get(source, source)
+
+
+def _given(layer: nn.Module, names: Sequence[str]) -> list[str]:
+    """Which of these arguments the layer hands to the attention interface, as far as its class and attributes say."""
+    given = _call_of(layer).given
+    return [name for name in names if name in given and _value(layer, given[name]) is not None]
+
+
+@functools.cache
+def _is_softmax(function: Callable[..., Any]) -> bool:
+    """Whether an attention function is softmax attention, tried on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=generator, device="cpu", dtype=torch.float32)
+    sinks = torch.full((2,), float("-inf"), device="cpu", dtype=torch.float32)
+    layer = SimpleNamespace(training=False, num_key_value_groups=1, head_dim=4, is_causal=False, sinks=sinks)
+    mask = torch.zeros(1, 1, 5, 5, device="cpu", dtype=torch.float32)
+    try:
+        out = function(layer, q, k, v, mask, scaling=0.5, dropout=0.0)[0]
+    except Exception:  # it reads what no known attention function does
+        return False
+    return torch.allclose(out, F.scaled_dot_product_attention(q, k, v).transpose(1, 2), atol=1e-5)
+
+
+class HuggingFaceHost(Host):
+    """Layers whose forward calls the attention interface, of transformers or of anybody."""
+
+    name = "Hugging Face"
+    mixin = SwappedHuggingFace
+
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return calls_interface(kind) or any(base.__module__.startswith("transformers.models.") for base in kind.__mro__)
+
+    def understands(self, module: nn.Module) -> bool:
+        return calls_interface(type(module)) and self._unfit(module) is None
+
+    def near_miss(self, module: nn.Module) -> str | None:
+        kind = type(module)
+        if calls_interface(kind):
+            return self._unfit(module)
+        if any(calls_interface(base) for base in kind.__mro__ if issubclass(base, nn.Module)):
+            return f"unsupported subclass: {kind.__name__} has a forward of its own"
+        if kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__:
+            return "its forward does not call transformers' attention interface"
+        return None
+
+    @staticmethod
+    def _unfit(module: nn.Module) -> str | None:
+        """Why nothing can be put into a layer that calls the interface, if so."""
+        if "forward" in module.__dict__:
+            return "its forward was replaced"
+        call = interface_call(type(module))
+        if isinstance(call, str):
+            return call
+        unseen = _given(module, [name for name in call.given if name not in (*MASKS, *OF_LOGITS, *WITHOUT_EFFECT)])
+        if unseen:
+            return f"it hands {', '.join(unseen)} to the attention interface, which no mechanism is given"
+        if not isinstance(getattr(module, "config", None), PretrainedConfig):
+            return "it has no configuration of its own in which another attention function could be named"
+        if heads_of(module) is None:
+            return "it does not say how many heads it has, and how wide they are"
+        return None
+
+    def is_cross(self, layer: Any, parent: nn.Module | None, name: str) -> bool:
+        kinds = f"{_kind(layer).__name__} {'' if parent is None else type(parent).__name__}"
+        nearest = ".".join(name.split(".")[-2:])  # its own name, and that of a module around it
+        named = re.search("cross|enc_?dec|encoder_attn|encoder_decoder", nearest, re.IGNORECASE)
+        return bool(getattr(layer, "is_cross_attention", False) or "Cross" in kinds or named)
+
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        sizes = heads_of(layer)
+        assert sizes is not None
+        value = getattr(layer, "v_head_dim", None)
+        causal = _call_of(layer).given.get("is_causal", "self.is_causal")
+        return AttentionSpec(
+            width_of(layer),
+            *sizes,
+            is_causal=bool(_value(layer, causal) is not False and getattr(layer, "is_causal", True)),
+            layer_index=layer_index,
+            value_dim=value if value != sizes[1] else None,
+        )
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """The learned positions of the innermost module around the layer that has some: there are no more tokens."""
+        for ancestor in reversed(ancestors):
+            for name, parameter in ancestor.named_parameters():
+                if _POSITIONS.search(name) and parameter.dim() in (2, 3):
+                    return parameter.shape[-2]
+        return None
+
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        names = separate(layer)
+        if names is None:
+            return Joint.of(layer).parts(layer)
+        return query_parts(layer, names[0], getattr(layer, names[0]).out_features, {"weight": 0, "bias": 0})
+
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        names = separate(layer)
+        if names is None:
+            return Joint.of(layer).rows(layer)
+        query, key = (getattr(layer, name) for name in names[:2])
+        return Rows(query, 0, query.out_features), Rows(key, 0, key.out_features)
+
+    def weights_refusal(self, layer: Any) -> str | None:
+        name, sizes = query_projection(layer), heads_of(layer)
+        if name is None or sizes is None:
+            return "its projections to queries and keys have no names that are known"
+        return None if separate(layer) is None else self._width_refusal(layer, name, sizes)
+
+    def groups(self, layer: Any) -> int:
+        return groups_of(layer)
+
+    def norm(self, layer: Any) -> str | None:
+        return None if _norm(layer, "[qk]") is None else "q/k norm"
+
+    def caveat(self, layer: Any) -> str | None:
+        return super().caveat(layer) or ("rope: the spectrum of the logits is not W's" if self.rotates(layer) else None)
+
+    def refusal(self, layer: Any) -> str | None:
+        config = layer.plain_config if isinstance(layer, SwappedHuggingFace) else layer.config
+        implementation = config._attn_implementation
+        if implementation not in _UNDERSTOOD:
+            return (
+                f"its model uses {implementation!r}, whose masks a mechanism cannot read: call "
+                'model.set_attn_implementation("sdpa") first'
+            )
+        function = _call_of(layer).function(implementation)
+        if function is not None and not _is_softmax(function):
+            return f"{function.__module__}.{function.__name__}, which it calls, is no softmax attention"
+        return None
+
+    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
+        bounds = _given(layer, OF_LOGITS)
+        if bounds and not mechanism.softmax_like:
+            return (
+                f"it hands {', '.join(bounds)} to its attention, which changes its logits or their sum, and which "
+                f"{type(mechanism).__name__} cannot honor: choose a mechanism that is like softmax (softmax, sink, "
+                "gated, entmax, hard)"
+            )
+        return None
+
+    def row_refusal(self, layer: Any) -> str | None:
+        masks = _given(layer, MASKS)
+        return f"it hands {', '.join(masks)} to its attention, a mask with other rows" if masks else None
+
+    def rotates(self, layer: Any) -> bool:
+        return _call_of(layer).rotates
+
+    def input_refusal(self, layer: Any) -> str | None:
+        if _call_of(layer).passes_on:
+            return None
+        return "its forward hands nothing further to the attention interface (it takes no **kwargs)"
+
+    def query_refusal(self, layer: Any) -> str | None:
+        norm = _norm(layer, "q")
+        if norm is not None:
+            return f"it normalizes queries ({norm}), whose weights would train nothing; use a mechanism with a query"
+        name, sizes = query_projection(layer), heads_of(layer)
+        if name is None or sizes is None:
+            return "its projections to queries and keys have no names that are known; use a mechanism with a query"
+        return (
+            super().query_refusal(layer)
+            or self._width_refusal(layer, name, sizes)
+            or _path_refusal(layer, name)
+            or plain_linear_refusal(layer, {name: Conv1D if name == "c_attn" else nn.Linear})
+        )
+
+    @staticmethod
+    def _width_refusal(layer: Any, name: str, sizes: tuple[int, int]) -> str | None:
+        """Why a projection does not make the queries alone (or queries, keys and values of as many heads), if so."""
+        owner, heads = getattr(layer, name), sizes[0] * sizes[1]
+        width = getattr(owner, "out_features", getattr(owner, "nf", None))
+        expected = heads if separate(layer) is not None else heads + 2 * (heads // groups_of(layer))
+        if width is not None and width != expected:
+            return f"its projection {name!r} gives {width} features and not {expected}: it makes something else too"
+        return None
+
+    def settle(self, model: nn.Module) -> None:
+        attach_saving(model)
+
+    def insert(self, layer: Any, mechanism: Any) -> None:
+        plain = not isinstance(layer, SwappedHuggingFace)
+        super().insert(layer, mechanism)
+        if plain:
+            layer.plain_config = layer.config
+            layer.config = copy.copy(layer.config)
+            layer.config._attn_implementation_internal = INTERFACE
+
+    def remove(self, layer: Any) -> None:
+        super().remove(layer)
+        layer.config = layer.plain_config
+        del layer.plain_config
+
+    def _drop_query(self, layer: Any) -> None:
+        name = query_projection(layer)
+        assert name is not None
+        layer.query_factor = query_path(_call_of(layer)).factor(layer)
+        super()._drop_query(layer)
+        if joint(layer) == name:
+            without_query(layer, name)
+
+    def _restore_query(self, layer: Any) -> None:
+        if layer.dropped_query:
+            with_query(layer.get_submodule(layer.dropped_query[0].owner))
+            del layer.query_factor
+        super()._restore_query(layer)
+
+
+def _norm(layer: nn.Module, start: str) -> str | None:
+    """A module of the layer that normalizes queries ("q") or keys before their product, with weights of its own."""
+    norms = (name for name in layer._modules if re.match(rf"{start}\w*norm", name))
+    return next((name for name in norms if any(True for _ in getattr(layer, name).parameters())), None)
+
+
+def _path_refusal(layer: nn.Module, projection: str) -> str | None:
+    """Why keys cannot stand in for queries at the interface, if so."""
+    names, call = separate(layer), _call_of(layer)
+    if names is not None:
+        queries, keys = (call.projected_from(name) for name in names[:2])
+        if len(queries) != 1 or (queries != keys and keys != {"current_states"}):
+            made_of = f"its queries are made of {_either(queries)} and its keys of {_either(keys)}"
+            return f"{made_of}; use a mechanism with a query"
+    path = query_path(call)
+    if path.other is not None or path.factor(layer) is None:
+        what = path.other or " * ".join(path.factors)
+        return f"its forward computes {what!r} for queries alone, which keys cannot stand in for"
+    own = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {projection}
+    made = sorted(name for name in own if re.match("q(uery)?_", name))
+    if made:
+        return f"its {made[0]!r} is for queries alone, and would train nothing; use a mechanism with a query"
+    return None
+
+
+def _either(sources: set[str]) -> str:
+    return " or ".join(sorted(sources)) or "what is not seen"
+
+
+HOSTS: tuple[Host, ...] = (HuggingFaceHost(),)

@@ -1,0 +1,180 @@
+"""The attention function of swapped layers, and its place in transformers' attention interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from attention_modules.hosts.huggingface.given import (
+    MASKS,
+    OF_LOGITS,
+    UNSEEN,
+    bounded,
+    causal_mask,
+    given_of,
+    with_key,
+    with_masks,
+)
+from attention_modules.hosts.query import WithoutQuery
+
+INTERFACE = "attnswap"
+INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
+
+
+def mechanism_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention function of swapped layers.
+
+    Softmax gives its attention map where the caller asks for attentions; else there is one without keys in its place.
+
+    Args:
+        module: the swapped layer.
+        query: ``[B, H, N, d]``.
+        key: ``[B, H / groups, M, d]``, the cached ones included.
+        value: ``[B, H / groups, M, d]``.
+        attention_mask: boolean (True = may be seen) or additive ``[B, 1 or H, N, M]``; None = all, or causal.
+        dropout: attention dropout, 0 outside training.
+        scaling: factor on the logits.
+        is_causal: in place of the layer's own ``is_causal`` where given.
+
+    Returns:
+        ``[B, N, H, d]``, and the map ``[B, H, N, M]``, or an empty one ``[B, H, N, 0]``: ``output_attentions`` drops
+        None, which would shift the maps of the other layers.
+
+    Raises:
+        NotImplementedError: for arguments that the mechanism cannot honor, a mask of another implementation, or a
+            key-value cache that the mechanism cannot continue from.
+        RuntimeError: if queries are others than the mechanism was built for.
+    """
+    mechanism = module.mechanism
+    _check_given(mechanism, kwargs, attention_mask)
+    if attention_mask is not None and not mechanism.row_masks:
+        attention_mask = _one_row(attention_mask, type(mechanism).__name__)
+    _check_shapes(module, query, key)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    # One new token sees every cached one, while SDPA's is_causal would let it see the first only.
+    causal = attention_mask is None and query.shape[2] > 1 and module.hides_the_future(is_causal)
+    if causal and key.shape[2] > query.shape[2]:  # a static cache that is still empty beyond the prompt
+        key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
+    if not mechanism.uses_query:
+        _check_no_adapted_query(module)
+        if key.shape[2] != query.shape[2]:
+            raise NotImplementedError(
+                f"{type(mechanism).__name__} has no query, so it cannot continue from a key-value cache, or attend to "
+                f"another sequence ({query.shape[2]} new tokens, {key.shape[2]} keys): pass use_cache=False"
+            )
+        query, scaling = key, module.without_query_scale(scaling, query)
+    # A mechanism with a query that cannot take more keys than queries says so itself.
+    if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):
+        attention_mask, causal = causal_mask(query, key), False
+    attention_mask = with_masks(attention_mask, key, kwargs)
+    if kwargs.get("softcap") is not None:
+        attention_mask = bounded(attention_mask, query, key, scaling, kwargs["softcap"])
+    keys = key.shape[2]
+    for name in given_of(kwargs, ("s_aux", "sinks")):
+        attention_mask, key, value = with_key(attention_mask, query, key, value, kwargs[name])
+    weights: list[Tensor] = []
+    asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(kwargs) else {}
+    x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
+    out = module.mix(
+        query, key, value, x, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
+    )
+    shown = weights[0][..., :keys] if weights else out.new_empty(*out.shape[:-1], 0)
+    return out.transpose(1, 2).contiguous(), shown
+
+
+def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> None:
+    """Refuse what the mechanism cannot be given."""
+    unseen = given_of(arguments, UNSEEN)
+    if not mechanism.softmax_like:
+        unseen += given_of(arguments, OF_LOGITS)
+    if not mechanism.row_masks:
+        unseen += given_of(arguments, MASKS)
+    if unseen:
+        raise NotImplementedError(f"{type(mechanism).__name__} cannot honor {', '.join(unseen)}: restore this layer")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        raise NotImplementedError(
+            f"a swapped layer takes masks [B, H, N, M], got {tuple(getattr(mask, 'shape', ()))} "
+            f"({type(mask).__name__}), as another attention implementation makes it: call "
+            'model.set_attn_implementation("sdpa")'
+        )
+
+
+def _check_shapes(module: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse other heads than the mechanism was told of."""
+    spec = module.mechanism.spec
+    told, found = (spec.num_heads, spec.head_dim), (query.shape[1], query.shape[3])
+    if told != found or query.shape[1] % key.shape[1] or key.shape[3] != query.shape[3]:
+        raise RuntimeError(
+            f"{type(module).__name__} gives the attention interface {found[0]} heads of width {found[1]} "
+            f"({key.shape[1]} of keys), and its mechanism was built for {told[0]} of width {told[1]}: leave this layer "
+            "out of the swap"
+        )
+
+
+def _input_of(x: Any, query: Tensor) -> Tensor:
+    """The layer's input, where its tokens are those of the queries: ``[B, N, C]``."""
+    if isinstance(x, Tensor) and x.dim() == 2 and query.shape[0] == 1:
+        x = x[None]  # packed images without a batch
+    if not isinstance(x, Tensor) or x.shape[:-1] != (query.shape[0], query.shape[2]):
+        raise NotImplementedError(
+            f"the mechanism needs the layer's input [B, N, C], and this layer arranges its tokens anew: input "
+            f"{tuple(getattr(x, 'shape', ()))}, queries {tuple(query.shape)}; choose a mechanism without, or leave "
+            "this layer out of the swap"
+        )
+    return x
+
+
+def _one_row(mask: Tensor, mechanism: str) -> Tensor:
+    """A mask of padding, ``[B, 1 or H, 1, M]``, which models write out for every row; on a GPU checked without a sync.
+
+    Raises:
+        RuntimeError: if the rows differ.
+    """
+    first = mask[:, :, :1]
+    torch._assert_async((mask == first).all(), f"{mechanism} takes masks of padding alone, and this one has other rows")
+    return first
+
+
+def _attentions_asked(arguments: Mapping[str, object]) -> bool:
+    """Whether the caller of the model wants attention maps: said to the layer, or to what collects its outputs."""
+    if arguments.get("output_attentions"):
+        return True
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():  # which cannot read a context variable
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
+
+
+def _check_no_adapted_query(module: Any) -> None:
+    """Refuse what somebody wrapped around a query projection that has no weights: it would train nothing."""
+    for part in module.dropped_query:
+        owner = module.get_submodule(part.owner)
+        sharded = type(owner).__module__.startswith("torch.distributed.")
+        if not isinstance(owner, WithoutQuery) and not sharded:
+            raise RuntimeError(
+                f"the query projection {part.owner!r} was replaced by a {type(owner).__name__} after the swap, but "
+                "its mechanism uses no query: adapt other projections, or call restore_attention() first"
+            )
+
+
+AttentionInterface.register(INTERFACE, mechanism_attention_forward)
+# Without a mask function of the same name, a causal model hands over None whatever is hidden.
+AttentionMaskInterface.register(INTERFACE, sdpa_mask)

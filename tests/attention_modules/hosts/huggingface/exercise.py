@@ -1,0 +1,254 @@
+"""What a tiny model of transformers shows of its swapped layers."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.hosts.base import AttentionSwapError
+from attention_modules.hosts.discovery import survey
+from attention_modules.swap import restore_attention, swap_attention
+from tests.attention_modules.hosts.huggingface.tiny import BATCH, NotBuilt, ids, run
+
+EQUAL = 1e-5
+NEW_TOKENS = 4
+
+
+@dataclass
+class Shown:
+    """What was seen of one model.
+
+    Args:
+        layers: classes of the layers that were swapped and called.
+        left: attention modules that were not swapped, each class with the reason.
+        worst: largest difference of softmax from the plain model, relative to the largest number, by what was compared.
+        symmetric: classes that a mechanism without a query went into; each other class with the reason.
+        problems: what is not as it should be.
+    """
+
+    layers: set[str] = field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    symmetric: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def difference(got: list[Tensor], expected: list[Tensor], keep: Tensor | None = None) -> float:
+    """The largest difference, relative to the largest number of its tensor; infinite where the shapes differ.
+
+    Args:
+        got: tensors.
+        expected: as many.
+        keep: ``[B, N]``, which tokens count in tensors that have them.
+    """
+    worst = 0.0
+    for mine, plain in zip(got, expected, strict=True):
+        if mine.shape[-1:] == (0,):  # an attention map that nobody asked for
+            continue
+        if mine.shape != plain.shape:
+            return float("inf")
+        if keep is not None and plain.shape[:2] == keep.shape:
+            mine, plain = mine[keep], plain[keep]
+        finite = torch.isfinite(plain)
+        if not torch.equal(finite, torch.isfinite(mine)):
+            return float("inf")
+        if finite.any():
+            scale = plain[finite].abs().max().clamp_min(1.0)
+            worst = max(worst, ((mine - plain)[finite].abs().max() / scale).item())
+    return worst
+
+
+def gradients(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """The gradient of each Parameter, of a sum of squares of all outputs at kept tokens."""
+    model.zero_grad()
+    keep = _kept(inputs)
+    total = torch.zeros(())
+    for out in run(model, inputs):
+        if out.requires_grad:
+            out = out[keep] if keep is not None and out.shape[:2] == keep.shape else out
+            out = out[torch.isfinite(out)]
+            total = total + out.square().mean() / out.detach().square().mean().clamp_min(1.0)
+    if total.requires_grad:
+        total.backward()
+    return [torch.zeros(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def _kept(inputs: dict[str, Any]) -> Tensor | None:
+    mask = inputs.get("attention_mask")
+    return None if mask is None else mask.bool()
+
+
+def called(model: nn.Module, work: Callable[[], Any]) -> tuple[set[str], Any]:
+    """Names of the swapped layers whose mechanism ran, and what the work gave."""
+    names: set[str] = set()
+    handles = []
+    for layer in attention_layers_of(model):
+        hook = lambda *_, name=layer.name: names.add(name)  # noqa: E731
+        handles.append(layer.module.mechanism.register_forward_hook(hook))
+    try:
+        return names, work()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def attention_layers_of(model: nn.Module) -> list[Any]:
+    """Swapped layers, cross-attention among them."""
+    return [layer for layer in survey(model).layers if hasattr(layer.module, "mechanism")]
+
+
+def everywhere(model: nn.Module) -> list[str]:
+    """Names of every layer that a host understands, by which `where` takes cross-attention too."""
+    return [layer.name for layer in survey(model).layers]
+
+
+def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
+    """Swap softmax, sink and symmetric attention in, and out again, and compare.
+
+    Raises:
+        NotBuilt: if the plain model is not the same twice.
+    """
+    shown = Shown()
+    with torch.no_grad():
+        plain, again = run(model, inputs), run(model, inputs)
+    if difference(again, plain) > EQUAL:
+        raise NotBuilt(f"run {type(model).__name__}: its output is random")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    slopes = gradients(model, inputs)
+    made = generated(model)
+    keep = _kept(inputs)
+    try:
+        report = swap_attention(model, "softmax", where=everywhere(model))
+    except AttentionSwapError as error:
+        shown.left = {skipped.kind: skipped.reason for skipped in survey(model).others}
+        shown.problems.append(f"refused: {error}")
+        return shown
+    shown.left = {skipped.kind: skipped.reason for skipped in report.skipped}
+    with torch.no_grad():
+        names, softmax = called(model, lambda: run(model, inputs))
+    kinds = {layer.name: layer.module.plain_class.__name__ for layer in attention_layers_of(model)}
+    shown.layers = {kinds[name] for name in names}
+    shown.worst["forward"] = difference(softmax, plain, keep)
+    shown.worst["backward"] = difference(gradients(model, inputs), slopes)
+    for cache, (tokens, scores) in generated(model).items():
+        if cache in made:
+            same = torch.equal(tokens, made[cache][0])
+            shown.worst[f"generate {cache}"] = difference(scores, made[cache][1]) if same else float("inf")
+    shown.problems += [f"{what} differs by {worst:.1e}" for what, worst in shown.worst.items() if not worst <= EQUAL]
+    restore_attention(model)
+    with torch.no_grad():
+        _check_sink(model, inputs, plain, names, shown)
+        _check_symmetric(model, inputs, names, shown)
+        _check_restored(model, inputs, plain, state, shown)
+    return shown
+
+
+def _check_sink(model: nn.Module, inputs: dict[str, Any], plain: list[Tensor], names: set[str], shown: Shown) -> None:
+    """A mechanism with a query and parameters changes the output, and a step on them changes it again."""
+    swap_attention(model, "sink", where=sorted(names))
+    first = run(model, inputs)
+    if difference(first, plain) < 1e-6:
+        shown.problems.append("sink changes nothing")
+    with torch.enable_grad():
+        gradients(model, inputs)
+    sinks = [layer.module.mechanism.sink for layer in attention_layers_of(model)]
+    slopes = [torch.zeros(1) if sink.grad is None else sink.grad for sink in sinks]
+    if not all(torch.isfinite(slope).all() for slope in slopes) or not any(slope.any() for slope in slopes):
+        shown.problems.append("sink has no gradient")
+    for sink, slope in zip(sinks, slopes, strict=True):
+        sink -= slope / slope.norm().clamp_min(1e-12)
+    if difference(run(model, inputs), first) == 0:
+        shown.problems.append("sink does not train")
+    restore_attention(model)
+
+
+def _check_symmetric(model: nn.Module, inputs: dict[str, Any], names: set[str], shown: Shown) -> None:
+    """Symmetric attention equals softmax attention whose query projection is the key's, where a layer takes it."""
+    takes = []
+    for layer in attention_layers(model):
+        if layer.name in names and layer.host.name == "Hugging Face":
+            kind = type(layer.module).__name__
+            try:
+                swap_attention(model, "symmetric", where=[layer.name])
+            except AttentionSwapError as error:
+                shown.symmetric[kind] = str(error)
+            else:
+                restore_attention(model)
+                shown.symmetric[kind] = ""
+                takes.append(layer.name)
+    if not takes:
+        return
+    twin = copy.deepcopy(model)
+    for layer in attention_layers(twin):
+        if layer.name in takes:
+            for query, key in (layer.host.qk_rows(layer.module), layer.host.qk_biases(layer.module)):
+                if query is not None and key is None:  # Whisper's keys have no bias
+                    getattr(query.owner, query.tensor).data.zero_()
+                elif query is not None and key is not None:
+                    held, source = getattr(query.owner, query.tensor).data, getattr(key.owner, key.tensor).data
+                    held, source = (
+                        each.t() if query.transposed and each.dim() > 1 else each for each in (held, source)
+                    )
+                    held[query.features()] = source[key.features()].clone()
+    try:
+        expected = run(twin, inputs)
+        swap_attention(model, "symmetric", where=takes)
+        worst = difference(run(model, inputs), expected, _kept(inputs))
+    except Exception as error:
+        shown.problems.append(f"symmetric: {type(error).__name__}: {str(error)[:150]}")
+    else:
+        if not worst <= EQUAL:
+            shown.problems.append(f"symmetric differs from softmax of equal projections by {worst:.1e}")
+    restore_attention(model)
+
+
+def _check_restored(
+    model: nn.Module, inputs: dict[str, Any], plain: list[Tensor], state: dict[str, Tensor], shown: Shown
+) -> None:
+    """After all that, the model is what it was, bit by bit."""
+    after = model.state_dict()
+    if list(after) != list(state) or not all(torch.equal(after[name], value) for name, value in state.items()):
+        shown.problems.append("restored weights differ")
+    outputs = zip(run(model, inputs), plain, strict=True)
+    if not all(torch.equal(mine, was) or mine.isnan().any() for mine, was in outputs):
+        shown.problems.append("restored output differs")
+
+
+def generated(model: Any) -> dict[str, tuple[Tensor, list[Tensor]]]:
+    """Tokens and logits that a model writes greedily, by the kind of cache; of those with which it can."""
+    found: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    if not hasattr(model, "can_generate") or not model.can_generate() or model.main_input_name != "input_ids":
+        return found
+    mask = torch.ones(BATCH, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    for cache in ("dynamic", "static"):
+        torch.manual_seed(0)
+        more = {"cache_implementation": "static"} if cache == "static" else {}
+        begun = time.process_time()
+        try:
+            out = model.generate(
+                ids(2, 6),
+                attention_mask=mask,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                return_dict_in_generate=True,
+                output_logits=True,
+                eos_token_id=None,
+                pad_token_id=0,
+                **more,
+                disable_compile=True,
+            )
+        except Exception:  # many tiny models cannot, swapped or not
+            continue
+        found[cache] = (out.sequences, list(out.logits))
+        if time.process_time() - begun > 10:
+            break
+    return found

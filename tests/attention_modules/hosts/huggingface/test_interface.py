@@ -1,0 +1,177 @@
+"""A layer is known by its call to transformers' attention interface, and what it hands over there is honored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
+
+transformers = pytest.importorskip("transformers")
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from tests.attention_modules.hosts.huggingface.exercise import exercise  # noqa: E402
+from tests.attention_modules.hosts.huggingface.tiny import built, first_that_runs  # noqa: E402
+
+
+def plain_eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    logits = query @ key.transpose(-2, -1) * scaling
+    weights = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def leaning_eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """Attention that prefers late keys, whatever the mask says."""
+    return plain_eager(module, query, key, value, torch.arange(key.shape[2]) * 0.1, scaling)
+
+
+class Own(nn.Module):
+    """Somebody's own layer that calls the interface."""
+
+    def __init__(self, config: Any, is_causal: bool = False) -> None:
+        super().__init__()
+        self.config, self.is_causal, self.num_heads, self.head_dim = config, is_causal, 2, 4
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.scaling = 0.5
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query = self.heads(self.q_proj(x))
+        key, value = self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return out.flatten(2)
+
+
+class Leaning(Own):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query, key, value = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, leaning_eager)
+        return attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)[0].flatten(2)
+
+
+class Hinted(Own):
+    """It hands over what nobody knows."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query, key, value = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, query, key, value, attention_mask, hint=x, **kwargs)[0].flatten(2)
+
+
+class Scaling(Own):
+    """It multiplies its queries itself."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query = self.heads(self.q_proj(x)) * self.scaling
+        key, value = self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, query, key, value, attention_mask, scaling=1.0, **kwargs)[0].flatten(2)
+
+
+class Shifting(Own):
+    """It adds to its queries what keys do not have."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query = self.heads(self.q_proj(x)) + x.mean()
+        key, value = self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, query, key, value, attention_mask, scaling=1.0, **kwargs)[0].flatten(2)
+
+
+def layer(kind: type[Own], implementation: str = "sdpa", **options: Any) -> Own:
+    torch.manual_seed(0)
+    config = transformers.PretrainedConfig()
+    config._attn_implementation = implementation
+    return kind(config, **options)
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_anybodys_layer_is_known_by_its_call(implementation: str, causal: bool) -> None:
+    """Without a mask, sdpa hides the future where the layer says so, and eager never does."""
+    own = layer(Own, implementation, is_causal=causal)
+    plain = own(X)
+    (row,) = swap_attention(own, "softmax")
+    assert (row.host, row.dim, row.heads) == ("Hugging Face", 8, 2)
+    torch.testing.assert_close(own(X), plain)
+    restore_attention(own)
+    assert type(own) is Own
+    assert torch.equal(own(X), plain)
+
+
+def test_the_argument_of_the_call_comes_before_the_layers_own() -> None:
+    own = layer(Own, is_causal=True)
+    expected = own(X, is_causal=False)
+    swap_attention(own, "softmax")
+    torch.testing.assert_close(own(X, is_causal=False), expected)
+    assert not torch.allclose(own(X), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Hinted, "it hands hint to the attention interface, which no mechanism is given"),
+        (Leaning, "leaning_eager, which it calls, is no softmax attention"),
+    ],
+)
+def test_what_is_no_softmax_of_queries_keys_and_a_mask_is_refused(kind: type[Own], text: str) -> None:
+    own = layer(kind, "eager")
+    with pytest.raises(AttentionSwapError, match=text):
+        swap_attention(own, "softmax")
+    assert type(own) is kind
+
+
+def test_without_a_query_the_layers_own_factor_on_it_is_kept() -> None:
+    own, expected = layer(Scaling), layer(Own)
+    for each in (own, expected):
+        swap_attention(each, "symmetric")
+    torch.testing.assert_close(own(X), expected(X))
+    restore_attention(own)
+    swap_attention(own, "softmax")
+    torch.testing.assert_close(own(X), layer(Scaling)(X))
+
+
+def test_queries_that_keys_cannot_stand_in_for_are_refused_without_one() -> None:
+    own = layer(Shifting)
+    expected = own(X)
+    with pytest.raises(
+        AttentionSwapError, match=r"computes 'self.heads\(self.q_proj\(x\)\) \+ x.mean\(\)' for queries"
+    ):
+        swap_attention(own, "symmetric")
+    swap_attention(own, "softmax")
+    torch.testing.assert_close(own(X), expected)
+
+
+def test_other_heads_than_the_layer_says_are_an_error() -> None:
+    own = layer(Own)
+    swap_attention(own, "softmax")
+    own.num_heads, own.head_dim = 4, 2
+    with pytest.raises(RuntimeError, match="gives the attention interface 4 heads of width 2"):
+        own(X)
+
+
+@pytest.mark.parametrize(
+    ("model", "argument", "mechanism"),
+    [
+        ("Gemma2Model", "softcap", "l2"),
+        ("GptOssModel", "s_aux", "l2"),
+        ("GraniteSWAModel", "s_aux", "sigmoid"),
+        ("T5EncoderModel", "position_bias", "sinkhorn"),
+    ],
+)
+def test_what_is_handed_over_is_honored_or_refused_by_name(model: str, argument: str, mechanism: str) -> None:
+    tiny = built(getattr(transformers, model))
+    assert exercise(tiny, first_that_runs(tiny)).problems == []
+    with pytest.raises(AttentionSwapError, match=rf"it hands {argument} to its attention"):
+        swap_attention(tiny, mechanism)
+    assert attention_layers(tiny)[0].mechanism is None
