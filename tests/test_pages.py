@@ -15,12 +15,13 @@ from docs.pages.figures import curves_of
 from docs.pages.numbers import interval, mean_std, number, signed, significant
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
-from docs.pages.results import zoo
+from docs.pages.results import out_of_distribution, zoo
 from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.runs import robustness
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "variants: {}\nprimary: test/top1\nmetrics: [test/top1, val/loss]\n"
@@ -304,6 +305,28 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
+
+
+def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
+    page, folder = out_of_distribution.PAGE, tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / page.file, folder)
+    assert "no numbers yet" in str(out_of_distribution.primary(page.raw(tmp_path)))
+    for variant, more in (("softmax", 0.0), ("rpc_tenth_full", 0.1)):
+        for seed in range(4):
+            rows = [
+                robustness.Row("out of distribution", place, score, metric, 0.5 + more + seed / 100)
+                for place in out_of_distribution.OUTSIDE
+                for score in out_of_distribution.SCORES
+                for metric in out_of_distribution.FIGURES
+            ]
+            (folder / "out_of_distribution" / variant).mkdir(parents=True, exist_ok=True)
+            table = folder / "out_of_distribution" / variant / f"seed_{seed}.csv"
+            robustness.write_csv([robustness.Row("clean", "", "", "accuracy", 0.5), *rows], table)
+    raw = page.raw(tmp_path)
+    assert "| softmax | digits | 51.5 ± 1.3 |" in str(out_of_distribution.figures("auroc", raw))
+    primary = str(out_of_distribution.primary(raw))
+    assert "| rpc tenth full | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
 
 
 def test_the_check_imports_no_torch():

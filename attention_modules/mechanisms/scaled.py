@@ -44,6 +44,20 @@ def apply_matrix(s: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causa
     return (s @ flat).view(heads, tokens, batch, width).permute(2, 0, 1, 3)
 
 
+def scaled_values(
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """(I - S) v, the values that :func:`scaled_attention` mixes; its arguments, masks as for :func:`apply_matrix`."""
+    if s.dim() == 3:
+        return v - apply_matrix(s, v, attn_mask, is_causal).to(v.dtype)
+    return v - (s * attend(k, k, v, attn_mask, is_causal, scale=scale)).to(v.dtype)
+
+
 def scaled_attention(
     q: Tensor,
     k: Tensor,
@@ -85,16 +99,11 @@ def scaled_attention(
     """
     check_self_attention("scaled", q, k)
     heads, tokens = k.shape[-3:-1]
-    matrix = s.dim() == 3
-    if not (s.shape == (heads, tokens, tokens) if matrix else s.shape in ((), (1,))):
+    if not (s.shape == (heads, tokens, tokens) if s.dim() == 3 else s.shape in ((), (1,))):
         raise ValueError(f"s must be a scalar or [heads, N, N] = {(heads, tokens, tokens)}, got {tuple(s.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     attn_mask = hide(attn_mask)
-    if matrix:
-        correction = apply_matrix(s, v, attn_mask, is_causal)
-    else:
-        correction = s * attend(k, k, v, attn_mask, is_causal, scale=scale)
-    return attend(q, k, v - correction.to(v.dtype), attn_mask, is_causal, dropout_p, scale)
+    return attend(q, k, scaled_values(k, v, s, attn_mask, is_causal, scale), attn_mask, is_causal, dropout_p, scale)
 
 
 @register_mechanism("scaled")
@@ -143,9 +152,18 @@ class ScaledAttention(AttentionMechanism):
         Raises:
             ValueError: if there are more tokens than S has, or not one query for each key.
         """
-        s: Tensor = self.s
-        if self.variant == "matrix":
-            tokens = k.shape[-2]
-            check_length("scaled attention", tokens, s.shape[-1])
-            s = s[:, :tokens, :tokens]
+        s = self.s_of(k)
         return scaled_attention(q, k, v, s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+
+    def s_of(self, k: Tensor) -> Tensor:
+        """What :func:`scaled_attention` takes as ``s`` with these keys ``[B, H, N, d]``.
+
+        Raises:
+            ValueError: if there are more tokens than S has.
+        """
+        s: Tensor = self.s
+        if self.variant == "scalar":
+            return s
+        tokens = k.shape[-2]
+        check_length("scaled attention", tokens, s.shape[-1])
+        return s[:, :tokens, :tokens]

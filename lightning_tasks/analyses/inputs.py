@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from attnswap.datamodules import AGNewsDataModule, CIFAR10DataModule, DigitsDataModule, GutenbergDataModule
 from attnswap.datamodules.shared.tokenizers import DEFAULT_BPE_SIZE
 from torch import Tensor, nn
 
 from attention_modules.extras import needed_for
-from lightning_tasks.analyses.subjects import Subject, shortened, token_embedding
+from lightning_tasks.analyses.subjects import Subject, load_subject, shortened, token_embedding, with_mechanism
+from lightning_tasks.bounded_yaml import SettingsLoader
 from lightning_tasks.errors import UsageError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
@@ -59,6 +61,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
         "model's own; bpe for random weights)",
     )
+
+
+def add_mechanism(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a mechanism for the chosen layers."""
+    parser.add_argument(
+        "--mechanism",
+        help="put this into the chosen layers (l2, sinkhorn, ..., or an import path), with the weights that there are, "
+        "and measure them at the inputs that they have without it",
+    )
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The argument that holds a mechanism's options."""
+    parser.add_argument("--options", help="""of the mechanism, as JSON or YAML: '{"iterations": 5}'""")
+
+
+def read_subject(options: Any) -> Subject:
+    """The model that :func:`add_arguments` names, with what :func:`add_mechanism` names in the chosen layers.
+
+    Raises:
+        UsageError: options that are no mapping, or without a mechanism.
+        ValueError: as :func:`load_subject` and :func:`with_mechanism`.
+    """
+    if options.options is not None and options.mechanism is None:
+        raise UsageError(f"--options {options.options} has no --mechanism that it is for: name it, or leave it out")
+    given = mechanism_options(options.options)
+    subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
+    if options.mechanism is None:
+        return subject
+    try:
+        return with_mechanism(subject, options.layers, options.mechanism, given, options.seed)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--mechanism {options.mechanism}: {error}") from error
+
+
+def mechanism_options(text: str | None) -> dict[str, Any]:
+    """Options of a mechanism from JSON or YAML."""
+    try:
+        found = yaml.load("{}" if text is None else text, Loader=SettingsLoader)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--options {text} is neither JSON nor YAML: {shortened(error)}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"--options {text} must be a mapping, as '{{\"iterations\": 5}}'")
+    return found
+
+
+def described_weights(options: Any) -> str:
+    """Where the weights come from, and what was put into the layers."""
+    weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
+    if options.mechanism is None:
+        return weights
+    given = "" if options.options is None else f" {options.options}"
+    return f"{weights}, {options.mechanism}{given} in its layers at the inputs that they have without it"
 
 
 def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inputs:

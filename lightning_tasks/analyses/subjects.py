@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attention_modules import AttentionSwapError
+from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.layer_call import LayerCall
+from attention_modules.mechanism import check_options, mechanism_class
 from lightning_tasks.errors import UsageError
 from lightning_tasks.models.causal_lm import position_limit
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
@@ -27,17 +31,21 @@ class Subject:
 
     Args:
         model: the model.
-        run: the forward pass, of token ids ``[B, n]`` or of images ``[B, in_chans, H, W]`` in [0, 1].
+        prepare: what the model takes, of token ids ``[B, n]`` or of images ``[B, in_chans, H, W]`` in [0, 1].
         img_size: H = W of its images; None for a model of text.
         num_positions: the longest input in tokens, where the model bounds it.
         in_chans: channels of its images.
+        plain: the model as it was loaded, where ``model`` has another mechanism in the layers of ``held``.
+        held: names of layers whose outputs are those of ``plain``, so that all layers have its inputs.
     """
 
     model: nn.Module
-    run: Callable[[Tensor], Any]
+    prepare: Callable[[Tensor], Tensor]
     img_size: int | None
     num_positions: int | None
     in_chans: int = 3
+    plain: nn.Module | None = None
+    held: Sequence[str] = ()
 
     def forward(self, inputs: Tensor) -> None:
         """Run the model on these inputs, for what its hooks see.
@@ -47,12 +55,40 @@ class Subject:
         """
         try:
             with torch.no_grad(), eager():
-                self.run(inputs)
+                self._run(self.prepare(inputs))
         except UsageError:  # a hook's
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             shape = list(inputs.shape)
             raise ValueError(f"{type(self.model).__name__} refuses inputs {shape}: {shortened(error)}") from error
+
+    def _run(self, given: Tensor) -> None:
+        if self.plain is None:
+            self.model(given)
+            return
+        outputs: dict[str, list[Any]] = {name: [] for name in self.held}
+        with _hooked(self.plain, {name: partial(_keep, kept) for name, kept in outputs.items()}):
+            self.plain(given)
+        with _hooked(self.model, {name: partial(_put_back, iter(kept)) for name, kept in outputs.items()}):
+            self.model(given)
+
+
+def _keep(kept: list[Any], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    kept.append(output)
+
+
+def _put_back(kept: Iterator[Any], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return next(kept)
+
+
+@contextmanager
+def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -80,15 +116,50 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
         model: Any = _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
-        return Subject(model, model, _img_size(task), None, getattr(model, "in_chans", 3))
+        return Subject(model, _as_they_are, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))
-        return Subject(model, lambda x: model((x - mean.to(x)) / std.to(x)), _img_size(model), None)
+        return Subject(model, lambda x: (x - mean.to(x)) / std.to(x), _img_size(model), None)
     if getattr(model, "main_input_name", None) == "pixel_values":
-        return Subject(model, lambda x: model((x - 0.5) / 0.5), int(model.config.image_size), None)
+        return Subject(model, lambda x: (x - 0.5) / 0.5, int(model.config.image_size), None)
     if token_embedding(model) is None:
         raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor images, as far as can be told")
-    return Subject(model, model, None, position_limit(model if task is None else task))
+    return Subject(model, _as_they_are, None, position_limit(model if task is None else task))
+
+
+def _as_they_are(inputs: Tensor) -> Tensor:
+    return inputs
+
+
+def with_mechanism(
+    subject: Subject, layers: str | None, mechanism: str, options: Mapping[str, Any], seed: int = 0
+) -> Subject:
+    """The subject with a mechanism in the chosen layers, at the inputs that the layers have without it.
+
+    Each forward pass runs the model as it was, too, and the layers' outputs are replaced by those: what a mechanism
+    does to one layer is not mixed with what it did to those before. The weights are those that the model has; what the
+    mechanism adds is initialized with ``seed``.
+
+    Raises:
+        ValueError: if a layer is no attention layer that a host knows, or cannot take the mechanism.
+        TypeError: if the mechanism does not take these options.
+    """
+    names = [layer.name for layer in choose_layers(subject.model, layers)]
+    known = {layer.name: layer for layer in attention_layers(subject.model)}
+    if strange := [name for name in names if name not in known]:
+        raise ValueError(
+            f"--mechanism {mechanism} needs attention layers that a host knows, and {strange[0]!r} is none: choose "
+            "others with --layers"
+        )
+    plain, model = subject.model, deepcopy(subject.model)
+    check_options(mechanism_class(mechanism), options)
+    if unswapped := [name for name in names if known[name].mechanism is None]:
+        swap_attention(plain, "softmax", where=unswapped)  # as fused paths of whole blocks call no attention layer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        swap_attention(model, mechanism, where=names, **options)
+    model.requires_grad_(False)
+    return replace(subject, model=model, plain=plain, held=names)
 
 
 def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:

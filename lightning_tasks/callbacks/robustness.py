@@ -53,7 +53,10 @@ class RobustnessEvaluation(Callback):
         severities: of 1 to 5.
         baseline: robustness.csv of the run that mCE is relative to, or its folder.
         shifts: folders of images by wnid (ImageNet-A, -R) by the name they get in the table: accuracy.
-        ood: folders of images from outside of the classes (ImageNet-O), likewise: AUROC, AUPR, FPR95.
+        ood: images from outside of the classes by the name they get: AUROC, AUPR, FPR95. A folder of folders of them
+            (ImageNet-O), or a mapping: ``{"folder": ..., "classes": [...], "without": "cifar10"}`` for some of its
+            folders, or none of ImageNet-1k that show a class of CIFAR-10; ``{"data": "digits"}`` for the test images of
+            a data set. A folder that is not there is looked for where data sets are.
         wnids: file with the class names in the order of the logits; where None, the data module's ``wnids``, else
             those of ImageNet-1k.
         word_swap: share of the words to swap; None for none.
@@ -64,6 +67,9 @@ class RobustnessEvaluation(Callback):
         seed: of all that is drawn.
         rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders version_N of the
             recipe's runs, or in the folder of the run where it has another name.
+        ood_scores: what tells them, by the library pytorch-ood: msp, energy, vim and knn, of which the last two are
+            fitted to training images. Where None, 1 - the largest softmax probability, without the library.
+        ood_fit_images: to how many, evenly chosen; all where None.
 
     Raises:
         ValueError: for what is unknown or out of its limits, before anything runs.
@@ -85,7 +91,7 @@ class RobustnessEvaluation(Callback):
         severities: list[int] | None = None,
         baseline: str | None = None,
         shifts: dict[str, str] | None = None,
-        ood: dict[str, str] | None = None,
+        ood: dict[str, str | dict[str, Any]] | None = None,
         wnids: str | None = None,
         word_swap: float | None = 0.025,
         word_swap_token: int = 0,
@@ -94,6 +100,8 @@ class RobustnessEvaluation(Callback):
         num_workers: int = 0,
         seed: int = 0,
         rows: str | None = None,
+        ood_scores: list[str] | None = None,
+        ood_fit_images: int | None = None,
     ) -> None:
         super().__init__()
         self.settings = read_settings(
@@ -105,6 +113,8 @@ class RobustnessEvaluation(Callback):
             baseline=baseline,
             shifts=shifts,
             ood=ood,
+            ood_scores=ood_scores,
+            ood_fit_images=ood_fit_images,
             wnids=wnids,
             word_swap=word_swap,
             word_swap_token=word_swap_token,

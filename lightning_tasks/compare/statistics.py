@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.intervals import mean_interval
+
 DRAWS = 2000
 _MOST_COUNTS = 1 << 22  # held at a time
 
@@ -28,12 +30,8 @@ def last_values(rows: Sequence[dict[str, Any]], metric: str) -> dict[str, dict[i
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """Student's t-interval of the mean of paired differences; two or more are needed."""
-    from scipy import stats
-
-    values = np.asarray(differences, dtype=float)
     # `ttest_rel(...).confidence_interval()` is the same interval, and warns of equal differences, which are a result.
-    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+    return mean_interval(differences, level)
 
 
 def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha: float = 0.05) -> float:

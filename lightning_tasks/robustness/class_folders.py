@@ -72,7 +72,9 @@ def read_wnids(path: str | Path) -> list[str]:
     return names
 
 
-def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) -> ImageDataset:
+def folder_images(
+    root: str | Path, size: tuple[int, int], channels: int = 3, names: Sequence[str] | None = None
+) -> ImageDataset:
     """The images of a folder, uint8 ``[C, H, W]``, and their labels: timm's evaluation transform, not normalized.
 
     An image that cannot be read is None, and counted. Sub-folders of a class count too.
@@ -81,6 +83,7 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
         root: a folder with one folder per class; labels are the places of the folders in alphabetical order.
         size: height and width.
         channels: 3 or 1.
+        names: of the folders that count; all where None.
 
     Raises:
         ValueError: if it is no such folder, a class has no image, or none of the images can be read.
@@ -89,7 +92,8 @@ def folder_images(root: str | Path, size: tuple[int, int], channels: int = 3) ->
     from attnswap.datamodules.shared.paths import class_images
     from timm.data import create_transform
 
-    files = FileImages(*class_images(Path(root), class_names(root), f"{Path(root).name}: files"))
+    names = class_names(root) if names is None else names
+    files = FileImages(*class_images(Path(root), names, f"{Path(root).name}: files"))
     images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)
     if all(images[index] is None for index in range(len(images))):  # found now, not after hours of other rows
         images.warn_of_skipped()

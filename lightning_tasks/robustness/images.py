@@ -4,117 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from attention_modules.precision import to_float64
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
 from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
-from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
 from lightning_tasks.robustness.attacks.table import AttackSetting
-from lightning_tasks.robustness.class_folders import (
-    class_names,
-    class_subset,
-    files_digest,
-    folder_images,
-    imagenet_wnids,
-    read_wnids,
-)
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
+from lightning_tasks.robustness.detection import ood_library
 from lightning_tasks.robustness.evaluation import Batch, Plan
-from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detection_metrics
+from lightning_tasks.robustness.other_data import other_data
 from lightning_tasks.robustness.settings import RobustnessSettings
+from lightning_tasks.robustness.subject import Subject, share_right
 from lightning_tasks.robustness.tested_model import InPrecision, held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
-from lightning_tasks.runs.robustness import Row, right_as_text
-
-if TYPE_CHECKING:
-    from attnswap.datamodules.shared.images import ImageDataset
-
-
-@dataclass
-class Subject:
-    """A classifier and the images that it is measured on.
-
-    Args:
-        model: images in [0, 1] to logits.
-        images: ``[N, C, H, W]``.
-        labels: ``[N]``.
-        device: where the model is.
-        batch_size: images at a time.
-        num_workers: processes that corrupt and read images.
-        seed: of every draw.
-    """
-
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
-    device: torch.device
-    batch_size: int = 100
-    num_workers: int = 0
-    seed: int = 0
-    _norms: dict[bool, tuple[float, float]] = field(default_factory=dict)
-
-    def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Index of the first image, images and labels, on the device."""
-        for first in range(0, len(self.images), self.batch_size):
-            rows = slice(first, first + self.batch_size)
-            yield first, self.images[rows].to(self.device), self.labels[rows].to(self.device)
-
-    def logits(self, images: Any, advance: Advance | None = None) -> Tensor:
-        """Logits ``[M, classes]`` of a tensor or a data set of images, on the CPU."""
-        return self._outputs(images, None, advance)[0]
-
-    def labeled_logits(self, images: ImageDataset, advance: Advance | None = None) -> tuple[Tensor, Tensor]:
-        """Logits ``[M, classes]`` and labels ``[M]`` of those images that can be read, on the CPU."""
-        _, channels, height, width = self.images.shape
-        from attnswap.datamodules.shared.images import collate_images
-
-        found = self._outputs(images, partial(collate_images, shape=(channels, height, width)), advance)
-        images.warn_of_skipped()
-        return found
-
-    def _outputs(self, images: Any, collate: Any, advance: Advance | None) -> tuple[Tensor, Tensor]:
-        # A generator of its own: starting a loader must not move the global random state.
-        workers = {"num_workers": self.num_workers, "generator": torch.Generator()}
-        loader: DataLoader = DataLoader(images, self.batch_size, collate_fn=collate, **workers)  # type: ignore[arg-type]
-        outputs, labels = [], [torch.zeros(0, dtype=torch.int64)]
-        with held_still(self.model, gradients=False):
-            for batch in loader:
-                inputs, marks = batch if collate else (batch, labels[0])
-                if len(inputs):
-                    outputs.append(logits_of(self.model, inputs.to(self.device)).float().cpu())
-                    labels.append(marks)
-                if advance is not None:
-                    advance(1 / len(loader))
-        return torch.cat(outputs), torch.cat(labels)
-
-    def gradient_norms(self, own: bool) -> tuple[float, float]:
-        """Mean L1 and L2 norm of the input gradient over the images, at the model's own predictions where ``own``."""
-        if own not in self._norms:
-            pairs = []
-            for _, images, labels in self.batches():
-                if own:
-                    with held_still(self.model, gradients=False):
-                        labels = logits_of(self.model, images).argmax(1)
-                pairs.append(torch.stack(input_gradient_norms(self.model, images, labels)))
-            first, second = to_float64(torch.cat(pairs, 1)).mean(1).tolist()
-            self._norms[own] = (first, second)
-        return self._norms[own]
-
-
-def share_right(right: Tensor) -> dict[str, Any]:
-    """The fields of a row on images ``[N]`` that are right or not."""
-    share = to_float64(right).mean().item()
-    return {"metric": "accuracy", "value": share, "samples": len(right), "right": right_as_text(right.cpu())}
+from lightning_tasks.runs.robustness import Row
 
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:
@@ -207,65 +117,6 @@ def corruption_measurement(subject: Subject, name: str, severity: int) -> Measur
     return Measurement(what, 3.0, measure)
 
 
-def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]) -> Measurement[Row]:
-    """Top-1 accuracy on a folder of images by wnid, among the classes that the folder has."""
-    classes = class_subset(root, wnids)
-    images, files = _folder(subject, root)
-
-    def measure(advance: Advance) -> list[Row]:
-        logits, labels = subject.labeled_logits(images, advance)
-        note = f"among {len(classes)} classes{_left_out(images)}"
-        return [Row("shift", name, "", **share_right(logits[:, classes].argmax(1) == labels), note=note)]
-
-    what = {"test": "shift", "name": name, "files": files, "classes": classes}
-    return Measurement(what, len(images) / len(subject.images), measure)
-
-
-def ood_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str] | None) -> Measurement[Row]:
-    """AUROC, AUPR and FPR95 of the test images against a folder of images that belong to none of the classes.
-
-    Where the folders are wnids of the model's classes, as in ImageNet-O, both sides are restricted to those classes.
-
-    Raises:
-        ValueError: if no test image is of these classes.
-    """
-    known = wnids is not None and set(class_names(root)) <= set(wnids)
-    classes = class_subset(root, wnids) if known and wnids is not None else None
-    images, files = _folder(subject, root)
-    chosen = torch.ones_like(subject.labels, dtype=torch.bool)
-    if classes is not None:
-        chosen = torch.isin(subject.labels, torch.tensor(classes))
-    if not chosen.any():
-        raise ValueError(
-            f"none of the {len(chosen)} test images is of the {len(classes or ())} classes of {root}, which it is to "
-            "be told from; give more images (num_images: null for all)"
-        )
-
-    def measure(advance: Advance) -> list[Row]:
-        inside, (outside, _) = subject.logits(subject.images[chosen]), subject.labeled_logits(images, advance)
-        if classes is not None:
-            inside, outside = inside[:, classes], outside[:, classes]
-        found = detection_metrics(anomaly_scores(inside), anomaly_scores(outside))
-        among = "all classes" if classes is None else f"{len(classes)} classes"
-        note = f"{len(inside):,} inside, {len(outside):,} outside (positive), among {among}{_left_out(images)}"
-        total = len(inside) + len(outside)
-        return [Row("out of distribution", name, "", metric, found[metric], total, note=note) for metric in OOD_METRICS]
-
-    what = {"test": "ood", "name": name, "files": files, "classes": classes}
-    return Measurement(what, 1 + len(images) / len(subject.images), measure)
-
-
-def _folder(subject: Subject, root: str) -> tuple[ImageDataset, str]:
-    """The images of a folder in the shape of the subject's, and a digest of the files."""
-    _, channels, height, width = subject.images.shape
-    images = folder_images(root, (height, width), channels)
-    return images, files_digest(images.images, root)
-
-
-def _left_out(images: ImageDataset) -> str:
-    return f"; {images.skipped:,} of {len(images):,} files cannot be read and are left out" if images.skipped else ""
-
-
 class ImageKind:
     """Images in [0, 1] to logits: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
@@ -278,6 +129,8 @@ class ImageKind:
             require_library(batch[0].shape)
         if any("autoattack" in (setting.name, setting.on_source) for setting in asked.attacks):
             autoattack_library()
+        if asked.ood_scores is not None:
+            ood_library()
         return batch[0][:room], batch[1][:room]
 
     def plan(self, asked: RobustnessSettings, model: nn.Module, task: Any, trainer: Any, seen: list[Batch]) -> Plan:
@@ -291,7 +144,7 @@ class ImageKind:
             why = too_small(images[0])
             rank_zero_warn(f"no corruption is measured: {why}")
             unmeasured = [Row("mean corruption", "", "", "accuracy", math.nan, note=why)]
-        measurements += _other_data(asked, subject, trainer)
+        measurements += other_data(asked, subject, trainer)
         _warn_of_few_classes(subject)
 
         def one_pass() -> None:
@@ -323,29 +176,6 @@ def _twin(path: str, task: Any, trainer: Any) -> nn.Module:
     from lightning_tasks.checkpoints.load import load_module
 
     return InPrecision(load_module(path, type(task)).to(task.device).eval().requires_grad_(False), trainer)
-
-
-def _other_data(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[Measurement[Row]]:
-    """Shifted data, and what is out of distribution."""
-    if not asked.shifts and not asked.ood:
-        return []
-    wnids = _wnids(asked, subject, trainer)
-    measurements = []
-    for name, root in asked.shifts.items():
-        if wnids is None:
-            raise ValueError(f"{name} needs the class names of the model, in order: give wnids=, a file of them")
-        measurements.append(shift_measurement(subject, name, root, wnids))
-    return measurements + [ood_measurement(subject, name, root, wnids) for name, root in asked.ood.items()]
-
-
-def _wnids(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[str] | None:
-    classes = subject.logits(subject.images[:1]).shape[1]
-    own = getattr(trainer.datamodule, "wnids", None) if asked.wnids is None else read_wnids(asked.wnids)
-    if own is None:
-        return imagenet_wnids() if classes == 1000 else None
-    if len(own) != classes:
-        raise ValueError(f"the model has {classes} classes, and {len(own)} wnids were given")
-    return list(own)
 
 
 def _warn_of_few_classes(subject: Subject) -> None:

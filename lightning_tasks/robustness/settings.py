@@ -10,6 +10,8 @@ from typing import Any, Literal
 from lightning_tasks.robustness.attacks.table import AttackSetting, read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_names
 from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
+from lightning_tasks.robustness.detection import check_scores
+from lightning_tasks.robustness.outside import Outside
 from lightning_tasks.robustness.scores import read_baseline
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.limits import check_integer, check_number
@@ -30,7 +32,9 @@ class RobustnessSettings:
     corrupted: Sequence[tuple[str, int]]
     baseline: Sequence[Row] | None
     shifts: dict[str, str]
-    ood: dict[str, str]
+    ood: dict[str, Outside]
+    ood_scores: Sequence[str] | None
+    ood_fit_images: int | None
     wnids: str | None
     word_swap: float | None
     word_swap_token: int
@@ -49,7 +53,9 @@ def read_settings(
     severities: Sequence[int] | None,
     baseline: str | None,
     shifts: dict[str, str] | None,
-    ood: dict[str, str] | None,
+    ood: dict[str, Any] | None,
+    ood_scores: Sequence[str] | None,
+    ood_fit_images: int | None,
     wnids: str | None,
     word_swap: float | None,
     word_swap_token: int,
@@ -84,8 +90,15 @@ def read_settings(
     for each in corrupted:
         check_corruption(*each)
     rows = None if baseline is None else read_baseline(Path(baseline), corrupted)
-    for root in (*(shifts or {}).values(), *(ood or {}).values()):
+    for root in (shifts or {}).values():
         class_names(root)
+    outside = {name: Outside.read(name, given) for name, given in (ood or {}).items()}
+    if ood_scores is not None:
+        check_scores(ood_scores)
+        if not outside:
+            raise ValueError(f"ood_scores is {list(ood_scores)}, and ood names nothing that is to be told: give ood")
+    if ood_fit_images is not None:
+        check_integer("ood_fit_images", ood_fit_images, 1)
     for setting in chosen:
         if setting.source is not None and not Path(setting.source).is_file():
             raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
@@ -98,7 +111,9 @@ def read_settings(
         corrupted=corrupted,
         baseline=rows,
         shifts=dict(shifts or {}),
-        ood=dict(ood or {}),
+        ood=outside,
+        ood_scores=None if ood_scores is None else tuple(ood_scores),
+        ood_fit_images=ood_fit_images,
         wnids=wnids,
         word_swap=None if word_swap is None else float(word_swap),
         word_swap_token=word_swap_token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
-from attention_modules.mechanisms.shared.options import check_integer
+from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -23,7 +24,7 @@ def row_logsumexp(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     return torch.cat(rows, -1)
 
 
-def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale: float) -> Tensor:
+def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale: float, detach: bool = True) -> Tensor:
     """The logarithms g_j that the columns are multiplied with, ``[B, H, M]``, after the column steps of Sinkhorn.
 
     Args:
@@ -32,17 +33,19 @@ def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale:
         bias: of the keys, and -inf for tokens that are hidden, ``[B|1, H|1, N]``.
         iterations: normalizations, rows and columns in turn.
         scale: factor on the logits.
+        detach: whether they have no gradient.
     """
-    with torch.no_grad(), without_autocast(q.device):
+    with torch.no_grad() if detach else nullcontext(), without_autocast(q.device):
         dtype = torch.promote_types(q.dtype, torch.float32)
         # Detached, as no_grad does not stop derivatives in forward mode.
-        q, k, bias = (x.detach().to(dtype) for x in (q, k, bias))
+        q, k, bias = ((x.detach() if detach else x).to(dtype) for x in (q, k, bias))
         hidden = bias.isneginf()  # a token that is hidden as a key is none as a query
+        hidden = hidden & ~hidden.all(-1, keepdim=True)  # where no token is left, any factors will do
+        bias = bias.masked_fill(bias.isneginf() & ~hidden, 0.0)
         g = torch.zeros(k.shape[:-1], dtype=dtype, device=k.device)
         for _ in range((iterations - 1) // 2):
             f = (-row_logsumexp(q, k, bias + g, scale)).masked_fill(hidden, float("-inf"))
             g = -row_logsumexp(k, q, f, scale) - bias.masked_fill(hidden, 0.0)
-            g = g.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0)  # where no token is left
         return g
 
 
@@ -52,6 +55,7 @@ def sinkhorn_attention(
     v: Tensor,
     iterations: int = 3,
     *,
+    detach: bool = True,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -59,13 +63,14 @@ def sinkhorn_attention(
     """A v, A = exp(q kᵀ · scale) with rows and columns normalized in turn (Sinkformer, Sander et al., AISTATS 2022).
 
     After an odd number of normalizations, this is softmax attention with a bias a key. As in the released code, the
-    gradient goes through the last normalization of the rows alone.
+    gradient goes through the last normalization of the rows alone, unless ``detach`` is False.
 
     Args:
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, N, d]``.
         v: values ``[B, H, N, d]``.
         iterations: normalizations, an odd number; 1 is softmax attention.
+        detach: whether the factors of the columns have no gradient; where False, backward holds the logits.
         attn_mask: padding alone, boolean (True = may be seen) or additive, broadcastable to ``[B, H, 1, N]``.
         dropout_p: attention dropout.
         scale: factor on the logits, 1/sqrt(d) where None.
@@ -92,7 +97,7 @@ def sinkhorn_attention(
         bias = attn_mask.squeeze(-2)
         if bias.dtype == torch.bool:
             bias = torch.zeros(bias.shape, device=q.device, dtype=q.dtype).masked_fill(~bias, float("-inf"))
-    g = column_potential(q, k, bias.expand(*bias.shape[:-1], k.shape[-2]), iterations, scale)
+    g = column_potential(q, k, bias.expand(*bias.shape[:-1], k.shape[-2]), iterations, scale, detach)
     return attend_with_key_bias(q, k, v, g, attn_mask, False, dropout_p, scale)
 
 
@@ -103,25 +108,29 @@ class SinkhornAttention(AttentionMechanism):
     Args:
         spec: the layer that it serves.
         iterations: normalizations, an odd number; the paper uses 3 for text and 5 for images, 1 is softmax attention.
+        detach: whether the factors of the columns have no gradient, as in the released code. Where False, the gradient
+            is that of the output (Lipschitz constants need it), and backward holds N × N logits.
 
     Raises:
-        ValueError: if ``iterations`` is not odd and positive, or the layer is causal.
+        ValueError: if ``iterations`` is not odd and positive, ``detach`` is neither True nor False, or the layer is
+            causal.
     """
 
     one_query_per_key = True
     row_masks = False
-    surrogate_gradient = True
     neutral: ClassVar = {"iterations": 1}
 
-    def __init__(self, spec: AttentionSpec, iterations: int = 3) -> None:
+    def __init__(self, spec: AttentionSpec, iterations: int = 3, detach: bool = True) -> None:
         super().__init__(spec)
         self.iterations = check_integer("iterations", iterations, at_least=1)
         if self.iterations % 2 == 0:
             raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
+        self.detach = check_flag("detach", detach)
+        self.surrogate_gradient = self.detach and self.iterations > 1
         refuse_causal("sinkhorn", spec)
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}"
+        return f"iterations={self.iterations}" + ("" if self.detach else ", detach=False")
 
     def forward(
         self,
@@ -139,4 +148,6 @@ class SinkhornAttention(AttentionMechanism):
             ValueError: if attention is causal or a mask tells rows apart.
         """
         refuse_causality("sinkhorn", is_causal)
-        return sinkhorn_attention(q, k, v, self.iterations, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+        return sinkhorn_attention(
+            q, k, v, self.iterations, detach=self.detach, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale
+        )

@@ -42,7 +42,7 @@ class Case:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shape: tuple[int, ...] = HEADS
     tolerance: float = 1e-12
-    shared: tuple[str, ...] = ("iterations", "pairs", "alpha", "bias", "loss", "a", "outliers")
+    shared: tuple[str, ...] = ("iterations", "detach", "pairs", "alpha", "bias", "loss", "a", "outliers")
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -72,6 +72,7 @@ CASES = [
     Case("l2", {"shared": True}),
     Case("sinkhorn", {"iterations": 1}),
     Case("sinkhorn", {"iterations": 5}),
+    Case("sinkhorn", {"iterations": 3, "detach": False}),
     Case("kde"),
     Case("rkde"),
     Case("rkde", {"loss": "hampel", "a": 0.5}),

@@ -14,6 +14,8 @@ from transformers import BertModel, GPT2Config
 
 from attention_modules.analysis import compare_values, kernel_pca, projection_loss
 from lightning_tasks.__main__ import main
+from lightning_tasks.analyses.kernel_pca import observe, refuse_other_maps
+from lightning_tasks.analyses.subjects import load_subject, with_mechanism
 
 
 def analyze(output, *arguments):
@@ -63,6 +65,46 @@ def test_causal_layers_have_a_projection_loss_and_no_predicted_values(texts, tmp
         "Causal, masked or with a position bias, so that V̂ is not defined: h.0.attn."
         in (tmp_path / "summary.md").read_text()
     )
+
+
+def test_controls_of_many_draws_have_intervals(bert, texts, tmp_path, capsys):
+    given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
+    one, rows = analyze(tmp_path / "one", *given), analyze(tmp_path, *given, "--draws", 3)
+    assert rows == one  # the table has the first draw
+    assert not (tmp_path / "one" / "draws.csv").exists()
+    draws, intervals = ([*csv.DictReader((tmp_path / name).open())] for name in ("draws.csv", "intervals.csv"))
+    assert len(draws) == 2 * (1 + 2 * 3)  # layers; own values, and two controls
+    assert len(intervals) == 3 * 9 * 2  # both layers and all of them; measures; controls
+    layer = {"layer": "encoder.layer.1.attention.self", "values": "random linear map"}
+    cka = [float(row["linear_cka"]) for row in draws if layer.items() <= row.items()]
+    first = [float(row["linear_cka"]) for row in rows if layer.items() <= row.items()]
+    assert cka[0] == pytest.approx(np.mean(first))
+    assert len(set(cka)) == 3
+    (found,) = (row for row in intervals if {**layer, "measure": "linear_cka"}.items() <= row.items())
+    half = 4.302653 * np.std(cka, ddof=1) / 3**0.5  # the quantile of Student's t with two degrees of freedom
+    expected = {"mean": np.mean(cka), "low": np.mean(cka) - half, "high": np.mean(cka) + half, "most": max(cka)}
+    assert {name: float(found[name]) for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert int(found["below"]) == sum(value < float(found["own"]) for value in cka)
+    layers = [float(row["linear_cka"]) for row in draws if row["values"] == "layer"]
+    assert any(
+        row["layer"] == "all layers" and float(row["own"]) == pytest.approx(np.mean(layers)) for row in intervals
+    )
+    assert f"[{expected['low']:.3g}, {expected['high']:.3g}] | {found['below']} of 3" in capsys.readouterr().out
+
+
+def test_scaled_attention_has_the_values_that_it_mixes(bert, texts, tmp_path):
+    given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 1, "--length", 16, "--layers", 0]
+    subject = with_mechanism(load_subject(str(bert)), None, "scaled", {"num_tokens": 16})
+    mechanism = subject.model.encoder.layer[0].attention.self.mechanism
+    torch.nn.init.normal_(mechanism.s)
+    ids, name = torch.arange(16).view(1, -1), "encoder.layer.0.attention.self"
+    seen = observe(subject, ids, [name])[name]
+    plain = observe(load_subject(str(bert)), ids, [name])[name]
+    torch.testing.assert_close(seen.v, plain.v - mechanism.s @ plain.v)
+    refuse_other_maps({name: seen})
+    rows = analyze(tmp_path, *given, "--mechanism", "scaled", "--options", "{num_tokens: 16}")  # where S is 0
+    other = analyze(tmp_path / "plain", *given)
+    assert float(rows[0]["rbf_cka"]) == pytest.approx(float(other[0]["rbf_cka"]), rel=1e-4)
 
 
 def test_vision_models(texts, tmp_path):
@@ -116,6 +158,11 @@ def test_a_layer_that_fails_leaves_the_others(bert, texts, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--samples", "0"], "--samples must be at least 1"),
+        (["--draws", "0"], "--draws must be at least 1"),
+        (
+            ["--mechanism", "sinkhorn", "--options", "{iterations: 5}"],
+            "layer 'encoder.layer.0.attention.self': SinkhornAttention, iterations=5 gives something else than softmax",
+        ),
         (["--length", "30"], "30 tokens are asked for, and .* has 24 positions: give fewer"),
         (["--length", "5"], "layer 'encoder.layer.0.attention.self': 5 tokens have at most 4 principal components"),
         (["--layers", "embeddings"], "embeddings"),

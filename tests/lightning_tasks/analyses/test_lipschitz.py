@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer, BertModel, GPT2Config
 
+from attention_modules.naive import naive_sinkhorn
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
@@ -68,6 +69,53 @@ def test_rows_are_singular_values_of_the_layer_at_its_input(bert, texts, tmp_pat
     mean = np.mean([float(row["radius"]) for row in rows if row["length"] == "8"])
     assert f"{mean:.3g}" in printed
     assert (tmp_path / "lipschitz.png").stat().st_size > 10_000
+
+
+def test_a_mechanism_is_measured_at_the_inputs_of_the_model_as_it_was(bert, texts, tmp_path, tiny):
+    plain = analyze(tmp_path / "plain", *tiny)
+    for name, mechanism in (("softmax", ["softmax"]), ("l2", ["l2", "--options", '{"shared": false}'])):
+        rows = analyze(tmp_path / name, *tiny, "--mechanism", *mechanism)
+        for row, other in zip(rows, plain, strict=True):
+            assert float(row["radius"]) == pytest.approx(float(other["radius"]), rel=1e-5)  # in the second layer too
+            if name == "softmax":
+                assert float(row["value"]) == pytest.approx(float(other["value"]), rel=1e-3)
+    # By hand: l2 attention of the second layer at what the first one gives with softmax.
+    model, seen = BertModel.from_pretrained(bert, attn_implementation="eager").eval(), []
+    layer = model.encoder.layer[1].attention.self
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().split()
+    with torch.no_grad():
+        model(torch.tensor([AutoTokenizer.from_pretrained(bert)(" ".join(words[:4]))["input_ids"]]))
+
+    def l2(x):
+        q, k, v = (part(x).unflatten(-1, (2, 6)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
+        distances = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
+        return ((-distances / 6**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    jacobian = jacrev(l2)(seen[0]).reshape(seen[0].numel(), -1)
+    (row,) = (row for row in rows if (row["layer"][14], row["length"], row["sequence"]) == ("1", "4", "0"))
+    assert float(row["value"]) == pytest.approx(torch.linalg.svdvals(jacobian)[0].item(), rel=1e-3)
+    assert 'l2 {"shared": false} in its layers' in (tmp_path / "l2" / "summary.md").read_text()
+
+
+def test_sinkhorn_attention_is_measured_with_its_whole_gradient(bert, texts, tmp_path, tiny):
+    given = ["--mechanism", "sinkhorn", "--options", "{detach: false}", "--layers", "0"]
+    (row, *_) = analyze(tmp_path, *tiny, *given)
+    model, seen = BertModel.from_pretrained(bert).eval(), []
+    layer = model.encoder.layer[0].attention.self
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].double()))
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().split()
+    with torch.no_grad():
+        model(torch.tensor([AutoTokenizer.from_pretrained(bert)(" ".join(words[:2]))["input_ids"]]))
+        layer.double()
+
+        def sinkhorn(x):
+            q, k, v = (part(x).unflatten(-1, (2, 6)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
+            return naive_sinkhorn(q, k, v).transpose(1, 2).flatten()
+
+        steps = 1e-6 * torch.eye(seen[0].numel(), dtype=torch.float64).view(-1, *seen[0].shape)
+        jacobian = torch.stack([sinkhorn(seen[0] + step) - sinkhorn(seen[0] - step) for step in steps], 1) / 2e-6
+    assert float(row["value"]) == pytest.approx(torch.linalg.svdvals(jacobian)[0].item(), rel=1e-3)
 
 
 def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkeypatch, capsys):
@@ -234,7 +282,7 @@ SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1,), "num_h
 def swin(monkeypatch):
     """A Swin of one layer: 8 x 8 patches in four windows."""
     model = timm.models.swin_transformer.SwinTransformer(patch_size=4, **SWIN).eval().requires_grad_(False)
-    monkeypatch.setattr(lipschitz, "load_subject", lambda *_: Subject(model, model, 32, None))
+    monkeypatch.setattr(lipschitz, "read_subject", lambda _: Subject(model, torch.nn.Identity(), 32, None))
 
 
 def test_windows_have_the_number_of_their_image(texts, tmp_path, monkeypatch):
@@ -313,6 +361,14 @@ def test_a_folder_without_a_vocabulary_or_with_other_weights_is_refused(bert, te
         (["--tokenizer", "{empty}"], "no tokenizer could be loaded from .*: give --tokenizer bpe"),
         (["--model", "gone.ckpt"], "gone.ckpt: no such file"),
         (["--root", "{empty}"], "the training part of the text of gutenberg is empty, or has no whole line"),
+        (["--mechanism", "hard"], "by its definition the gradient of HardAttention is not that of its output"),
+        (["--mechanism", "sinkhorn"], "gradient of SinkhornAttention is not .*--options '{detach: false}'"),
+        (["--mechanism", "l3"], "--mechanism l3: unknown attention mechanism 'l3'"),
+        (["--mechanism", "l2", "--options", "{{share: true}}"], "L2Attention has no option 'share'; it takes shared"),
+        (["--mechanism", "l2", "--options", "shared=true"], "must be a mapping"),
+        (["--mechanism", "l2", "--options", "{{a"], "is neither JSON nor YAML"),
+        (["--options", "{{shared: true}}"], "has no --mechanism that it is for"),
+        (["--mechanism", "l2", "--layers", "pooler"], "needs attention layers that a host knows, and 'pooler' is none"),
         (["--model", "{empty}"], "could not be loaded. Give a folder with config.json and weights"),
     ],
 )

@@ -14,7 +14,8 @@ from PIL import Image
 from attention_modules import swap_attention
 from lightning_tasks.callbacks import RobustnessEvaluation
 from lightning_tasks.robustness.attacks.table import ATTACKS
-from lightning_tasks.robustness.images import Subject, corruption_measurement
+from lightning_tasks.robustness.images import corruption_measurement
+from lightning_tasks.robustness.subject import Subject
 from lightning_tasks.runs import measurements as suite
 from lightning_tasks.runs.measurements import fingerprint
 from lightning_tasks.runs.robustness import read_csv

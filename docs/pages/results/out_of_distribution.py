@@ -1,0 +1,88 @@
+"""Images from outside of CIFAR-10's classes: what the tables of the page are, where the raw files are there.
+
+They are the tables (`robustness.csv`) of a test of the last checkpoint of each cell of `rpc/compare_sparse_part`, in
+docs/results/out_of_distribution/VARIANT/seed_N.csv, VARIANT as the folder of the cell is called.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from docs.pages.numbers import mean_std
+from docs.pages.page import Page
+from docs.pages.raw import Comparison, Raw
+from docs.pages.tables import Table, verdicts
+from lightning_tasks.compare.cell import folder_name
+from lightning_tasks.compare.plan import summary_references
+from lightning_tasks.compare.summary import Endpoints
+from lightning_tasks.recipes import find_recipe, read_settings
+from lightning_tasks.runs.robustness import read_csv
+
+RECIPE = "rpc/compare_sparse_part"
+NOTHING = "no numbers yet"
+OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
+SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
+FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
+PRIMARY = "imagenet/msp/aupr"  # the claim of Teo and Nguyen is of ImageNet-O, by MSP, in AUPR
+
+PAGE = Page("out_of_distribution", "Out of distribution")
+METRICS = [PRIMARY, *(f"{place}/{score}/{figure}" for figure in FIGURES for place in OUTSIDE for score in SCORES)]
+METRICS = list(dict.fromkeys(METRICS))
+
+
+def read(raw: Raw) -> Comparison | None:
+    """What the cells' tables say of images from outside; None before there are any."""
+    return raw.once("cells", partial(_read, raw.folder))
+
+
+def _read(folder: Path) -> Comparison | None:
+    variants = [*read_settings(find_recipe(RECIPE))["variants"]]
+    rows = [
+        {"config": variant, "seed": int(path.stem.removeprefix("seed_")), "step": 0, "metric": metric, "value": value}
+        for variant in variants
+        for path in sorted((folder / folder_name(variant)).glob("seed_*.csv"))
+        for metric, value in _values(path).items()
+    ]
+    configs = [variant for variant in variants if any(row["config"] == variant for row in rows)]
+    if not rows:
+        return None
+    return Comparison(rows, METRICS, summary_references([RECIPE]), Endpoints(PRIMARY), configs)
+
+
+def _values(path: Path) -> dict[str, float]:
+    return {
+        f"{row.name}/{row.setting}/{row.metric}": row.value
+        for row in read_csv(path)
+        if row.test == "out of distribution"
+    }
+
+
+@PAGE.table
+def primary(raw: Raw) -> Table:
+    found = read(raw)
+    if found is None:
+        return Table(["configuration", "mean ± std"], [[NOTHING, ""]])
+    return verdicts(found, PRIMARY, {name: name for name in found.configs}, 1, 100.0, seeds=True)
+
+
+def figures(figure: str, raw: Raw) -> Table:
+    """The means over seeds: a row for each variant and place outside, a column for each score."""
+    found = read(raw)
+    heads = ["configuration", "outside", *SCORES.values()]
+    if found is None:
+        return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
+    rows = [
+        [
+            config if place == next(iter(OUTSIDE)) else "",
+            called,
+            *(mean_std(found.values(f"{place}/{score}/{figure}", config), 1, 100.0) for score in SCORES),
+        ]
+        for config in found.configs
+        for place, called in OUTSIDE.items()
+    ]
+    return Table(heads, rows)
+
+
+for name in FIGURES:
+    PAGE.tables[name] = partial(figures, name)

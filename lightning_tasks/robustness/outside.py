@@ -1,0 +1,133 @@
+"""Images from outside of a model's classes: of a folder, of some of its classes, or the test images of a data set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_tasks.robustness.class_folders import class_names, files_digest, folder_images, imagenet_wnids
+
+if TYPE_CHECKING:
+    from attnswap.datamodules.shared.images import ImageDataset
+
+DATA = ("cifar10", "digits")
+"""Data sets of `attnswap.datamodules` whose test images can be outside."""
+
+# Places among the 1,000 classes of ImageNet-1k, first and last, chosen by hand and widely: what shows one of the
+# classes, a near relative of it, or another vehicle with wheels, wings or a hull.
+_CIFAR10 = (
+    *((7, 24), (80, 100), (127, 146)),  # birds
+    (30, 32),  # frogs
+    (151, 293),  # dogs, wolves, foxes, hyenas, cats
+    *((339, 340), (345, 355)),  # horses, and what has hooves as deer have
+    *((403, 405), (407, 408), (436, 436), (449, 449), (468, 468), (472, 472), (479, 479), (484, 484), (510, 511)),
+    *((517, 517), (536, 536), (554, 555), (565, 565), (569, 569), (573, 573), (575, 576), (581, 581), (586, 586)),
+    *((595, 595), (603, 603), (609, 609), (612, 612), (621, 621), (625, 625), (627, 628), (654, 654), (656, 656)),
+    *((660, 661), (665, 665), (670, 671), (675, 675), (690, 690), (705, 705), (717, 717), (724, 724), (730, 730)),
+    *((734, 734), (751, 751), (757, 757), (779, 780), (803, 803), (812, 812), (814, 814), (817, 817), (829, 829)),
+    *((833, 833), (847, 847), (856, 856), (864, 864), (866, 867), (870, 871), (874, 874), (880, 880), (895, 895)),
+    *((908, 908), (913, 914)),
+)
+OVERLAPS = {"cifar10": _CIFAR10}
+"""Classes of ImageNet-1k that are no outside of a data set, as places of the first and the last."""
+
+
+def overlapping_wnids(name: str) -> list[str]:
+    """The wnids of ImageNet-1k that show, or nearly show, a class of a data set in ``OVERLAPS``."""
+    wnids = imagenet_wnids()
+    return [wnid for first, last in OVERLAPS[name] for wnid in wnids[first : last + 1]]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Where images from outside come from: ``folder`` or ``data``.
+
+    Args:
+        folder: with one folder of images per class; looked for in the working folder, then where data sets are.
+        classes: those of its folders that count, all where empty.
+        without: a key of ``OVERLAPS``, whose wnids do not count.
+        data: one of ``DATA``, whose test images count.
+    """
+
+    folder: str = ""
+    classes: tuple[str, ...] = ()
+    without: str = ""
+    data: str = ""
+
+    @classmethod
+    def read(cls, name: str, given: str | Mapping[str, Any]) -> Outside:
+        """From a folder, or a mapping of our fields.
+
+        Raises:
+            ValueError: for what is unknown, or not there.
+        """
+        fields = dict(given) if isinstance(given, Mapping) else {"folder": given}
+        known = [each for each in cls.__dataclass_fields__]
+        if unknown := [each for each in fields if each not in known]:
+            raise ValueError(f"ood {name!r} has {unknown[0]!r}: it takes a folder, or a mapping of {', '.join(known)}")
+        if ("folder" in fields) == ("data" in fields):
+            raise ValueError(f"ood {name!r} is {given!r}: give it either a folder, or data ({' or '.join(DATA)})")
+        if "data" in fields:
+            if len(fields) > 1 or fields["data"] not in DATA:
+                raise ValueError(f"ood {name!r} is {given!r}: data is {' or '.join(DATA)}, and takes no other key")
+            return cls(data=fields["data"])
+        if fields.get("without", "") not in ("", *OVERLAPS):
+            raise ValueError(f"ood {name!r} is without {fields['without']!r}: known is {', '.join(OVERLAPS)}")
+        found = cls(_found(name, str(fields["folder"])), tuple(fields.get("classes", ())), fields.get("without", ""))
+        found.names()
+        return found
+
+    def names(self) -> list[str]:
+        """The folders of classes that count.
+
+        Raises:
+            ValueError: one that is named is not there, or none is left.
+        """
+        there = class_names(self.folder)
+        if missing := [each for each in self.classes if each not in there]:
+            raise ValueError(f"{self.folder} has no folder {missing[0]!r}, which classes names; it has {there[:5]}")
+        taken = set(overlapping_wnids(self.without)) if self.without else set()
+        left = [each for each in self.classes or there if each not in taken]
+        if not left:
+            raise ValueError(f"{self.folder} has no class that is outside of {self.without}")
+        return left
+
+    def images(self, height: int, width: int, channels: int) -> tuple[ImageDataset, str]:
+        """The images, uint8 ``[C, H, W]`` by the transform of an evaluation, and a digest of their contents.
+
+        Raises:
+            ValueError: if a class has no image, none can be read, or a data set is asked for with H other than W.
+            FileNotFoundError: if a data set is not there.
+        """
+        if not self.data:
+            images = folder_images(self.folder, (height, width), channels, self.names())
+            return images, files_digest(images.images, self.folder)
+        from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule
+
+        if height != width:
+            raise ValueError(f"the images of {self.data} are square, and the model takes {height} x {width}")
+        modules: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
+        module = modules[self.data](img_size=height, in_chans=channels, num_workers=0)
+        images = module.dataset("test", training=False, multiple_of=1)
+        digest = hashlib.sha256()
+        for place in range(len(images.images)):
+            digest.update(images.images.read(place).tobytes())
+        return images, digest.hexdigest()
+
+
+def _found(name: str, folder: str) -> str:
+    """The folder itself where it is there, else the one of this name where data sets are.
+
+    Raises:
+        ValueError: if neither is there.
+    """
+    from attnswap.datamodules.shared.paths import data_root
+
+    places = [Path(folder), *([] if Path(folder).is_absolute() else [data_root() / folder])]
+    for place in places:
+        if place.is_dir():
+            return str(place)
+    raise ValueError(f"ood {name!r}: no folder {' or '.join(map(str, places))}; is $ATTNSWAP_DATA where data sets are?")
