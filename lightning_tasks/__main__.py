@@ -26,6 +26,8 @@ commands:
   recipes                       list the shipped recipes: name, summary, paper, what each needs, variants
   compare                       run configurations x seeds, paired, resumable, into one table
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
+  drift                         what a mechanism does to a trained model before any training:
+                                attnswap drift --model FOLDER --mechanism rpc --data ag_news --output DIR
   analyze                       run an analysis: attnswap analyze token-selection --output DIR
   show-batch                    draw a batch as the model gets it: attnswap show-batch RECIPE --output PNG
 
@@ -100,6 +102,10 @@ def _run(command: str, arguments: list[str]) -> None:
         from lightning_tasks.analyses import main as analyze
 
         analyze(arguments[1:])
+    elif command == "drift":
+        from lightning_tasks.analyses.drift import main as drift
+
+        drift(arguments[1:])
     elif command == "show-batch":
         from lightning_tasks.cli.show_batch import main as show_batch
 
@@ -112,7 +118,7 @@ def _run(command: str, arguments: list[str]) -> None:
 
             run(arguments)
     else:
-        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "analyze", "show-batch"))
+        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "drift", "analyze", "show-batch"))
         raise UsageError(f"unknown command {command!r}; the commands are {known}")
 
 

@@ -1,5 +1,7 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
+from attention_modules.analysis.agreement import Agreement
+from attention_modules.analysis.drift import Drift, LayerDrift, swap_drift
 from attention_modules.analysis.kernel_pca import (
     KernelPCA,
     ProjectionLoss,
@@ -40,7 +42,10 @@ from attention_modules.analysis.statistics import (
 
 __all__ = [
     "STATISTICS",
+    "Agreement",
+    "Drift",
     "KernelPCA",
+    "LayerDrift",
     "LipschitzEstimate",
     "NotFiniteError",
     "NotSeparableError",
@@ -70,6 +75,7 @@ __all__ = [
     "projection_loss",
     "qk_spectrum",
     "qk_statistics",
+    "swap_drift",
     "token_similarity",
     "trace",
     "trace_squared",

@@ -5,6 +5,8 @@ from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
+from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
+from lightning_tasks.callbacks.healing.heal import Heal
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
@@ -28,8 +30,10 @@ __all__ = [
     "AttentionMapLogger",
     "AttentionMonitor",
     "Callback",
+    "DriftMonitor",
     "EntropyRegularizer",
     "FreezeQK",
+    "Heal",
     "LipschitzMonitor",
     "LocAteR",
     "LogitMonitor",

@@ -7,8 +7,10 @@ import pytest
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
+    DriftMonitor,
     EntropyRegularizer,
     FreezeQK,
+    Heal,
     LipschitzMonitor,
     LocAteR,
     LogitMonitor,
@@ -24,6 +26,7 @@ from tests.lightning_tasks.callbacks.modules import TinyLM
 REFUSED = [
     AttentionMapLogger,
     AttentionMonitor,
+    DriftMonitor,
     FreezeQK,
     LipschitzMonitor,
     LogitMonitor,
@@ -41,7 +44,13 @@ def trainer(strategy, **attributes):
 @pytest.mark.parametrize("strategy", ["FSDPStrategy", "DeepSpeedStrategy"])
 @pytest.mark.parametrize(
     "callback",
-    [*(kind() for kind in REFUSED), LocAteR(0.1), QKWeightDecay(0.1), EntropyRegularizer(0.1)],
+    [
+        *(kind() for kind in REFUSED),
+        LocAteR(0.1),
+        QKWeightDecay(0.1),
+        EntropyRegularizer(0.1),
+        Heal([{"match": "task"}]),
+    ],
     ids=lambda one: type(one).__name__,
 )
 def test_what_reads_layers_weights_or_gradients_is_refused(callback, strategy):

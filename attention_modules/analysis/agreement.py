@@ -1,0 +1,168 @@
+"""How far what a model computes is from what it computed before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """‖given - wanted‖² and ‖wanted‖² of each sample, ``[B]`` in fp32 or above.
+
+    Args:
+        given: a tensor.
+        wanted: what it is compared with, of the same shape.
+        valid: which tokens count, boolean ``[B, N]``, where the tensors are ``[B, N, ...]``; all where None.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.analysis.agreement import relative_squares
+        >>> relative_squares(torch.tensor([[3.0, 1.0]]), torch.tensor([[3.0, 0.0]]))
+        (tensor([1.]), tensor([9.]))
+    """
+    with torch.autocast(wanted.device.type, enabled=False):
+        given, wanted = wide(given), wide(wanted)
+        error, size = (given - wanted).square(), wanted.square()
+    if valid is not None and _has_tokens(wanted, valid):
+        hidden = ~valid.reshape(*valid.shape, *[1] * (wanted.ndim - 2))
+        error, size = error.masked_fill(hidden, 0.0), size.masked_fill(hidden, 0.0)
+    return error.flatten(1).sum(1), size.flatten(1).sum(1)
+
+
+def wide(values: Tensor) -> Tensor:
+    """The values in fp32 or above."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def counted(values: Tensor, valid: Tensor | None) -> Tensor:
+    """The tokens that count of ``[B, N, ...]``, ``[tokens, ...]``; all as they are where ``valid`` is not of them."""
+    return values if valid is None or not _has_tokens(values, valid) else values[valid]
+
+
+def _has_tokens(values: Tensor, valid: Tensor) -> bool:
+    return values.ndim >= 3 and values.shape[:2] == valid.shape
+
+
+def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(softmax(wanted / T) ‖ softmax(given / T)) in nats over the last dimension, in fp32 or above ``[...]``.
+
+    A class whose wanted logit is -inf counts nothing.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.analysis.agreement import kl_divergence
+        >>> kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, -torch.inf]))
+        tensor(0.6931)
+    """
+    with torch.autocast(wanted.device.type, enabled=False):
+        log_given = (wide(given) / temperature).log_softmax(-1)
+        log_wanted = (wide(wanted) / temperature).log_softmax(-1)
+        probability = log_wanted.exp()
+        terms = probability * (log_wanted - log_given)
+        return terms.masked_fill(probability == 0, 0.0).sum(-1)
+
+
+def classes_last(logits: Tensor) -> Tensor:
+    """Logits with their classes in the last dimension, where those of images ``[B, C, H, W]`` are not."""
+    return logits.movedim(1, -1) if logits.ndim == 4 else logits
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far outputs of a model are from those that it gave before.
+
+    Args:
+        relative_error: ‖now - before‖ / ‖before‖ over all positions.
+        cosine: of the angle between the two, its mean over positions.
+        kl: KL(before ‖ now) of the classes in nats, its mean over positions; NaN where the outputs are no logits.
+        same_class: the share of positions where the largest logit is of the same class; NaN likewise.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import swap_drift
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> found = swap_drift(model, "softmax", torch.randn(2, 5, 16)).output
+        >>> found.relative_error < 1e-5, found.kl  # the output is no logits
+        (True, nan)
+    """
+
+    relative_error: float
+    cosine: float
+    kl: float = math.nan
+    same_class: float = math.nan
+
+
+NOT_MEASURED = Agreement(math.nan, math.nan)
+
+
+class AgreementSums:
+    """The sums of an :class:`Agreement` over batches.
+
+    Args:
+        logits: whether the outputs are logits.
+    """
+
+    def __init__(self, logits: bool) -> None:
+        self.logits = logits
+        self._sums = [0.0] * 5
+        self._positions = 0
+
+    def add(self, given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> None:
+        """Take in outputs of a batch, ``[B, N, C]``, ``[B, C]`` or ``[B, C, H, W]``.
+
+        Raises:
+            ValueError: if their shapes differ.
+        """
+        if given.shape != wanted.shape:
+            raise ValueError(f"outputs {tuple(given.shape)} cannot be compared with {tuple(wanted.shape)}")
+        error, size = (part.double().sum() for part in relative_squares(given, wanted, valid))
+        given, wanted = counted(classes_last(given), valid), counted(classes_last(wanted), valid)
+        cosine = torch.nn.functional.cosine_similarity(wide(given), wide(wanted), dim=-1)
+        zero = torch.zeros_like(error)
+        kl = kl_divergence(given, wanted).double().sum() if self.logits else zero
+        same = (given.argmax(-1) == wanted.argmax(-1)).sum() if self.logits else zero
+        new = torch.stack([part.double().cpu() for part in (error, size, cosine.double().sum(), kl, same)]).tolist()
+        self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
+        self._positions += cosine.numel()
+
+    def mean(self) -> Agreement:
+        """The agreement over all that was added; NaN where that is nothing."""
+        error, size, cosine, kl, same = self._sums
+        if not self._positions:
+            return NOT_MEASURED
+        number = self._positions
+        share = (kl / number, same / number) if self.logits else (math.nan, math.nan)
+        return Agreement(relative_error(error, size), cosine / number, *share)
+
+
+def relative_error(error: float, size: float) -> float:
+    """sqrt(error / size) of two sums of squares: NaN where both are 0, infinite where ``size`` alone is."""
+    if size == 0:
+        return math.nan if error == 0 or math.isnan(error) else math.inf
+    return math.sqrt(error / size)
+
+
+def output_of(result: Any) -> tuple[Tensor, bool]:
+    """The tensor that stands for what a model returns, and whether it is named logits.
+
+    Of an object or mapping its ``logits``, else its ``last_hidden_state``; of a tuple its first part.
+
+    Raises:
+        TypeError: if none of these is a floating tensor.
+    """
+    for name in ("logits", "last_hidden_state"):
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(found, Tensor):
+            return found, name == "logits"
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        raise TypeError(
+            f"the model returns {type(result).__name__}, in which no output is found: it must be a floating tensor, a "
+            "tuple that begins with one, or have logits or last_hidden_state"
+        )
+    return first, False

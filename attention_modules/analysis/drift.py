@@ -1,0 +1,291 @@
+"""What a swap does to a model that was trained with another attention, before any training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.analysis.agreement import (
+    NOT_MEASURED,
+    Agreement,
+    AgreementSums,
+    output_of,
+    relative_error,
+    relative_squares,
+)
+from attention_modules.analysis.statistics import attention_row_sums
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import Selector
+from attention_modules.mechanism import Mechanism
+from attention_modules.sharing import READS
+from attention_modules.swap import AttentionSwapError, make_observable, swap_attention
+from attention_modules.teacher import shared_copy
+
+Run = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class LayerDrift:
+    """What a swap does to one layer, the others being as they were.
+
+    Args:
+        layer: its name.
+        relative_error: ‖after - before‖ / ‖before‖ of the layer's output on the inputs that it had before.
+        entropy_before: of its attention in nats, mean over the rows that see a key, heads and samples.
+        entropy_after: with the mechanism, of softmax of its logits; NaN where the mechanism has logits of its own.
+        output: how far the model's output is when this layer alone is swapped.
+        refused: why the layer cannot be swapped alone, all else NaN; "" where it can.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import swap_drift
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> row = swap_drift(model, "uniform", torch.randn(2, 5, 16)).layers[0]
+        >>> row.layer, row.relative_error > 0.01, row.entropy_after  # it has no logits
+        ('self_attn', True, nan)
+    """
+
+    layer: str
+    relative_error: float
+    entropy_before: float
+    entropy_after: float
+    output: Agreement
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What a swap does to a model before any training.
+
+    Args:
+        layers: each layer swapped alone, in module order.
+        output: how far the model's output is when all of them are swapped.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import swap_drift
+        >>> layer = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> drift = swap_drift(torch.nn.TransformerEncoder(layer, 3), "symmetric", torch.randn(2, 5, 16))
+        >>> len(drift.ranked()), drift.output.cosine < 1
+        (3, True)
+    """
+
+    layers: tuple[LayerDrift, ...]
+    output: Agreement
+
+    def ranked(self) -> list[LayerDrift]:
+        """The layers, those first that can be swapped alone at the least error of the model's output."""
+
+        def cost(row: LayerDrift) -> tuple[bool, float]:
+            error = row.output.relative_error
+            return (math.isnan(error), error)
+
+        return sorted(self.layers, key=cost)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def swap_drift(
+    model: nn.Module,
+    mechanism: Mechanism,
+    batches: Any,
+    *,
+    where: Selector | None = None,
+    layers: int | Sequence[int] | None = None,
+    exclude: Selector = (),
+    run: Run | None = None,
+    logits: bool | None = None,
+    **mechanism_options: Any,
+) -> Drift:
+    """How far a mechanism takes a trained model from what it computes: in each layer, alone and together.
+
+    Each batch is shown to the model as it is, to a copy for each layer where that layer alone is swapped, and to one
+    where all are, all in eval mode: copies share the model's weights, and the model is not changed. In the copy with
+    one layer swapped, that layer gets just the input that it had before, so that its error is its own.
+
+    Args:
+        model: the trained model, whose attention as it is is what the mechanism is compared with.
+        mechanism, where, layers, exclude, **mechanism_options: as :func:`~attention_modules.swap_attention`.
+        batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name, of
+            which an ``attention_mask`` ``[B, N]`` says which tokens count; one of them, or several in an iterable.
+        run: ``run(model, batch)`` in place of these calls.
+        logits: whether the output is logits, of which a KL divergence has a meaning; by default, where the model
+            names it so.
+
+    Returns:
+        A row for each layer, and how far the model's output is in the end.
+
+    Raises:
+        AttentionSwapError, ValueError, TypeError: as :func:`~attention_modules.swap_attention`.
+        ValueError: if there is no batch, or a layer is not called.
+        TypeError: if no output is found in what the model returns.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import swap_drift
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> drift = swap_drift(model, "sink", torch.randn(2, 5, 16), start=-60.0)  # nearly softmax
+        >>> drift.layers[0].layer, drift.output.relative_error < 1e-5
+        ('self_attn', True)
+    """
+    choice: dict[str, Any] = {"where": where, "layers": layers, "exclude": exclude}
+    together = shared_copy(model).eval()
+    names = [row.name for row in swap_attention(together, mechanism, **choice, **mechanism_options)]
+    before = shared_copy(model).eval()
+    observable = shared_copy(model).eval()
+    make_observable(observable, _plain_layers(observable, names))
+    alone = {
+        name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
+    }
+    call = run or _call
+    sums = {name: _LayerSums() for name in names}
+    whole: AgreementSums | None = None
+    outputs: dict[str, AgreementSums] = {}
+    for batch in _several(batches):
+        valid = _valid(batch)
+        result, layers_before = _recorded(before, call, batch, names)
+        wanted, named = output_of(result)
+        if whole is None:
+            kind = named if logits is None else logits
+            whole, outputs = AgreementSums(kind), {name: AgreementSums(kind) for name in names}
+        with _entropies(observable, {name: sums[name].entropy_before for name in names}):
+            call(observable, batch)
+        for name, copy in alone.items():
+            if isinstance(copy, str):
+                continue
+            with _entropies(copy, {name: sums[name].entropy_after}):
+                result, layers_after = _recorded(copy, call, batch, [name])
+            sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], valid))
+            outputs[name].add(output_of(result)[0], wanted, valid)
+        whole.add(output_of(call(together, batch))[0], wanted, valid)
+    if whole is None:
+        raise ValueError("batches is empty: give at least one")
+    rows = []
+    for name, copy in alone.items():
+        found, why = sums[name], copy if isinstance(copy, str) else ""
+        error = math.nan if why else relative_error(found.error.first, found.error.second)
+        output = NOT_MEASURED if why else outputs[name].mean()
+        rows.append(LayerDrift(name, error, found.entropy_before.mean, found.entropy_after.mean, output, why))
+    return Drift(tuple(rows), whole.mean())
+
+
+@dataclass
+class _Sums:
+    """Two sums whose ratio is wanted."""
+
+    first: float = 0.0
+    second: float = 0.0
+
+    def add(self, first: Tensor, second: Tensor) -> None:
+        self.first += float(first.double().sum())
+        self.second += float(second.double().sum())
+
+    @property
+    def mean(self) -> float:
+        return self.first / self.second if self.second else math.nan
+
+
+class _LayerSums:
+    def __init__(self) -> None:
+        self.error, self.entropy_before, self.entropy_after = _Sums(), _Sums(), _Sums()
+
+
+def _mechanism_of(model: nn.Module, name: str) -> AttentionMechanism:
+    found = model.get_submodule(name).mechanism
+    assert isinstance(found, AttentionMechanism)
+    return found
+
+
+def _plain_layers(model: nn.Module, names: Sequence[str] | None = None) -> list[str]:
+    """The names of self-attention layers without a mechanism, of all or of these."""
+    layers = attention_layers(model, where=None if names is None else list(names))
+    return [layer.name for layer in layers if layer.mechanism is None]
+
+
+def _swapped_alone(
+    model: nn.Module, name: str, mechanism: Mechanism, options: Mapping[str, Any], built: AttentionMechanism
+) -> nn.Module | str:
+    """A copy of the model with the mechanism in one layer, or why there can be none."""
+    copy = shared_copy(model).eval()
+    if set(built.needs) & set(READS):  # plain softmax gives the other layers' values
+        make_observable(copy, _plain_layers(copy))
+    try:
+        swap_attention(copy, mechanism, where=[name], **options)
+    except AttentionSwapError as error:
+        return str(error)
+    return copy
+
+
+def _several(batches: Any) -> Iterable[Any]:
+    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _valid(batch: Any) -> Tensor | None:
+    """Which tokens of a batch count, where it says so."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:
+    """What the model returns, and the output of the first call of each of these layers.
+
+    Raises:
+        ValueError: if a layer is not called.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: Any) -> None:
+            outputs.setdefault(name, output_of(output)[0])
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    try:
+        result = call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missing := [name for name in names if name not in outputs]:
+        raise ValueError(f"layer {missing[0]!r} is not called for these inputs: leave it out by exclude=")
+    return result, outputs
+
+
+@contextmanager
+def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
+    """Add the entropy of these layers' attention, and of how many rows it is, while the model runs."""
+
+    def observe(into: _Sums) -> Callable[..., None]:
+        def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            q, k = args[:2]
+            given = {name: kwargs[name] for name in ("attn_mask", "is_causal", "scale") if name in kwargs}
+            total, rows = attention_row_sums(q if mechanism.uses_query else k, k, statistics=["entropy"], **given)[
+                "entropy"
+            ]
+            into.add(total.double().sum(), rows.sum())
+
+        return hook
+
+    handles = []
+    for name, into in sums.items():
+        mechanism = _mechanism_of(model, name)
+        if mechanism.own_logits is None:
+            handles.append(mechanism.register_forward_pre_hook(observe(into), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,96 @@
+"""Bringing a number that a mechanism was built with from one value to another, step by step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from attention_modules import AttentionMechanism
+from attention_modules.mechanism import build_mechanism
+from lightning_tasks.training.limits import check_integer, check_number, is_sequence
+
+
+@dataclass(frozen=True)
+class Anneal:
+    """Options of mechanisms, each with its first and last value, and how many optimizer steps lie between.
+
+    Args:
+        values: by the option's name.
+        steps: from the first value to the last.
+
+    Raises:
+        TypeError: if it is no mapping of such a kind.
+        ValueError: if a number is out of its limits.
+    """
+
+    values: Mapping[str, tuple[float, float]]
+    steps: int
+
+    @classmethod
+    def of(cls, given: Any) -> Anneal:
+        """From a mapping such as ``{"lam": [0.0, 0.8], "steps": 500}``."""
+        if not isinstance(given, Mapping) or "steps" not in given or len(given) < 2:
+            raise TypeError(f"anneal must be a mapping such as {{'lam': [0.0, 0.8], 'steps': 500}}, got {given!r}")
+        values = {}
+        for name, pair in given.items():
+            if name == "steps":
+                continue
+            if not is_sequence(pair) or len(pair) != 2:
+                raise TypeError(f"anneal[{name!r}] must be two numbers, the first value and the last, got {pair!r}")
+            first, last = (check_number(f"anneal[{name!r}]", value) for value in pair)
+            values[str(name)] = first, last
+        return cls(values, check_integer("anneal['steps']", given["steps"], 1))
+
+    def check(self, mechanisms: Mapping[str, AttentionMechanism]) -> None:
+        """Refuse what no mechanism has, what its layers would not take, and a last value that is not the option's own.
+
+        Raises:
+            ValueError: naming the option and its layer.
+        """
+        for name, (first, last) in self.values.items():
+            having = {layer: found for layer, found in mechanisms.items() if _is_number(getattr(found, name, None))}
+            if not having:
+                kinds = ", ".join(sorted({type(found).__name__ for found in mechanisms.values()}))
+                raise ValueError(
+                    f"anneal[{name!r}]: no swapped layer has a mechanism with a number of this name ({kinds}); where "
+                    "it is an option that is None by default, give the mechanism its last value"
+                )
+            for layer, found in having.items():
+                own: Any = dict(found.built_with or {}).get(name, getattr(found, name))
+                if float(own) != float(last):
+                    raise ValueError(
+                        f"anneal[{name!r}] ends at {last:g}, and the mechanism of {layer!r} was built with {own!r}, "
+                        f"with which a checkpoint would be loaded: build it with {name}={last:g}"
+                    )
+                if found.built_with is not None:
+                    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                        build_mechanism(
+                            type(found), found.spec, **{**found.built_with, name: _as_asked(found, name, first)}
+                        )
+
+    def apply(self, mechanisms: Sequence[AttentionMechanism], step: int) -> dict[str, float]:
+        """Give the mechanisms the values of a step, and say which these are."""
+        share = min(step / self.steps, 1.0)
+        values = {
+            name: last if share == 1 else first + (last - first) * share for name, (first, last) in self.values.items()
+        }
+        for name, value in values.items():
+            for found in mechanisms:
+                if _is_number(getattr(found, name, None)):
+                    setattr(found, name, _as_asked(found, name, value))
+        return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _as_asked(mechanism: AttentionMechanism, name: str, value: float) -> float:
+    """The number, rounded where the mechanism's option of this name is an integer by its annotation."""
+    option = inspect.signature(type(mechanism)).parameters.get(name)
+    return round(value) if option is not None and option.annotation in (int, "int") else value

@@ -1,0 +1,208 @@
+"""How far a swapped model is from what it was, at each validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from weakref import ReferenceType, ref
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares, wide
+from attention_modules.hosts import attention_layers
+from attention_modules.mechanisms.shared.options import check_flag
+from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
+from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
+from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
+from lightning_tasks.callbacks.monitoring.names import layer_label
+from lightning_tasks.training.distributed import EpochSums, log_joined
+from lightning_tasks.training.eager import eager
+
+
+class DriftMonitor(Callback):
+    """Logs, at each validation, how far the swapped model is from the model with the attention and weights it had.
+
+    The model as it was when its attention was swapped is the teacher, kept with a copy of its weights. On the first
+    batch of each validation (also of ``trainer.validate``) it is shown what the model is called with.
+    ``val/drift/relative_error/layer_00`` is ‖student - teacher‖ / ‖teacher‖ of a layer's output where the student's
+    layer is given the teacher's input, ``mean`` the mean of the layers; ``val/drift/output_error`` the same of the
+    network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
+    ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
+    logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count. The two passes
+    that it costs are in eval mode, draw nothing at random, and change nothing.
+
+    Args:
+        network: name of the part of the module whose output is the model's (the first argument of a loss); by default
+            the child that holds all swapped layers.
+        logits: whether that output is logits; by default, where it is named so (``output.logits``).
+
+    Raises:
+        ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers, there is
+            a second such callback, or the strategy is FSDP1 or DeepSpeed; on resuming, if the teacher is another one
+            than the checkpoint's.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import DriftMonitor, SwapAttention
+        >>> trainer = Trainer(callbacks=[SwapAttention("sink"), DriftMonitor()], logger=False)
+    """
+
+    def __init__(self, network: str | None = None, logits: bool | None = None) -> None:
+        super().__init__()
+        self.network = network
+        self.logits = None if logits is None else check_flag("logits", logits)
+        self.teacher: Teacher | None = None
+        self._module: ReferenceType[pl.LightningModule] | None = None  # whose teacher it is
+        self._seeing = ExitStack()
+        self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
+        self._sums = EpochSums()
+        self._resumed: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.teacher.digest if self.teacher else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["teacher"]
+        if self.teacher is not None and saved not in (None, self.teacher.digest):
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint was made beside another teacher: the module that is built now "
+                "has other weights, before the checkpoint's are loaded, than it had then; build it with the same "
+                "pretrained weights and seed"
+            )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_alone(trainer, self)
+        refuse_flat_shards(trainer, f"{type(self).__name__} cannot compare layers")
+        self._forget()
+        self._sums = EpochSums()
+        if stage in ("fit", "validate") and (self._module is None or self._module() is not pl_module):
+            self.teacher = None
+            after_configure_model(pl_module, self, self._keep_teacher)
+
+    def _keep_teacher(self, pl_module: pl.LightningModule) -> None:
+        if self.teacher is None:
+            self.teacher = Teacher(type(self).__name__, pl_module, self.network, self._may_train)
+            self._module = ref(pl_module)
+
+    def _may_train(self, pl_module: pl.LightningModule) -> Callable[[str], bool]:
+        """Which Parameters, by their names, the fit may change: all, as callbacks unfreeze in mid-training."""
+        return lambda name: True
+
+    def _check_teacher(self, pl_module: pl.LightningModule) -> Teacher:
+        """The teacher, where it stands.
+
+        Raises:
+            ValueError: if layers were swapped after it was kept.
+        """
+        owner = type(self).__name__
+        if self.teacher is None:
+            raise ValueError(f"{owner}: it has no teacher; do not add it to a trainer that runs already")
+        prefix = f"{self.teacher.name}."
+        if later := [
+            name for name in swapped_layers(pl_module) if name.removeprefix(prefix) not in self.teacher.layers
+        ]:
+            raise ValueError(f"{owner}: {later[0]!r} was swapped after it; list SwapAttention before {owner}")
+        self.teacher.follow(pl_module.get_submodule(self.teacher.name))
+        return self.teacher
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check_teacher(pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._check_teacher(pl_module)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx or dataloader_idx or trainer.sanity_checking or self.teacher is None:
+            return
+        self._forget()
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._seen is None:
+                self._seen = args, kwargs, output
+
+        self._seeing.enter_context(eager())
+        network = pl_module.get_submodule(self.teacher.name)
+        self._seeing.callback(network.register_forward_hook(keep, with_kwargs=True).remove)
+
+    @torch.no_grad()
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx or dataloader_idx or trainer.sanity_checking or self.teacher is None:
+            return
+        seen, teacher = self._seen, self.teacher
+        if seen is None:
+            raise ValueError(
+                f"{type(self).__name__}: validation_step does not call {teacher.name!r}, whose output is compared; "
+                "name the part that it calls by network="
+            )
+        args, kwargs, output = seen
+        network = pl_module.get_submodule(teacher.name)
+        with eager(), trainer.precision_plugin.val_step_context():
+            self._forget()
+            lesson = teacher.show(args, kwargs)
+            compared = lesson.examine(network, args, kwargs)
+        for name, (error, size) in compared.items():
+            self._sums.add(_line("relative_error", name), error.sum(), size.sum())
+        self._add_output(output, lesson)
+
+    def _add_output(self, output: Any, lesson: Lesson) -> None:
+        given, named = output_of(output)
+        wanted, _ = output_of(lesson.output)
+        error, size = relative_squares(given, wanted, lesson.valid)
+        self._sums.add("output_error", error.sum(), size.sum())
+        given, wanted = (counted(classes_last(part), lesson.valid) for part in (given, wanted))
+        cosine = F.cosine_similarity(wide(given), wide(wanted), dim=-1)
+        count = torch.tensor(cosine.numel(), device=cosine.device)
+        self._sums.add("cosine", cosine.sum(), count)
+        if named if self.logits is None else self.logits:
+            self._sums.add("kl", kl_divergence(given, wanted).sum(), count)
+            self._sums.add("same_class", (given.argmax(-1) == wanted.argmax(-1)).sum(), count)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking or self.teacher is None:
+            return
+        lines = [_line("relative_error", name) for name in self.teacher.layers]
+        means = self._sums.join(trainer, [*lines, "output_error", "cosine", "kl", "same_class"], pl_module.device)
+        squares = {name: value.sqrt() for name, value in means.items() if name in (*lines, "output_error")}
+        named = self._labels(pl_module)
+        logged = {named.get(name, name): value for name, value in {**means, **squares}.items()}
+        if shown := [squares[line] for line in lines if line in squares]:
+            logged["relative_error/mean"] = torch.stack(shown).mean()
+        log_joined(pl_module, {f"val/drift/{name}": value for name, value in logged.items()})
+
+    def _labels(self, pl_module: pl.LightningModule) -> dict[str, str]:
+        """By the line of each compared layer, its name in logs: its place among all self-attention layers."""
+        teacher = self._check_teacher(pl_module)
+        places = {layer.name: layer_label(layer) for layer in attention_layers(pl_module)}
+        names = {name: places.get(f"{teacher.name}.{name}", name) for name in teacher.layers}
+        return {_line("relative_error", name): f"relative_error/{label}" for name, label in names.items()}
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._forget()
+        forget_actions(pl_module, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
+        forget_actions(pl_module, self)
+
+    def _forget(self) -> None:
+        self._seeing.close()
+        self._seen = None
+
+
+def _line(what: str, layer: str) -> str:
+    return f"{what}/{layer}"

@@ -1,0 +1,221 @@
+"""The network as it was before the swap, kept beside the one that trains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from attention_modules.analysis.agreement import output_of, relative_squares
+from attention_modules.hosts.report import swapped_mechanisms
+from attention_modules.hosts.torch import same_view
+from attention_modules.swap import restore_attention
+from attention_modules.teacher import shared_copy
+from lightning_tasks.checkpoints.swaps import _PLANS
+
+_SAMPLED = 1024  # numbers of each tensor by which one teacher is told from another
+
+
+class Teacher:
+    """A network with plain attention, and the weights that its layers were swapped with.
+
+    Args:
+        owner: name of the callback that keeps it, for messages.
+        pl_module: the module after the swap, before a checkpoint's weights are restored.
+        network: name of the part of the module whose output is the model's; by default its child that holds all
+            swapped layers.
+        may_train: of the module, whether a Parameter of a name may be trained: of these the teacher has copies, the
+            others it shares.
+
+    Raises:
+        ValueError: if nothing is swapped, ``network`` is no part that holds all swapped layers, or its weights are not
+            there yet (meta device).
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        pl_module: pl.LightningModule,
+        network: str | None,
+        may_train: Callable[[pl.LightningModule], Callable[[str], bool]],
+    ) -> None:
+        layers = swapped_layers(pl_module)
+        self.name = _network_name(owner, pl_module, network, layers)
+        student = pl_module.get_submodule(self.name)
+        prefix = f"{self.name}." if self.name else ""
+        self.layers = [name.removeprefix(prefix) for name in layers]
+        if any(tensor.is_meta for tensor in student.parameters()):
+            raise ValueError(
+                f"{owner}: the weights of {self.name!r} are on the meta device when it is swapped, so that there is "
+                "no teacher to keep; load the pretrained weights before, in __init__ or configure_model"
+            )
+        trains = may_train(pl_module)
+        own = [name for name, _ in student.named_parameters(remove_duplicate=False) if trains(prefix + name)]
+        own += [name for name, _ in student.named_buffers(remove_duplicate=False)]
+        self.network = shared_copy(student, own).eval()
+        restore_attention(self.network)
+        self.digest = _digest(self.network)
+
+    def follow(self, student: nn.Module) -> None:
+        """Bring what is not shared to the student's device, and to its dtype where it has one alone."""
+        shared = {id(tensor) for tensor in (*student.parameters(), *student.buffers())}
+        held = [tensor for tensor in student.parameters() if tensor.is_floating_point()]
+        kinds = {tensor.dtype for tensor in held}
+        for tensor in (*self.network.parameters(), *self.network.buffers()):
+            if id(tensor) not in shared and held:
+                dtype = held[0].dtype if len(kinds) == 1 and tensor.is_floating_point() else tensor.dtype
+                tensor.data = tensor.data.to(held[0].device, dtype)
+
+    @torch.no_grad()
+    def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lesson:
+        """Run it on what the student is called with."""
+        inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
+
+        def before(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                inputs.setdefault(name, _input_of(args, kwargs))
+
+            return hook
+
+        def after(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: object, output: Any) -> None:
+                outputs.setdefault(name, output_of(output)[0])
+
+            return hook
+
+        with hooks() as add:
+            for name in self.layers:
+                layer = self.network.get_submodule(name)
+                add(layer.register_forward_pre_hook(before(name), with_kwargs=True))
+                add(layer.register_forward_hook(after(name)))
+            output = self.network(*args, **kwargs)
+        return Lesson(inputs, outputs, output, _valid(kwargs))
+
+
+class Lesson:
+    """What the teacher computed of one batch.
+
+    Args:
+        inputs: of each layer.
+        outputs: of each layer.
+        output: what the network returned.
+        valid: which tokens count, boolean ``[B, N]``, where the call said so.
+    """
+
+    def __init__(
+        self, inputs: dict[str, Tensor], outputs: dict[str, Tensor], output: Any, valid: Tensor | None
+    ) -> None:
+        self.inputs, self.outputs, self.output, self.valid = inputs, outputs, output, valid
+
+    def give_inputs(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given, taught = _input_of(args, kwargs), self.inputs[name]
+
+            def replaced(value: Any) -> Any:
+                return taught.to(given.dtype) if isinstance(value, Tensor) and same_view(value, given) else value
+
+            return tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
+
+        return hook
+
+    def compare(self, name: str, output: Any) -> tuple[Tensor, Tensor]:
+        """The squares of error and size of a student's layer's output, of each sample."""
+        return relative_squares(output_of(output)[0], self.outputs[name], self.valid)
+
+    def examine(
+        self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """By layer, the squares of error and size of the student's output on the teacher's input."""
+        compared: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def after(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: object, output: Any) -> None:
+                compared.setdefault(name, self.compare(name, output))
+
+            return hook
+
+        with hooks() as add:
+            for name in self.inputs:
+                layer = network.get_submodule(name)
+                add(layer.register_forward_pre_hook(self.give_inputs(name), with_kwargs=True))
+                add(layer.register_forward_hook(after(name)))
+            network(*args, **kwargs)
+        return compared
+
+
+def swapped_layers(pl_module: pl.LightningModule) -> list[str]:
+    """The names of layers that a swap was asked for, softmax among the mechanisms, in module order."""
+    names = {name for plan in vars(pl_module).get(_PLANS, []) for name in plan["layers"]}
+    names |= swapped_mechanisms(pl_module).keys()
+    return [name for name, _ in pl_module.named_modules() if name in names]
+
+
+def _network_name(owner: str, pl_module: pl.LightningModule, network: str | None, layers: list[str]) -> str:
+    if not layers:
+        raise ValueError(
+            f"{owner}: no layer is swapped, so that there is nothing to compare with what it was; list SwapAttention "
+            f"before {owner}, or call swap_attention() before the fit"
+        )
+    if network is None:
+        children = sorted({name.partition(".")[0] for name in layers})
+        if len(children) > 1 or children[0] in layers:
+            raise ValueError(
+                f"{owner}: the swapped layers ({', '.join(layers[:3])}) are not all within one child of "
+                f"{type(pl_module).__name__}; name the part whose output is the model's by network="
+            )
+        return children[0]
+    if network not in dict(pl_module.named_modules()):
+        children = [name for name, _ in pl_module.named_children()]
+        raise ValueError(
+            f"{owner}: network={network!r} is no part of {type(pl_module).__name__}; it has {', '.join(children)}"
+        )
+    outside = [name for name in layers if network and not name.startswith(f"{network}.")]
+    if outside or not network:
+        raise ValueError(
+            f"{owner}: network={network!r} must be a part of the module that holds all swapped layers"
+            + (f", and {outside[0]!r} is outside" if outside else "")
+        )
+    return network
+
+
+def _digest(network: nn.Module) -> str:
+    """Told from numbers that lie evenly over each tensor: all of a large model would take minutes to read."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // _SAMPLED)].cpu()
+        numbers = some.float() if some.is_floating_point() else some.long()
+        state.update(f"{name} {tuple(tensor.shape)}".encode() + numbers.numpy().tobytes())
+    return state.hexdigest()
+
+
+def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """A layer's input: the first floating tensor that it is given."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise TypeError("an attention layer is called without a floating tensor")
+
+
+def _valid(kwargs: Mapping[str, Any]) -> Tensor | None:
+    mask = kwargs.get("attention_mask")
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+@contextmanager
+def hooks() -> Iterator[Callable[[Any], None]]:
+    """Takes handles of hooks, and removes them in the end."""
+    handles: list[Any] = []
+    try:
+        yield handles.append
+    finally:
+        for handle in handles:
+            handle.remove()

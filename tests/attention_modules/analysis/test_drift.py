@@ -1,0 +1,137 @@
+"""What a swap does to a trained model before any training."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from attention_modules import AttentionSwapError, available_mechanisms, swap_attention
+from attention_modules.analysis import swap_drift
+from attention_modules.analysis.agreement import AgreementSums, kl_divergence, output_of, relative_error
+from attention_modules.teacher import shared_copy
+
+
+@pytest.fixture(scope="module")
+def vit():
+    """Three blocks whose attention is far from uniform."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3, num_classes=10)
+        for block in model.blocks:
+            nn.init.normal_(block.attn.qkv.weight, std=0.2)
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_every_mechanism_is_measured_and_the_model_stays_as_it_was(vit, images):
+    state = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
+    held = [id(parameter) for parameter in vit.parameters()]
+    random = torch.get_rng_state()
+    for mechanism in available_mechanisms():
+        drift = swap_drift(vit, mechanism, images)
+        assert [row.layer for row in drift.layers] == [f"blocks.{number}.attn" for number in range(3)]
+        assert math.isfinite(drift.output.relative_error), mechanism
+        assert all(row.refused or math.isfinite(row.relative_error) for row in drift.layers), mechanism
+    assert torch.equal(random, torch.get_rng_state())
+    assert held == [id(parameter) for parameter in vit.parameters()]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in vit.state_dict().items())
+    assert vit.training
+    assert not hasattr(vit.blocks[0].attn, "mechanism")
+
+
+def test_softmax_is_no_drift_and_what_starts_as_it_is_little(vit, images):
+    drift = swap_drift(vit, "softmax", images)
+    assert drift.output.relative_error == 0
+    assert all(row.relative_error == 0 for row in drift.layers)
+    assert all(row.entropy_before == row.entropy_after for row in drift.layers)
+    assert swap_drift(vit, "sink", images, start=-60.0, std=0.0).output.relative_error < 1e-5
+
+
+def test_equals_what_is_computed_by_hand(vit, images):
+    drift = swap_drift(vit, "symmetric", [images[:1], (images[1:],)], logits=True)
+    before, after = shared_copy(vit).eval(), shared_copy(vit).eval()
+    swap_attention(after, "symmetric")
+    taken = {}
+    before.blocks[1].attn.register_forward_hook(lambda module, args, output: taken.update(x=args[0], y=output))
+    with torch.no_grad():
+        wanted, given = before(images), after(images)
+        layer = after.blocks[1].attn(taken["x"])
+    ratio = ((layer - taken["y"]).norm() / taken["y"].norm()).item()
+    assert drift.layers[1].relative_error == pytest.approx(ratio, rel=1e-4)
+    assert drift.output.relative_error == pytest.approx(((given - wanted).norm() / wanted.norm()).item(), rel=1e-4)
+    assert drift.output.cosine == pytest.approx(torch.cosine_similarity(given, wanted).mean().item(), rel=1e-4)
+    assert drift.output.kl == pytest.approx(kl_divergence(given, wanted).mean().item(), rel=1e-3)
+    assert drift.output.same_class == pytest.approx((given.argmax(1) == wanted.argmax(1)).float().mean().item())
+    assert drift.ranked()[0].output.relative_error == min(row.output.relative_error for row in drift.layers)
+
+
+def test_a_layer_that_reads_values_of_others_is_measured_alone_where_it_can_be(vit, images):
+    drift = swap_drift(vit, "value_residual", images)
+    assert "first of its stack" in drift.layers[0].refused
+    assert math.isnan(drift.layers[0].relative_error)
+    assert all(row.relative_error > 0.01 for row in drift.layers[1:])
+    assert drift.ranked()[-1] is drift.layers[0]
+
+
+def test_hidden_tokens_do_not_count():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertModel(BertConfig(vocab_size=20, **sizes)).eval()
+    ids = torch.randint(20, (2, 6))
+    padded = {"input_ids": torch.cat([ids, ids * 0], 1), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    padded["attention_mask"][:, 6:] = 0
+    whole, cut = (swap_drift(model, "symmetric", batch) for batch in (padded, {"input_ids": ids}))
+    for one, other in zip(whole.layers, cut.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
+        assert one.output.cosine == pytest.approx(other.output.cosine, rel=1e-3)
+
+
+def test_what_cannot_be_measured_is_refused(vit, images):
+    with pytest.raises(ValueError, match="batches is empty"):
+        swap_drift(vit, "sink", [])
+    with pytest.raises(AttentionSwapError, match="no attention layer"):
+        swap_drift(nn.Linear(2, 2), "sink", images)
+    with pytest.raises(AttentionSwapError, match="swap before wrapping the model"):
+        swap_drift(nn.DataParallel(vit), "sink", images)
+    with pytest.raises(TypeError, match="no output is found"):
+        swap_drift(vit, "sink", images, run=lambda model, batch: {"loss": model(batch).sum()})
+    with pytest.raises(ValueError, match=r"'blocks.0.attn' is not called"):
+        swap_drift(vit, "sink", images, run=lambda model, batch: model.patch_embed(batch))
+
+
+def test_nan_stays_nan_and_nothing_is_divided_by_zero():
+    sums = AgreementSums(logits=True)
+    assert math.isnan(sums.mean().relative_error)
+    sums.add(torch.full((1, 3), math.nan), torch.ones(1, 3))
+    assert math.isnan(sums.mean().relative_error)
+    assert math.isnan(sums.mean().kl)
+    assert math.isnan(relative_error(0, 0))
+    assert relative_error(1, 0) == math.inf
+    with pytest.raises(ValueError, match=r"\(1, 3\) cannot be compared with \(1, 4\)"):
+        sums.add(torch.ones(1, 3), torch.ones(1, 4))
+
+
+def test_output_of():
+    tensor = torch.ones(2)
+    assert output_of((tensor, None))[0] is tensor
+    assert output_of({"logits": tensor}) == (tensor, True)
+    with pytest.raises(TypeError, match="returns list"):
+        output_of([torch.ones(2, dtype=torch.long)])
+
+
+def test_shared_copy_owns_what_is_named():
+    layer = nn.Linear(2, 2)
+    copy = shared_copy(layer, ["weight"])
+    assert copy.bias is layer.bias
+    assert copy.weight is not layer.weight
+    assert torch.equal(copy.weight, layer.weight)
+    with pytest.raises(ValueError, match="own= names 'none'"):
+        shared_copy(layer, ["none"])

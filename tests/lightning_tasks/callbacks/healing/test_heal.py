@@ -1,0 +1,286 @@
+"""Heal: its losses are what they say, what trains in a stage trains, and a resumed run ends the same."""
+
+import copy
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
+from torch.utils.checkpoint import checkpoint
+
+from attention_modules import restore_attention, swap_attention
+from lightning_tasks.callbacks import DriftMonitor, Heal, SwapAttention
+from tests.lightning_tasks.callbacks.healing.healed import LAYERS, Task, data, heal
+from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
+
+THREE = [
+    {"match": "layers", "steps": 3},
+    {"match": "logits", "steps": 3, "temperature": 2.0, "lr_scale": 0.5},
+    {"match": "task"},
+]
+
+QUIET = {
+    "accelerator": "cpu",
+    **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
+}
+
+
+class Gradients(pl.Callback):
+    """Keeps the gradients of each optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        found = {name: one.grad for name, one in pl_module.named_parameters() if one.grad is not None}
+        self.steps.append({name: grad.clone() for name, grad in found.items()})
+
+
+def by_hand(match, x, labels, **stage):
+    """Gradients of the loss of a stage, written down anew, in float64."""
+    teacher = Task(dtype=torch.float64).net.eval()
+    student = Task(dtype=torch.float64).net
+    swap_attention(student, "symmetric")
+    seen, losses = {}, []
+    for name in LAYERS:
+        keep = functools.partial(lambda name, module, args, kwargs, out: seen.update({name: (args[0], out[0])}), name)
+        teacher.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        wanted = teacher(x)
+    given = student(x)
+    if match == "layers":
+        for name in LAYERS:
+            given_layer = student.get_submodule(name)(*[seen[name][0]] * 3, need_weights=False)[0]
+            error, size = ((part.square().sum((1, 2))) for part in (given_layer - seen[name][1], seen[name][1]))
+            losses.append((error / size).mean())
+        loss = torch.stack(losses).sum()
+    elif match == "output":
+        loss = ((given - wanted).square().sum(1) / wanted.square().sum(1)).mean()
+    else:
+        t = stage["temperature"]
+        log_p, log_q = (wanted / t).log_softmax(1), (given / t).log_softmax(1)
+        loss = kl_div(log_q, log_p, reduction="batchmean", log_target=True) * t**2
+    loss = loss + stage.get("task_weight", 0.0) * cross_entropy(given, labels)
+    loss.backward()
+    return loss, {f"net.{name}": one.grad for name, one in student.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [{"match": "layers"}, {"match": "output", "task_weight": 0.3}, {"match": "logits", "temperature": 3.0}],
+    ids=lambda stage: stage["match"],
+)
+def test_the_loss_and_its_gradients_are_those_written_down(stage):
+    gradients, module = Gradients(), Task(dtype=torch.float64)
+    loader = data(1, dtype=torch.float64)
+    loader_x, labels = loader.dataset.tensors
+    trainer = fit(
+        module, [SwapAttention("symmetric"), Heal([stage]), gradients], loader, max_steps=1, precision="64-true"
+    )
+    loss, wanted = by_hand(x=loader_x, labels=labels, **stage)
+    assert trainer.callback_metrics["heal/loss"].item() == pytest.approx(loss.item(), rel=1e-6)  # logged in fp32
+    (found,) = gradients.steps
+    if stage["match"] == "layers":
+        wanted = {name: grad for name, grad in wanted.items() if "self_attn" in name}
+    assert found.keys() == wanted.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+def test_what_does_not_train_in_a_stage_stays_bitwise():
+    before = Task().state_dict()
+    module, _ = heal(Heal([{"match": "layers"}]))
+    after = module.state_dict()
+    rest = [name for name in before if "self_attn" not in name]
+    assert rest
+    assert all(torch.equal(before[name], after[name]) for name in rest)
+    name = "net.encoder.layers.1.self_attn.out_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert "training_step" not in vars(module)
+
+
+def test_new_parameters_alone():
+    module, _ = heal(Heal([{"match": "layers", "train": "new"}]), "gated")
+    changed = [name for name, one in Task().state_dict().items() if not torch.equal(one, module.state_dict()[name])]
+    assert not changed
+    with pytest.raises(ValueError, match="the mechanisms have no Parameters; give 'attention'"):
+        heal(Heal([{"match": "layers", "train": "new"}]))
+
+
+def test_it_heals():
+    """Layers that are matched come nearer; those of a twin that is not trained do not."""
+    monitor, callback = DriftMonitor(), Heal([{"match": "layers"}])
+    first = heal(monitor, module=Task(lr=0.0), max_epochs=1)[1].callback_metrics
+    last = heal(callback, module=Task(lr=0.05), max_epochs=40)[1].callback_metrics
+    for name in ("val/drift/relative_error/layer_00", "val/drift/relative_error/layer_01", "val/drift/output_error"):
+        assert last[name] < 0.8 * first[name]
+    assert last["val/drift/cosine"] > first["val/drift/cosine"]
+
+
+def test_its_drift_is_that_of_a_copy_taken_apart():
+    _, trainer = heal(DriftMonitor(logits=True), module=Task(lr=0.0), limit_val_batches=1)
+    x = data().dataset.tensors[0][:4]
+    teacher, student = Task().net.eval(), Task().net.eval()
+    swap_attention(student, "symmetric")
+    with torch.no_grad():
+        wanted, given = teacher(x), student(x)
+    logged = trainer.callback_metrics
+    assert logged["val/drift/output_error"].item() == pytest.approx(((given - wanted).norm() / wanted.norm()).item())
+    assert logged["val/drift/cosine"].item() == pytest.approx(cosine_similarity(given, wanted).mean().item())
+    kl = kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+    assert logged["val/drift/kl"].item() == pytest.approx(kl.item(), rel=1e-4)
+    assert logged["val/drift/relative_error/layer_00"] > 0.1
+
+
+def test_the_softmax_twin_has_no_drift():
+    _, trainer = heal(Heal([{"match": "layers", "steps": 2}, {"match": "layers"}]), "softmax")
+    assert trainer.callback_metrics["heal/loss"] < 1e-10
+    assert trainer.callback_metrics["val/drift/relative_error/mean"] < 1e-5
+
+
+def test_stages_follow_the_step_and_scale_the_rate():
+    rates, stages = [], []
+
+    class Rates(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            held = trainer.optimizers[0]
+
+            def look(optimizer, *_):
+                rates.append(optimizer.param_groups[0]["lr"])
+
+            if not rates:
+                held.register_step_post_hook(lambda *_: None)
+                held.register_step_pre_hook(look)
+            stages.append(trainer.callback_metrics.get("heal/stage"))
+
+        def on_train_batch_end(self, trainer, *_):
+            assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+
+    rater = Rates()
+    module = Task()
+    fit(module, [SwapAttention("symmetric"), Heal(THREE), rater], data(8), max_steps=8)
+    assert rates == [0.05] * 2 + [0.025] * 3 + [0.05] * 2 or rates == [0.05] * 3 + [0.025] * 3 + [0.05] * 2
+
+
+@pytest.mark.parametrize("stopped", [4, 8])
+def test_a_resumed_run_ends_bitwise_identical(tmp_path, stopped):
+    whole, _ = heal(Heal(THREE), "gated", max_epochs=3)
+    _part, trainer = heal(Heal(THREE), "gated", max_epochs=stopped // 4)
+    trainer.save_checkpoint(tmp_path / "part.ckpt")
+    rest = Task()
+    torch.manual_seed(1)
+    again = pl.Trainer(callbacks=[SwapAttention("gated"), Heal(THREE)], max_epochs=3, **QUIET)
+    again.fit(rest, data(), data(), ckpt_path=tmp_path / "part.ckpt")
+    assert torch.equal(weights_of(whole), weights_of(rest))
+
+
+def test_a_checkpoint_of_another_teacher_is_refused(tmp_path):
+    _, trainer = heal(Heal(THREE), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "part.ckpt")
+    other = Task()
+    torch.nn.init.normal_(other.net.head.weight)
+    again = pl.Trainer(callbacks=[SwapAttention("symmetric"), Heal(THREE)], max_steps=9, **QUIET)
+    with pytest.raises(ValueError, match="beside another teacher"):
+        again.fit(other, data(), ckpt_path=tmp_path / "part.ckpt")
+
+
+def test_watching_changes_nothing():
+    plain, watched = Task(), Task()
+    torch.manual_seed(1)
+    fit(plain, [SwapAttention("dam", num_tokens=6)], data(), data(), max_epochs=2)
+    torch.manual_seed(1)
+    fit(watched, [SwapAttention("dam", num_tokens=6), DriftMonitor()], data(), data(), max_epochs=2)
+    assert torch.equal(weights_of(plain), weights_of(watched))
+
+
+def test_a_second_fit_keeps_the_teacher():
+    callback = Heal([{"match": "task"}])
+    module, _ = heal(callback)
+    digest = callback.teacher.digest
+    fit(module, [callback], data(), data())
+    assert callback.teacher.digest == digest
+    plain = copy.deepcopy(module.net)
+    restore_attention(plain)
+    held = callback.teacher.network.encoder.layers[0].linear1.weight
+    assert torch.equal(held, Task().net.encoder.layers[0].linear1.weight)
+    assert not torch.equal(held, plain.encoder.layers[0].linear1.weight)
+
+
+def test_the_teacher_shares_what_no_stage_trains():
+    callback = Heal([{"match": "layers"}, {"match": "task", "train": "net.head.*"}][:1])
+    module, _ = heal(callback)
+    assert callback.teacher.network.head.weight is module.net.head.weight
+    assert callback.teacher.network.encoder.layers[0].self_attn.out_proj.weight is not (
+        module.net.encoder.layers[0].self_attn.out_proj.weight
+    )
+
+
+def test_activation_checkpointing_gives_the_same():
+    class Checkpointed(Task):
+        def __init__(self):
+            super().__init__()
+            for layer in self.net.encoder.layers:
+                forward = layer.forward
+                layer.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+
+    plain, _ = heal(Heal(THREE), max_steps=8, max_epochs=3)
+    saved, _ = heal(Heal(THREE), module=Checkpointed(), max_steps=8, max_epochs=3)
+    torch.testing.assert_close(weights_of(plain), weights_of(saved), rtol=1e-5, atol=1e-6)
+
+
+def test_accumulated_gradients_and_clipping():
+    for match in ("layers", "output", "logits"):
+        options = {"max_epochs": 3, "gradient_clip_val": 0.1}
+        whole, _ = heal(Heal([{"match": match}]), loader=data(1, 8), **options)
+        parts, _ = heal(Heal([{"match": match}]), loader=data(2, 4), accumulate_grad_batches=2, **options)
+        torch.testing.assert_close(weights_of(whole), weights_of(parts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision(precision):
+    module = Task()
+    loader = data(dtype=torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    _, trainer = heal(Heal(THREE), module=module, loader=loader, max_steps=8, max_epochs=3, precision=precision)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert torch.isfinite(trainer.callback_metrics["val/drift/output_error"])
+
+
+class Elsewhere(Task):
+    """Goes past the network's own forward."""
+
+    def forward(self, x):
+        return self.net.head(self.net.encoder(x).mean(1))
+
+
+class Twice(Task):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: heal(Heal(THREE), None), "no layer is swapped.*list SwapAttention before Heal"),
+        (lambda: heal(Heal(THREE, network="model")), "network='model' is no part of Task; it has net"),
+        (lambda: heal(Heal(THREE, network="net.head")), "'net.encoder.layers.0.self_attn' is outside"),
+        (lambda: heal(Heal(THREE, network="")), "must be a part of the module"),
+        (lambda: heal(Heal(THREE), module=Elsewhere()), "does not call 'net'.*network="),
+        (lambda: heal(DriftMonitor(), module=Elsewhere()), "does not call 'net'.*network="),
+        (lambda: heal(Heal(THREE), module=Twice()), "calls the network twice"),
+        (lambda: heal(Heal(THREE, network="net"), module=TwoOptimizers()), "optimize automatically"),
+        (lambda: heal(Heal([{"match": "task", "train": "head*"}])), "'head\\*' matches no Parameter"),
+        (lambda: heal(Heal([{"match": "layers", "train": "net.head*"}])), "chooses 'net.head.bias', on which no layer"),
+        (lambda: heal(Heal(THREE), strategy="ddp", devices=1), "ddp_find_unused_parameters_true"),
+        (lambda: fit(Task(), [SwapAttention("sink"), Heal(THREE), DriftMonitor()]), "two callbacks"),
+        (lambda: fit(Task(), [Heal(THREE), SwapAttention("sink")], data(), data()), None),
+        (lambda: fit(TinyLM(), [SwapAttention("sink"), Heal(THREE, network="net.encoder")]), None),
+    ],
+)
+def test_refusals_and_what_is_allowed(make, said):
+    if said is None:
+        make()
+    else:
+        with pytest.raises((ValueError, TypeError), match=said):
+            make()
