@@ -7,17 +7,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import attend
+from attention_modules.kernels import attend, autocast, check_dropout, transforms_active
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.mechanisms.shared.rows import Logits, MappedRows, rows_apply
 
 ALPHAS = (1.0, 1.5, 2.0)
 _FAR = 4.0  # below the largest logit: no entry so far down is in the support, whose width is at most 2
+_STEPS = 16
 
 
 def entmax(z: Tensor, alpha: float) -> Tensor:
-    """α-entmax of the last dimension, by sorting: argmax of pᵀz + the Tsallis entropy of order α over the simplex.
+    """α-entmax of the last dimension: argmax of pᵀz + the Tsallis entropy of order α over the simplex.
 
     Args:
         z: logits ``[..., M]``.
@@ -27,23 +29,72 @@ def entmax(z: Tensor, alpha: float) -> Tensor:
         ``[..., M]``, non-negative, each row's sum 1.
     """
     z = (z - z.amax(-1, keepdim=True).detach()) * (alpha - 1)
-    ordered = z.detach().sort(-1, descending=True).values
-    count = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    inside = z > threshold(z.detach(), alpha)
+    kept, size = z * inside, inside.sum(-1, keepdim=True).to(z.dtype)  # what follows has derivatives of every order
+    mean = kept.sum(-1, keepdim=True) / size
     if alpha == 2.0:
-        support = 1 + count * ordered > ordered.cumsum(-1)
-        size = support.sum(-1, keepdim=True).to(z.dtype)
-        inside = z >= ordered.gather(-1, support.sum(-1, keepdim=True) - 1)
-        threshold = ((z * inside).sum(-1, keepdim=True) - 1) / size
-        return (z - threshold).clamp(min=0.0)
-    mean, square = ordered.cumsum(-1) / count, ordered.square().cumsum(-1) / count
-    spread = (1 - count * (square - mean.square())) / count
-    candidates = mean - spread.clamp(min=0.0).sqrt()
-    size = ((candidates <= ordered) & (spread >= 0)).sum(-1, keepdim=True)
-    inside = z >= ordered.gather(-1, size - 1)
-    kept, total = z * inside, size.to(z.dtype)
-    mean = kept.sum(-1, keepdim=True) / total
-    spread = (1 - (kept.square().sum(-1, keepdim=True) - total * mean.square())) / total
+        return (z - mean + 1 / size).clamp(min=0.0)
+    spread = (1 - (kept.square().sum(-1, keepdim=True) - size * mean.square())) / size
     return (z - (mean - spread.clamp(min=1e-12).sqrt())).clamp(min=0.0).square()
+
+
+def threshold(z: Tensor, alpha: float) -> Tensor:
+    """τ of rows whose largest entry is 0: Σ_j [z_j - τ]₊^{1/(α - 1)} = 1, by Newton's method, without sorting.
+
+    f(τ) = Σ_j [z_j - τ]₊ - 1, or ‖[z - τ]₊‖ - 1 where α = 1.5, is convex and falls, and f(-1) ≥ 0: the steps go up to
+    τ and never past it, to rounding in about six. They end when none moves; where asking would wait for a device, or
+    is not possible, after sixteen.
+
+    Args:
+        z: (α - 1) times logits less their row's largest, ``[..., M]``; -inf where a key is hidden.
+        alpha: 1.5 or 2.
+
+    Returns:
+        ``[..., 1]``; any number in rows that see nothing.
+    """
+    tau, near = torch.full_like(z[..., :1], -1.0), torch.finfo(z.dtype).eps ** 0.75
+    fixed = z.device.type != "cpu" or torch.compiler.is_compiling() or transforms_active()
+    above = None if fixed else torch.empty_like(z)  # one for all steps
+    for _ in range(_STEPS if fixed else z.shape[-1] + _STEPS):
+        above = torch.relu_(z - tau if fixed else torch.sub(z, tau, out=above))
+        total = above.sum(-1, keepdim=True)
+        if alpha == 2.0:
+            step = (total - 1) / above.sign().sum(-1, keepdim=True).clamp(min=1.0)
+        else:
+            norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
+            step = (norm - 1) * norm / total.clamp(min=torch.finfo(z.dtype).tiny)
+        tau = tau + step
+        if not fixed and not bool((step > near).any()):
+            break
+    return tau
+
+
+class _Entmax:
+    """Rows of weights r^{1/(α - 1)}, r = [z - τ]₊, and their derivatives from r alone."""
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+    def weights(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        z = logits.mul_(self.alpha - 1) if self.alpha != 2.0 else logits
+        top = z.amax(-1, keepdim=True)
+        top = top.masked_fill(top.isneginf(), 0.0)  # rows that see nothing
+        tau = threshold(z.sub_(top), self.alpha)
+        return self._power(z.sub_(tau).relu_()), top + tau
+
+    def again(self, logits: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        z = logits.mul_(self.alpha - 1) if self.alpha != 2.0 else logits
+        r = z.sub_(kept).relu_()  # type: ignore[arg-type]
+        return (r, r.sign()) if self.alpha == 2.0 else (r.square(), r)
+
+    def slope(self, above: Tensor, state: Tensor) -> Tensor:
+        """s (g - Σ s g / Σ s), s = p^{2 - α} (Peters et al., 2019)."""
+        above.mul_(state)
+        mean = above.sum(-1, keepdim=True) / state.sum(-1, keepdim=True).clamp(min=torch.finfo(state.dtype).tiny)
+        return above.addcmul_(state, mean, value=-1)
+
+    def _power(self, r: Tensor) -> Tensor:
+        return r if self.alpha == 2.0 else r.square_()
 
 
 def entmax_attention(
@@ -87,12 +138,21 @@ def entmax_attention(
     if alpha == 1.0:
         return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)
 
+    check_dropout(dropout_p)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
     def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
         top = logits.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True)
         top = torch.where(top.isneginf(), logits.new_zeros(()), top).detach()
         return entmax(torch.where(seen, logits, top - _FAR / (alpha - 1)), alpha)
 
-    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+
+    if not rows_apply(q, k, v, attn_mask, dropout_p):
+        return plain(q, k, v)
+    logits = Logits(None, attn_mask, is_causal, scale)
+    return MappedRows.apply(autocast(q), autocast(k), autocast(v), logits, _Entmax(alpha), plain)
 
 
 @register_mechanism("entmax")

@@ -8,9 +8,9 @@ from torch import Tensor
 from attention_modules.kernels import autocast, check_dropout
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.maps.sigmoid_rows import Logits, SigmoidRows, rows_apply
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.rows import Logits, MappedRows, rows_apply
 from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
 
@@ -69,7 +69,21 @@ def sigmoid_attention(
         return plain(q, k, v)
     shift = -visible_keys(q, k, attn_mask, is_causal).log()
     logits = Logits(shift if bias is None else torch.full_like(shift, bias), attn_mask, is_causal, scale)
-    return SigmoidRows.apply(autocast(q), autocast(k), autocast(v), logits, plain)
+    return MappedRows.apply(autocast(q), autocast(k), autocast(v), logits, _Sigmoid(), plain)
+
+
+class _Sigmoid:
+    """σ of each logit, whose slope is w (1 - w)."""
+
+    def weights(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return logits.sigmoid_(), None
+
+    def again(self, logits: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights = logits.sigmoid_()
+        return weights, weights
+
+    def slope(self, above: Tensor, state: Tensor) -> Tensor:
+        return torch.ops.aten.sigmoid_backward(above, state)
 
 
 @register_mechanism("sigmoid")

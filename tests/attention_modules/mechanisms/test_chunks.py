@@ -8,10 +8,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention_modules import AttentionSpec, available_mechanisms, build_mechanism, mechanisms as found, naive
+from attention_modules.mechanisms.maps.entmax import entmax
 from tests.attention_modules.compare import assert_same, random_heads, values_and_gradients
 
 TOKENS = 150  # more than two chunks
-CASES = [("sigmoid", {}), ("sigmoid", {"bias": -2.0}), ("entmax", {"alpha": 1.5}), ("hard", {})]
+CASES = [
+    ("sigmoid", {}),
+    ("sigmoid", {"bias": -2.0}),
+    ("entmax", {"alpha": 1.5}),
+    ("entmax", {"alpha": 2.0}),
+    ("hard", {}),
+]
 
 
 def _given(kind):
@@ -48,6 +55,30 @@ def test_sigmoid_is_differentiated_twice(kind, frozen):
 
     for actual, expected in zip(second(found.sigmoid_attention), second(naive.naive_sigmoid), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def _sorted_entmax(z, alpha):
+    """By the largest support whose smallest member is above its own threshold, in float64."""
+    z = (z.double() - z.double().amax()) * (alpha - 1)
+    for size in range(len(z), 0, -1):
+        kept = z.topk(size).values
+        spread = 1 - (kept - kept.mean()).square().sum()
+        tau = kept.mean() - (1 / size if alpha == 2.0 else (spread.clamp(min=0.0) / size).sqrt())
+        if kept[-1] > tau and (alpha == 2.0 or spread > 0):
+            return (z - tau).clamp(min=0.0) ** (1 / (alpha - 1))
+    raise AssertionError
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_entmax_finds_every_threshold_without_sorting(alpha, dtype, tolerance):
+    place = torch.arange(500, dtype=torch.float64)
+    rows = [0.99**place, (place / 500) ** 0.1, 1 / (1 + place), place * 0, 3 * place.cos(), (place == 7) * 1e-4]
+    rows = torch.stack([sign * row for row in rows for sign in (1.0, -1.0)]).to(dtype)
+    expected = torch.stack([_sorted_entmax(row, alpha) for row in rows])
+    for actual in (entmax(rows, alpha), torch.func.vmap(lambda row: entmax(row, alpha))(rows)):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
 
 
 class Largest(TorchDispatchMode):
