@@ -106,6 +106,8 @@ class AttentionMechanism(nn.Module):
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence."""
+    remembers: ClassVar[bool] = False
+    """Whether it must be given what :meth:`remember` gives of every earlier token: ``forward`` then takes ``kept``."""
     built_with: Mapping[str, object] | None = None
     """The options it was built with by name or class; None where a callable or hand built it."""
 
@@ -123,6 +125,17 @@ class AttentionMechanism(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+
+    def remember(self, x: Tensor) -> Tensor:
+        """What must be kept of tokens whose keys are cached; the layer keeps it beside them where ``remembers``.
+
+        Args:
+            x: the layer's input ``[B, N, C]``.
+
+        Returns:
+            ``[B, H, N]``; ``forward`` is given that of all keys, ``[B, H, M]``, as ``kept``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} remembers nothing")
 
     def needed(self, name: str, value: Tensor | None) -> Tensor:
         """One of ``needs`` that was given.

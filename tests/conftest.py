@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -58,8 +59,11 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    if torch.distributed.is_initialized():  # a forked process would wait for the threads of a group that stayed
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

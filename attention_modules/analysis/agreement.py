@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.precision import to_float64
+
 
 def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """‖given - wanted‖² and ‖wanted‖² of each sample, ``[B]`` in fp32 or above.
@@ -120,13 +122,15 @@ class AgreementSums:
         """
         if given.shape != wanted.shape:
             raise ValueError(f"outputs {tuple(given.shape)} cannot be compared with {tuple(wanted.shape)}")
-        error, size = (part.double().sum() for part in relative_squares(given, wanted, valid))
+        error, size = (to_float64(part).sum() for part in relative_squares(given, wanted, valid))
         given, wanted = counted(classes_last(given), valid), counted(classes_last(wanted), valid)
         cosine = torch.nn.functional.cosine_similarity(wide(given), wide(wanted), dim=-1)
         zero = torch.zeros_like(error)
-        kl = kl_divergence(given, wanted).double().sum() if self.logits else zero
+        kl = to_float64(kl_divergence(given, wanted)).sum() if self.logits else zero
         same = (given.argmax(-1) == wanted.argmax(-1)).sum() if self.logits else zero
-        new = torch.stack([part.double().cpu() for part in (error, size, cosine.double().sum(), kl, same)]).tolist()
+        new = torch.stack(
+            [to_float64(part).cpu() for part in (error, size, to_float64(cosine).sum(), kl, same)]
+        ).tolist()
         self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
         self._positions += cosine.numel()
 

@@ -24,6 +24,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import Selector
 from attention_modules.mechanism import Mechanism
+from attention_modules.precision import to_float64
 from attention_modules.sharing import READS
 from attention_modules.swap import AttentionSwapError, make_observable, swap_attention
 from attention_modules.teacher import shared_copy
@@ -184,8 +185,8 @@ class _Sums:
     second: float = 0.0
 
     def add(self, first: Tensor, second: Tensor) -> None:
-        self.first += float(first.double().sum())
-        self.second += float(second.double().sum())
+        self.first += float(to_float64(first).sum())
+        self.second += float(to_float64(second).sum())
 
     @property
     def mean(self) -> float:
@@ -275,7 +276,7 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
             total, rows = attention_row_sums(q if mechanism.uses_query else k, k, statistics=["entropy"], **given)[
                 "entropy"
             ]
-            into.add(total.double().sum(), rows.sum())
+            into.add(to_float64(total).sum(), rows.sum())
 
         return hook
 

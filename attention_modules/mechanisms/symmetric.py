@@ -52,6 +52,18 @@ def check_self_attention(name: str, q: Tensor, k: Tensor) -> None:
         )
 
 
+def keys_of_rows(name: str, q: Tensor, k: Tensor) -> Tensor:
+    """What asks where keys ask each other: all keys, or ``q`` where it is fewer, the keys of new tokens.
+
+    Raises:
+        ValueError: if there are more queries than keys.
+    """
+    if q.shape[-2] < k.shape[-2]:
+        return q
+    check_self_attention(name, q, k)
+    return k
+
+
 @keys_and_values("symmetric")
 def symmetric_attention(
     k: Tensor,
@@ -95,6 +107,7 @@ class SymmetricAttention(AttentionMechanism):
     """:func:`symmetric_attention` as a mechanism: no query projection."""
 
     uses_query = False
+    cache = "keys and values"
 
     def forward(
         self,
@@ -106,10 +119,14 @@ class SymmetricAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """Mix the values by the likeness of keys; of ``q`` only the length is read.
+        """Mix the values by the likeness of keys.
+
+        Of ``q`` only the length is read, but where a key-value cache holds more keys: there it is the keys of the new
+        tokens.
 
         Raises:
-            ValueError: if the numbers of queries and keys differ.
+            ValueError: if there are more queries than keys.
         """
-        check_self_attention("symmetric", q, k)
-        return symmetric_attention(k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+        q = keys_of_rows("symmetric", q, k)
+        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+        return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)

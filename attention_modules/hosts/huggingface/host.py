@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.huggingface.caches import ARGUMENTS, CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
 from attention_modules.hosts.huggingface.projections import (
@@ -59,6 +60,8 @@ class SwappedHuggingFace(Swapped):
             self._check_own_sequence(args, kwargs)
         if "x" in self.mechanism.needs:
             kwargs[INPUT] = args[0] if args else kwargs.get(_call_of(self).parameters[0])
+        if self.mechanism.cache != "whole sequence" and (not self.mechanism.uses_query or self.mechanism.remembers):
+            kwargs |= self._cache(args, kwargs)
         return super().forward(*args, **kwargs)
 
     def hides_the_future(self, asked: bool | None) -> bool:
@@ -72,6 +75,13 @@ class SwappedHuggingFace(Swapped):
         if self.query_factor == 1.0:
             return scale
         return self.query_factor * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+    def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The cache that the layer is called with, for our attention function, where its forward passes it on."""
+        call = _call_of(self)
+        given = {**dict(zip(call.parameters, args, strict=False)), **kwargs}
+        cache = next((given[name] for name in ARGUMENTS if given.get(name) is not None), None)
+        return {CACHE: cache} if cache is not None and call.passes_on else {}
 
     def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(_call_of(self).parameters, args, strict=False)), **kwargs}
@@ -277,6 +287,8 @@ class HuggingFaceHost(Host):
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
+        found = (module for module in model.modules() if isinstance(module, SwappedHuggingFace))
+        warn_of_cache(model, {type(layer.mechanism) for layer in found})
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         plain = not isinstance(layer, SwappedHuggingFace)

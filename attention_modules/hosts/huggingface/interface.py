@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from attention_modules.hosts.huggingface.caches import kept_for, keys_of_new
 from attention_modules.hosts.huggingface.given import (
     MASKS,
     OF_LOGITS,
@@ -66,6 +67,15 @@ def mechanism_attention_forward(
     if attention_mask is not None and not mechanism.row_masks:
         attention_mask = _one_row(attention_mask, type(mechanism).__name__)
     _check_shapes(module, query, key)
+    remembered: dict[str, Tensor] = {}
+    if mechanism.remembers:
+        new = mechanism.remember(_input_of(kwargs.get(INPUT), query))
+        remembered["kept"] = kept_for(kwargs, module, new, key.shape[2])
+    if not mechanism.uses_query:
+        _check_no_adapted_query(module)
+        scaling = module.without_query_scale(scaling, query)
+        if mechanism.cache != "whole sequence":
+            query = keys_of_new(kwargs, module, key, query.shape[2])
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -73,15 +83,10 @@ def mechanism_attention_forward(
     causal = attention_mask is None and query.shape[2] > 1 and module.hides_the_future(is_causal)
     if causal and key.shape[2] > query.shape[2]:  # a static cache that is still empty beyond the prompt
         key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
-    if not mechanism.uses_query:
-        _check_no_adapted_query(module)
-        if key.shape[2] != query.shape[2]:
-            raise NotImplementedError(
-                f"{type(mechanism).__name__} has no query, so it cannot continue from a key-value cache, or attend to "
-                f"another sequence ({query.shape[2]} new tokens, {key.shape[2]} keys): pass use_cache=False"
-            )
-        query, scaling = key, module.without_query_scale(scaling, query)
-    # A mechanism with a query that cannot take more keys than queries says so itself.
+        remembered = {name: kept[..., : query.shape[2]] for name, kept in remembered.items()}
+    if mechanism.cache == "whole sequence":
+        _check_whole(mechanism, query, key)
+        query = query if mechanism.uses_query else key
     if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):
         attention_mask, causal = causal_mask(query, key), False
     attention_mask = with_masks(attention_mask, key, kwargs)
@@ -94,7 +99,16 @@ def mechanism_attention_forward(
     asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(kwargs) else {}
     x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
     out = module.mix(
-        query, key, value, x, attn_mask=attention_mask, is_causal=causal, dropout_p=dropout, scale=scaling, **asked
+        query,
+        key,
+        value,
+        x,
+        attn_mask=attention_mask,
+        is_causal=causal,
+        dropout_p=dropout,
+        scale=scaling,
+        **asked,
+        **remembered,
     )
     shown = weights[0][..., :keys] if weights else out.new_empty(*out.shape[:-1], 0)
     return out.transpose(1, 2).contiguous(), shown
@@ -114,6 +128,15 @@ def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> 
             f"a swapped layer takes masks [B, H, N, M], got {tuple(getattr(mask, 'shape', ()))} "
             f"({type(mask).__name__}), as another attention implementation makes it: call "
             'model.set_attn_implementation("sdpa")'
+        )
+
+
+def _check_whole(mechanism: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse other tokens than those of this call."""
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{type(mechanism).__name__} needs one query for each key, so it cannot continue from a key-value cache, "
+            f"or attend to another sequence ({query.shape[2]} new tokens, {key.shape[2]} keys): pass use_cache=False"
         )
 
 

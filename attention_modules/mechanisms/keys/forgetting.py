@@ -29,15 +29,15 @@ def forgetting_attention(
 ) -> Tensor:
     """softmax(q_i·k_j · scale + c_i - c_j + mask) v, c_i = Σ_{l <= i} ln σ(gate_l) (Lin et al., ICLR 2025).
 
-    c_i is one number a row, so that this is attention with the bias -c_j a key. Meant for causal layers: later keys
+    c_i is one number per row, so that this is attention with the bias -c_j per key. Meant for causal layers: later keys
     that are not hidden would weigh more the more is forgotten between.
 
     Args:
         q: queries ``[B, H, N, d]``.
-        k: keys ``[B, H, N, d]``.
-        v: values ``[B, H, N, d]``.
-        gate: logits of the forget gates, ``[B, H, N]``.
-        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        k: keys ``[B, H, M, d]``; with a key-value cache M > N.
+        v: values ``[B, H, M, d]``.
+        gate: logits of the forget gates of all tokens that have a key, ``[B, H, M]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout.
         scale: factor on q kᵀ, 1/sqrt(d) where None.
@@ -47,7 +47,7 @@ def forgetting_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit, or there is not one query for each key.
+        ValueError: if a shape does not fit.
 
     Example:
         >>> import torch
@@ -56,9 +56,8 @@ def forgetting_attention(
         >>> forgetting_attention(q, k, v, torch.zeros(1, 3, 5), is_causal=True).shape
         torch.Size([1, 3, 5, 8])
     """
-    check_self_attention("forgetting", q, k)
     if gate.shape != k.shape[:-1]:
-        raise ValueError(f"gate must be [B, H, N] = {tuple(k.shape[:-1])}, got {tuple(gate.shape)}")
+        raise ValueError(f"gate must be [B, H, M] = {tuple(k.shape[:-1])}, got {tuple(gate.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     with without_autocast(k.device):
         faded = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).cumsum(-1)
@@ -80,6 +79,8 @@ class ForgettingAttention(AttentionMechanism):
 
     needs = ("x",)
     one_query_per_key = True
+    cache = "keys and values"
+    remembers = True
     neutral: ClassVar = {"bias": 30.0, "std": 0.0}
 
     def __init__(self, spec: AttentionSpec, bias: float = 0.0, std: float = 0.02) -> None:
@@ -99,13 +100,24 @@ class ForgettingAttention(AttentionMechanism):
         scale: float | None = None,
         *,
         x: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Mix the values, the far ones faded.
 
+        Args:
+            x: the layer's input ``[B, N, C]``.
+            kept: what :meth:`remember` gave of all tokens that have a key, ``[B, H, M]``, where a cache holds some.
+
         Raises:
-            ValueError: if there is no ``x``, or the numbers of queries and keys differ.
+            ValueError: if there is no ``x``, or the numbers of queries and keys differ without ``kept``.
         """
-        gate = self.gate(self.needed("x", x)).transpose(1, 2)
+        if kept is None:
+            check_self_attention("forgetting", q, k)
+            kept = self.remember(self.needed("x", x))
         return forgetting_attention(
-            q, k, v, gate, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+            q, k, v, kept, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
         )
+
+    def remember(self, x: Tensor) -> Tensor:
+        """The logits of the gates, ``[B, H, N]``, of the layer's input ``[B, N, C]``."""
+        return self.gate(x).transpose(1, 2)

@@ -11,6 +11,7 @@ from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.symmetric import keys_of_rows
 
 
 def l2_attention(
@@ -91,6 +92,10 @@ class L2Attention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """Mix the values by the distance of queries and keys; ``q`` is not read where the keys ask each other."""
-        q = q if self.uses_query else k
+        """Mix the values by the distance of queries and keys.
+
+        Where the keys ask each other ``q`` is not read, but where a key-value cache holds more keys: there it is the
+        keys of the new tokens.
+        """
+        q = q if self.uses_query else keys_of_rows("l2", q, k)
         return l2_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -25,7 +25,7 @@ OTHERS = {
         "entropy, nats": ("val/attention/entropy/mean", 1.0),
         "largest logit": ("attention/largest_logit/mean", 1.0),
         "Lipschitz, first layer": ("val/lipschitz/layer_00", 1.0),
-        "last layer": ("val/lipschitz/layer_03", 1.0),
+        "last layer": ("val/lipschitz/layer_02", 1.0),
     },
     "text": {
         "words swapped": ("robustness/word_swap/2.5/perplexity", 1.0),

@@ -172,7 +172,7 @@ def test_a_static_cache_hides_its_empty_part() -> None:
     torch.testing.assert_close(torch.cat([prompt, last], 1), plain, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mechanism", ["symmetric", "rpc", "scaled"])
+@pytest.mark.parametrize("mechanism", ["rpc", "scaled"])
 @pytest.mark.parametrize("family", CAUSAL)
 def test_a_cache_that_a_mechanism_cannot_continue_is_refused(family: str, mechanism: str) -> None:
     model, tokens = causal_model(family), token_ids()
@@ -194,7 +194,8 @@ def test_generation_with_and_without_a_cache() -> None:
     assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), plain)
     assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=False), plain)
     swap_attention(model, "symmetric")
-    assert model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=False).shape == plain.shape
+    symmetric = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), symmetric)
 
 
 def test_gpt2_projection_without_a_query_still_splits_in_three() -> None:

@@ -31,7 +31,9 @@ def test_a_row_that_sees_nothing_gives_zeros_for_every_kind_of_mask():
     assert symmetric_attention(k, v, attn_mask=mask == 0)[..., 4, :].abs().max() == 0
 
 
-def test_a_cache_is_refused_by_name():
+def test_fewer_queries_are_the_keys_of_new_tokens():
     q, k, v = random_heads().values()
-    with pytest.raises(ValueError, match=r"symmetric.*1 queries and 9 keys.*use_cache=False"):
-        SymmetricAttention(AttentionSpec(24, 3, 8))(q[..., :1, :], k, v)
+    mechanism = SymmetricAttention(AttentionSpec(24, 3, 8))
+    torch.testing.assert_close(mechanism(k[..., -2:, :], k, v), symmetric_attention(k, v)[..., -2:, :])
+    with pytest.raises(ValueError, match=r"symmetric.*9 queries and 4 keys"):
+        mechanism(q, k[..., :4, :], v[..., :4, :])

@@ -1,0 +1,143 @@
+"""What a swapped layer reads from a key-value cache beside keys and values, and keeps in it.
+
+Keys come to the attention function together with the cached ones. A mechanism without a query needs those of the new
+tokens alone, which are its queries; and some need more of each earlier token than its key and value. Both are noted
+by the cache's own object for the layer, so that they are reordered, cropped and reset with the keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.base import AttentionMechanism
+
+CACHE = "attnswap_cache"  # by which a layer hands the cache that it was called with to our attention function
+ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+def keys_of_new(arguments: dict[str, Any], module: nn.Module, keys: Tensor, new: int) -> Tensor:
+    """The keys of the new tokens, as the layer gave them to its cache: ``[B, H, new, d]``.
+
+    Args:
+        arguments: what the attention function was called with.
+        module: the layer.
+        keys: all keys ``[B, H, M, d]``.
+        new: the number of new tokens.
+
+    Raises:
+        NotImplementedError: if the layer was not called with a cache that can tell them.
+    """
+    layer = _keeping_layer(arguments, module, new)
+    if layer is None:
+        if keys.shape[2] == new:
+            return keys
+        raise NotImplementedError(
+            f"{type(module.mechanism).__name__} has no query, so it cannot attend to another sequence, or continue "
+            f"from this key-value cache ({new} new tokens, {keys.shape[2]} keys): pass use_cache=False"
+        )
+    return keys[:, :, :new] if layer.new_keys is None else layer.new_keys
+
+
+def kept_for(arguments: dict[str, Any], module: nn.Module, given: Tensor, keys: int) -> Tensor:
+    """What the mechanism remembers of every token that has a key: ``[B, H, M]``, zeros where a static cache is empty.
+
+    Args:
+        arguments: what the attention function was called with.
+        module: the layer.
+        given: what is remembered of the new tokens, ``[B, H, N]``.
+        keys: M, the number of keys.
+
+    Raises:
+        NotImplementedError: if nothing was kept of earlier tokens.
+    """
+    new = given.shape[-1]
+    layer = _keeping_layer(arguments, module, new)
+    if layer is None:
+        if keys == new:
+            return given
+        raise NotImplementedError(
+            f"{type(module.mechanism).__name__} must remember something of every token, and cannot attend to another "
+            f"sequence, or continue from this key-value cache ({new} new tokens, {keys} keys): pass use_cache=False"
+        )
+    layer.kept = given if layer.kept is None else torch.cat([layer.kept, given], -1)
+    shown = layer.kept[..., -keys:]  # a sliding window has let go of the first keys
+    return F.pad(shown, (0, keys - shown.shape[-1]))
+
+
+def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
+    """The cache's object for the layer, which keeps what it is given from now on; None where there is no cache."""
+    cache = arguments.get(CACHE)
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers, index = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
+    if layers is None or index is None or index >= len(layers):
+        return None
+    layer = layers[index]
+    if not hasattr(layer, "new_keys"):
+        held = int(layer.get_seq_length())
+        if held != new:
+            raise NotImplementedError(
+                f"this key-value cache holds {held - new} tokens of layer {index} from before "
+                f"{type(module.mechanism).__name__} was put in, which it cannot continue from: start with an empty one"
+            )
+        layer.new_keys, layer.kept = None, None  # all keys of this call are new
+        layer.__class__ = _keeping(type(layer))
+    return layer
+
+
+@functools.cache
+def _keeping(plain: type) -> type:
+    """A class of cache layers that keeps the last keys that it was given, and what mechanisms remember."""
+
+    def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.new_keys = key_states
+        return plain.update(self, key_states, value_states, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def changed(name: str, of_kept: Callable[..., Tensor | None]) -> Callable[..., None]:
+        def change(self: Any, *args: Any) -> None:
+            getattr(plain, name)(self, *args)
+            self.new_keys = None
+            if self.kept is not None:
+                self.kept = of_kept(self.kept, *args)
+
+        return change
+
+    changes: dict[str, Callable[..., Tensor | None]] = {
+        "reset": lambda kept: None,
+        "crop": lambda kept, tokens: kept[..., : kept.shape[-1] - abs(tokens)],
+        "reorder_cache": lambda kept, rows: kept.index_select(0, rows.to(kept.device)),
+        "batch_repeat_interleave": lambda kept, repeats: kept.repeat_interleave(repeats, dim=0),
+        "batch_select_indices": lambda kept, rows: kept[rows],
+    }
+    members = {name: changed(name, of_kept) for name, of_kept in changes.items() if hasattr(plain, name)}
+    # A class with a layer type would take the plain one's place in transformers' table.
+    own = {"update": update, "__reduce_ex__": _reduced, "_layer_type": None, "plain_class": plain}
+    return type(f"Keeping{plain.__name__}", (plain,), {**members, **own, "__module__": __name__})
+
+
+def _reduced(self: Any, protocol: Any) -> Any:
+    return _blank, (self.plain_class,), vars(self).copy()
+
+
+def _blank(plain: type) -> Any:
+    """An empty layer of a cache that keeps, for copying and unpickling to fill."""
+    return object.__new__(_keeping(plain))
+
+
+def warn_of_cache(model: nn.Module, mechanisms: set[type[AttentionMechanism]]) -> None:
+    """Say that generation with a cache, which the model's own settings ask for, will be refused."""
+    settings = getattr(model, "generation_config", None)
+    needy = sorted(kind.__name__ for kind in mechanisms if kind.cache == "whole sequence")
+    if needy and getattr(settings, "use_cache", False):
+        warnings.warn(
+            f"{', '.join(needy)} needs the whole sequence at each step, and this model generates with a key-value "
+            "cache, which the layer will refuse: set model.generation_config.use_cache = False before you generate. "
+            "Training is not concerned",
+            stacklevel=5,
+        )

@@ -1,0 +1,94 @@
+"""Generation with a key-value cache: what docs/how_to/generating.md says, and what caches are asked beside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+from transformers import DynamicCache, StaticCache
+
+from attention_modules import restore_attention, swap_attention
+from tests.attention_modules.hosts.huggingface import generating
+from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
+
+REFUSED = ("rpc", "scaled", "dam", "neutreno", "position_bias", "twicing")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_generation_equals_generation_without(name: str) -> None:
+    found = {way: generating.difference(name, way) for way in WAYS}
+    if name in REFUSED:
+        assert set(found.values()) == {None}
+    else:
+        assert all(value is not None and value <= TOLERANCE for value in found.values()), found
+    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| `{name}` |")]
+    assert [mark.strip() for mark in row.split("|")[2:-1]] == ["refused" if name in REFUSED else "✓"] * len(WAYS)
+
+
+@pytest.mark.parametrize("name", ["symmetric", "forgetting"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copied_and_cropped_cache_goes_on(name: str, copied: object) -> None:
+    model = generating.swapped_model(name)
+    tokens = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        cache = model(tokens[:, :6], past_key_values=DynamicCache()).past_key_values
+        other = copied(cache)
+        model(tokens[:, 6:].flip(1), past_key_values=other)
+        other.crop(-4)
+        for past in (cache, other):
+            got = model(tokens[:, 6:], past_key_values=past).logits
+            torch.testing.assert_close(got, whole[:, 6:], atol=5 * TOLERANCE, rtol=0)
+        cache.reset()
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, whole, atol=5 * TOLERANCE, rtol=0)
+        twice = model(tokens[:1, :6], past_key_values=DynamicCache()).past_key_values
+        twice.batch_repeat_interleave(2)
+        got = model(tokens[:1, 6:].expand(2, -1), past_key_values=twice).logits
+        torch.testing.assert_close(got, whole[:1, 6:].expand(2, -1, -1), atol=5 * TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["symmetric", "forgetting"])
+def test_a_cache_from_before_the_swap_is_refused(name: str) -> None:
+    model = language_model()
+    tokens = torch.randint(5, 60, (1, 6))
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=16)):
+        model(tokens, past_key_values=cache)
+        swap_attention(model, name)
+        with pytest.raises(NotImplementedError, match=r"holds 6 tokens of layer 0 .*: start with an empty one"):
+            model(tokens, past_key_values=cache)
+        restore_attention(model)
+
+
+def test_plain_layers_go_on_from_a_cache_that_was_kept() -> None:
+    model, tokens = language_model(), torch.randint(5, 60, (1, 8))
+    swap_attention(model, "symmetric", layers=[1])
+    whole = model(tokens, use_cache=False).logits
+    cache = model(tokens[:, :5]).past_key_values
+    torch.testing.assert_close(
+        model(tokens[:, 5:], past_key_values=cache).logits, whole[:, 5:], atol=5 * TOLERANCE, rtol=0
+    )
+
+
+def test_training_with_a_cache_in_the_call_has_the_same_gradients() -> None:
+    tokens, gradients = torch.randint(5, 60, (2, 8)), []
+    for use_cache in (False, True):
+        model = generating.swapped_model("forgetting").train()
+        model(tokens, labels=tokens, use_cache=use_cache).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+def test_the_swap_warns_of_a_cache_that_will_be_refused() -> None:
+    model = language_model()
+    with pytest.warns(UserWarning, match=r"RPCAttention needs the whole sequence.*generation_config.use_cache = False"):
+        swap_attention(model, "rpc")
+    with pytest.raises(NotImplementedError, match="use_cache=False"):
+        model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False)
+    model.generation_config.use_cache = False
+    assert model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False).shape == (1, 8)
