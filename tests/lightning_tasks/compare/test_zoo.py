@@ -41,20 +41,20 @@ def counts(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs"),
+    ("name", "pairs", "hidden_unit"),
     [
-        ("images", {"gated, element-wise": "softmax wider", "scaled": "softmax widest"}),
-        ("text", {"gated, element-wise": "softmax wider", "scaled": "softmax wider"}),
+        ("images", {"gated, element-wise": "softmax wider", "scaled": "softmax widest"}, 3 * (2 * 48 + 1)),
+        ("text", {"gated, element-wise": "softmax wider", "scaled": "softmax wider"}, 2 * (2 * 128 + 1)),
     ],
 )
-def test_every_mechanism_fits_and_controls_of_equal_parameters_are_equal(name, pairs):
-    """To within 1% of what a mechanism adds."""
+def test_every_mechanism_fits_and_controls_of_equal_parameters_are_equal(name, pairs, hidden_unit):
+    """As near as the number of hidden units of an MLP lets them be (``hidden_unit``: the parameters of one)."""
     found = counts(name)
     for variant, control in pairs.items():
         assert control in ZOO[name]["references"][variant]
         added, by_control = found[variant] - found["softmax"], found[control] - found["softmax"]
         assert added > 0
-        assert by_control == pytest.approx(added, rel=0.01)
+        assert by_control == pytest.approx(added, abs=hidden_unit / 2)
     larger = {variant for variant, count in found.items() if count > 1.02 * found["softmax"]}
     assert larger - {"softmax wider", "softmax widest"} <= {*pairs}, "these need a control of equal parameters"
 
