@@ -19,6 +19,7 @@ from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.stabilizers.attention_diversification import AttentionDiversification
+from lightning_tasks.callbacks.stabilizers.dam_penalty import DAMPenalty
 from lightning_tasks.callbacks.stabilizers.entropy_regularizer import EntropyRegularizer
 from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionMapLogger",
     "AttentionMonitor",
     "Callback",
+    "DAMPenalty",
     "DriftMonitor",
     "EntropyRegularizer",
     "FreezeQK",

@@ -16,6 +16,7 @@ RARELY = 1_000  # a monitor that looks at the first step alone: reading what it 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "AttentionDiversification": lambda: callbacks.AttentionDiversification(weight=0.1),
     "AttentionMonitor": lambda: callbacks.AttentionMonitor(stages=["train"], every_n_steps=RARELY),
+    "DAMPenalty": callbacks.DAMPenalty,
     "EntropyRegularizer": lambda: callbacks.EntropyRegularizer(weight=0.1, floor=0.5),
     "FreezeQK": lambda: callbacks.FreezeQK(layers=[0]),
     "LocAteR": lambda: callbacks.LocAteR(weight=0.1),
@@ -27,7 +28,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
     "SigmaReparam": callbacks.SigmaReparam,
     "SpectrumMonitor": lambda: callbacks.SpectrumMonitor(every_n_steps=RARELY),
 }
-MECHANISM = {"PursuitMonitor": "rpc"}  # the others watch softmax
+MECHANISM = {"DAMPenalty": "dam", "PursuitMonitor": "rpc"}  # the others watch softmax
 
 
 SIZES = {"num_layers": 2, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": TOKENS, "dropout": 0.0}

@@ -71,6 +71,29 @@ def dam_attention(
     return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
 
 
+def dam_penalty(gates: Tensor) -> Tensor:
+    """‖M‖₁ of the masks ``[H, D, D]`` with M_ij = m_|i-j|, in at least float32: the penalty of Shi et al. without λ.
+
+    It closes gates that are open: at a gate of 0 its gradient is 0, as in the released code.
+
+    Args:
+        gates: m of each head and distance, in [0, 1], ``[H, D]``.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.mechanisms.maps.dam import dam_penalty
+        >>> dam_penalty(torch.tensor([[1.0, 1.0, 0.0]]))  # three pairs of distance 0, and four of distance 1
+        tensor(7.)
+    """
+    longest = gates.shape[-1]
+    pairs = 2 * torch.arange(longest, 0, -1, device=gates.device)  # of each distance
+    pairs[0] = longest
+    return (gates.to(torch.promote_types(gates.dtype, torch.float32)).abs() * pairs).sum()
+
+
 @register_mechanism("dam")
 class DifferentiableAttentionMask(AttentionMechanism):
     """:func:`dam_attention` with gates that are learned: in training hard Gumbel draws, straight-through.
@@ -100,9 +123,10 @@ class DifferentiableAttentionMask(AttentionMechanism):
         self.logits = nn.Parameter(1e-3 * torch.randn(spec.num_heads, longest, 2))
         with torch.no_grad():
             self.logits[..., 0] += start
+        self.drawn = nn.Identity()  # takes the gates of each forward pass, for hooks to see
 
     def gates(self) -> Tensor:
-        """m, ``[H, D]``, 0 or 1; its mean is the penalty ‖m‖₁ of the paper, up to a factor."""
+        """m, ``[H, D]``, 0 or 1; in training each call draws anew, and :attr:`drawn` takes what a forward pass uses."""
         if self.training:
             return F.gumbel_softmax(self.logits, hard=True)[..., 0]
         return (self.logits[..., 0] >= self.logits[..., 1]).to(self.logits.dtype)
@@ -124,4 +148,4 @@ class DifferentiableAttentionMask(AttentionMechanism):
         """
         check_length("dam", k.shape[-2], self.logits.shape[1])
         given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
-        return dam_attention(q, k, v, self.gates(), **given)  # type: ignore[arg-type]
+        return dam_attention(q, k, v, self.drawn(self.gates()), **given)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "AttentionDiversification": CHOICE,
     "AttentionMapLogger": {"heads": [0], "queries": [1, 2], **CHOICE},
     "AttentionMonitor": {"statistics": ["entropy", "sink"], "stages": ["train"], **CHOICE},
+    "DAMPenalty": {"weight": 0.1, **CHOICE},
     "EntropyRegularizer": {"weight": 0.1, "floor": 0.5, **CHOICE},
     "FreezeQK": CHOICE,
     "LipschitzMonitor": CHOICE,
