@@ -15,7 +15,6 @@ from attention_modules.sharing import stack_of
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
     BETWEEN_LAYERS,
-    FEW,
     HOSTS,
     MECHANISMS,
     Run,
@@ -154,12 +153,16 @@ def test_a_neutral_start_is_softmax_over_grouped_keys_too(host: str, mechanism: 
 
 
 def _compiled() -> list[Any]:
-    """A few mechanisms in every host, every mechanism in one, and the rest among the slow tests."""
+    """One with a query and one without in every host, in one host those that need more, the rest among the slow tests.
+
+    The mechanisms alone are compiled by their checks.
+    """
     found = []
     for host, case in HOSTS.items():
         for mechanism in MECHANISMS:
             if mechanism not in case.refuses and mechanism not in case.refuses_call:
-                often = mechanism in FEW or host == "timm-attention"
+                needs = mechanism_class(MECHANISMS[mechanism][0]).needs
+                often = mechanism in ("softmax", "symmetric") or (host == "timm-attention" and bool(needs))
                 found.append(pytest.param(host, mechanism, marks=() if often else pytest.mark.slow))
     return found
 

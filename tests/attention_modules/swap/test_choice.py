@@ -195,7 +195,11 @@ def test_other_peoples_cross_attention_is_known_by_its_name() -> None:
 
 def test_hosts_do_not_import_their_libraries() -> None:
     code = (
-        "import sys, attention_modules.swap; print(*{'timm', 'transformers', 'peft', 'lightning'} & set(sys.modules))"
+        "import sys, torch\n"
+        "from attention_modules.hosts import attention_layers\n"
+        "import attention_modules.swap\n"
+        "assert len(attention_layers(torch.nn.MultiheadAttention(8, 2))) == 1\n"
+        "print(*{'timm', 'transformers', 'peft', 'lightning'} & {name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
