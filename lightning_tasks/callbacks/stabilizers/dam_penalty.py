@@ -71,8 +71,9 @@ class DAMPenalty(LossPenalty):
     def _open(self) -> None:
         self._forget()
         self._in_backward = False
-        self._hook((self._mechanism(layer).drawn, partial(self._of_gates, at)) for at, layer in enumerate(self._layers))
+        drawn = [self._mechanism(layer).get_submodule("drawn") for layer in self._layers]
+        self._hook((each, partial(self._of_gates, index)) for index, each in enumerate(drawn))
 
     def _of_gates(self, index: int, drawn: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         attached = self._attach(index, dam_penalty, *args)
-        return attached and (attached, kwargs)
+        return None if attached is None else (attached, kwargs)

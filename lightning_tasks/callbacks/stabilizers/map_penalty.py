@@ -35,6 +35,6 @@ class MapPenalty(LossPenalty):
             given = {**given, "attn_mask": given["attn_mask"].detach()}
         if query is key:  # without a query, or one tensor for both
             attached = self._attach(index, lambda both: self._penalty(both, both, given), key)
-            return attached and (tuple(attached[0] if part is key else part for part in args), kwargs)
+            return None if attached is None else (tuple(attached[0] if part is key else part for part in args), kwargs)
         attached = self._attach(index, lambda query, key: self._penalty(query, key, given), query, key)
-        return attached and ((*attached, *args[2:]), kwargs)
+        return None if attached is None else ((*attached, *args[2:]), kwargs)
