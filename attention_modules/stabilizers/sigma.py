@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionMechanism
 
 _ORIGINAL = re.compile(r"(?P<owner>(?:.*\.)?)parametrizations\.(?P<tensor>\w+)\.original", re.DOTALL)
+_PARTS = ("gamma", "u", "v")
 
 
 class SigmaReparametrization(nn.Module):
@@ -53,12 +55,8 @@ class SigmaReparametrization(nn.Module):
         """γ, u and v for a weight, as at the start."""
         if weight.is_meta:
             raise ValueError("σReparam needs the weight's values, which are on the meta device: load them first")
-        matrix = _matrix(weight)
-        if not bool(matrix.isfinite().all()) or not bool(matrix.any()):
-            raise ValueError("σReparam divides by the largest singular value of a weight that is zero or not finite")
-        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        gamma = values[0] if self.start is None else torch.full_like(values[0], self.start)
-        return {"gamma": gamma.clone(), "u": left[:, 0].clone(), "v": right[0].clone()}
+        u, sigma, v = _leading(weight)
+        return {"gamma": sigma if self.start is None else torch.full_like(sigma, self.start), "u": u, "v": v}
 
     def forward(self, weight: Tensor) -> Tensor:
         """Ŵ, in the weight's shape and dtype."""
@@ -88,6 +86,19 @@ class SigmaReparametrization(nn.Module):
         return super()._apply(moved, recurse)
 
 
+def _leading(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading singular vectors of a weight, and the value between them.
+
+    Raises:
+        ValueError: if it is zero or not finite.
+    """
+    matrix = _matrix(weight)
+    if not bool(matrix.isfinite().all()) or not bool(matrix.any()):
+        raise ValueError("σReparam divides by the largest singular value of a weight that is zero or not finite")
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left[:, 0].clone(), values[0].clone(), right[0].clone()
+
+
 def _sigma(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """uᵀ W v of unit vectors; averages of weights leave averages of these, which are shorter."""
     matrix = _matrix(weight)
@@ -103,7 +114,8 @@ def sigma_reparametrize(owner: nn.Module, tensor: str, gamma: float | None = Non
     """Put σReparam onto a weight of a module, which keeps the Parameter under ``parametrizations.TENSOR.original``.
 
     The module's state dict then has γ, u and v beside the original; it also loads the plain layout, and takes γ, u and
-    v of the loaded weight, as at the start.
+    v of the loaded weight, as at the start. A u or v that is zero or not finite is made anew from the loaded weight;
+    loading a γ that is not finite is an error, and so is one γ for weights that are one Parameter here and have two.
 
     Raises:
         ValueError: as :class:`SigmaReparametrization`, and if the weight is quantized.
@@ -152,7 +164,7 @@ def sigma_reparametrize_all(
             of_weight[id(weight)] = SigmaReparametrization(weight, gamma)
     for owner, tensor in weights:
         parametrize.register_parametrization(owner, tensor, of_weight[id(getattr(owner, tensor))])
-        owner.register_load_state_dict_pre_hook(_accept_plain_layout)
+        owner.register_load_state_dict_pre_hook(_prepare_loading)
 
 
 def _check_no_other_user(model: nn.Module, weights: Sequence[tuple[nn.Module, str]]) -> None:
@@ -170,14 +182,62 @@ def _check_no_other_user(model: nn.Module, weights: Sequence[tuple[nn.Module, st
                 )
 
 
-def _accept_plain_layout(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Where ``state`` holds a plain weight, load it as the original, with γ, u and v of its own."""
+# Of each parametrization: the list of errors of the last loading of a state dict, by which to know that loading, and
+# the weight that was loaded last, with its γ, u and v.
+_LOADING: WeakKeyDictionary[SigmaReparametrization, tuple[list[str], str, dict[str, Tensor]]] = WeakKeyDictionary()
+
+
+def _prepare_loading(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Take a plain weight too, make u and v anew that hold no direction, and say which weights of one γ differ."""
     for tensor, parametrization in _of(module):
         plain, inner = f"{prefix}{tensor}", f"{prefix}parametrizations.{tensor}."
-        if plain in state:
-            weight = state.pop(plain)
-            state |= {f"{inner}original": weight}
-            state |= {f"{inner}0.{name}": value for name, value in parametrization.fitted(weight).items()}
+        try:
+            if plain in state:
+                weight = state.pop(plain)
+                state |= {f"{inner}original": weight}
+                state |= {f"{inner}0.{name}": value for name, value in parametrization.fitted(weight).items()}
+            elif f"{inner}original" in state and _has_sigma(state, f"{inner}original"):
+                state |= _revived(state, f"{inner}original")
+        except ValueError as error:
+            errors.append(f"{plain!r}: {error}")
+            continue
+        given = {name: state[f"{inner}0.{name}"] for name in _PARTS if f"{inner}0.{name}" in state}
+        known, other, held = _LOADING.get(parametrization, ([], "", {}))
+        if known is errors and any(
+            not torch.equal(held[name], given[name].to(held[name])) for name in held.keys() & given.keys()
+        ):
+            errors.append(
+                f"{other!r} and {plain!r} are one Parameter of the model, with one γ, and the state dict has another σ "
+                "or γ for each: load it into a model that does not tie them"
+            )
+        _LOADING[parametrization] = (errors, plain, given)
+
+
+def _revived(state: Mapping[str, Any], key: str) -> dict[str, Tensor]:
+    """u and v of a weight in a state dict, by its key: as they are, or by SVD where they hold no direction.
+
+    Raises:
+        ValueError: if γ is not finite; where u and v hold none, if the weight is zero or not finite.
+    """
+    inner = key.removesuffix("original") + "0."
+    gamma, u, v = (state[f"{inner}{name}"] for name in _PARTS)
+    if gamma.is_meta or u.is_meta or v.is_meta:
+        return {}
+    if not bool(gamma.isfinite().all()):
+        raise ValueError(f"γ is {gamma.item()}: load an earlier checkpoint")
+    if all(bool(part.isfinite().all()) and bool(part.any()) for part in (u, v)):
+        return {}
+    left, _, right = _leading(state[key])
+    return {f"{inner}u": left.to(u), f"{inner}v": right.to(v)}
 
 
 def reparametrizations(model: nn.Module) -> Iterator[tuple[nn.Module, str, SigmaReparametrization]]:
@@ -242,14 +302,18 @@ def reparametrize_like(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _has_sigma(state: Mapping[str, Any], key: str) -> bool:
-    return all(f"{key.removesuffix('original')}0.{name}" in state for name in ("gamma", "u", "v"))
+    return all(f"{key.removesuffix('original')}0.{name}" in state for name in _PARTS)
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with Ŵ in place of each σReparam, which loads strictly into the plain model.
 
     Args:
-        state: of a model with σReparam, such as ``checkpoint["state_dict"]``.
+        state: of a model with σReparam, such as ``checkpoint["state_dict"]``. Where u or v are zero or not finite, they
+            are made anew from the weight, as where a model loads them.
+
+    Raises:
+        ValueError: naming the weight, if a γ is not finite, or a weight without u and v is zero or not finite.
 
     Example:
         >>> import torch
@@ -265,8 +329,12 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
         inner = key.removesuffix("original")
         if found is None or not _has_sigma(state, key):
             continue
+        try:
+            plain |= _revived(state, key)
+        except ValueError as error:
+            raise ValueError(f"{found['owner']}{found['tensor']}: {error}") from None
         weight = plain.pop(key)
-        gamma, u, v = (plain.pop(f"{inner}0.{name}") for name in ("gamma", "u", "v"))
+        gamma, u, v = (plain.pop(f"{inner}0.{name}") for name in _PARTS)
         factor = gamma / _sigma(weight, u, v)
         plain[found["owner"] + found["tensor"]] = (factor * weight.to(factor.dtype)).to(weight.dtype)
     return plain

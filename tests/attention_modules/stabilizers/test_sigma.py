@@ -225,3 +225,34 @@ def test_parts_of_other_dtypes_are_taken():
     power_step(layer)
     layer.to("meta")
     assert part.u.is_meta
+
+
+@pytest.mark.parametrize("dead", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["u", "v"])
+def test_vectors_without_a_direction_are_made_anew(name, dead):
+    trained, layer, plain = (nn.Linear(5, 4) for _ in range(3))
+    sigma_reparametrize(trained, "weight", gamma=2.0)
+    sigma_reparametrize(layer, "weight")
+    state = trained.state_dict()
+    state[f"parametrizations.weight.0.{name}"] = torch.full_like(state[f"parametrizations.weight.0.{name}"], dead)
+    layer.load_state_dict(state)
+    plain.load_state_dict(plain_state(state))
+    for weight in (layer.weight, plain.weight):
+        torch.testing.assert_close(weight, trained.weight)
+    power_step(layer)
+    assert layer.weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("part", "text"), [("0.gamma", "γ is nan: load an earlier"), ("original", "zero or not finite")]
+)
+def test_what_cannot_be_made_anew_is_refused_by_name(part, text):
+    model = nn.Sequential(nn.Linear(5, 4))
+    sigma_reparametrize(model[0], "weight")
+    state = copy.deepcopy(model.state_dict())
+    state["0.parametrizations.weight.0.u"] *= 0
+    state[f"0.parametrizations.weight.{part}"] *= float("nan")
+    with pytest.raises(RuntimeError, match=rf"'0\.weight': .*{text}"):
+        model.load_state_dict(state)
+    with pytest.raises(ValueError, match=rf"0\.weight: .*{text}"):
+        plain_state(state)

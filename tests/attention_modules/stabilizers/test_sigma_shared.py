@@ -112,3 +112,27 @@ def test_a_weight_that_others_read_too_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'head\.weight' is 'embed\.weight' too.* the same Parameter.*exclude"):
         sigma_reparametrize_all(model, linear_weights(model))
     assert [*model.state_dict()] == ["embed.weight", "head.weight"]  # unchanged
+
+
+@pytest.mark.parametrize("layout", ["reparametrized", "plain", "another gain alone"])
+def test_a_state_dict_of_two_weights_is_refused_by_their_names(layout):
+    model, untied = reparametrized(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    if layout == "reparametrized":
+        sigma_reparametrize_all(untied, linear_weights(untied))
+    state = untied.state_dict()
+    if layout == "another gain alone":
+        state = copy.deepcopy(model.state_dict())
+        state["1.parametrizations.weight.0.gamma"] = 2 * state["0.parametrizations.weight.0.gamma"]
+    refused = r"'0\.weight' and '1\.weight' are one Parameter of the model.* does not tie"
+    with pytest.raises(RuntimeError, match=refused):
+        model.load_state_dict(state, strict=False)
+    model.load_state_dict(reparametrized(1).state_dict())  # the next one is not blamed for the last
+    model.load_state_dict(tied(2).state_dict())
+
+
+def test_two_names_of_one_module_are_compared_too():
+    layer, untied = (nn.MultiheadAttention(8, 2, kdim=8, vdim=4) for _ in range(2))
+    layer.k_proj_weight = layer.q_proj_weight
+    sigma_reparametrize_all(layer, linear_weights(layer))
+    with pytest.raises(RuntimeError, match="'q_proj_weight' and 'k_proj_weight' are one Parameter"):
+        layer.load_state_dict(untied.state_dict())
