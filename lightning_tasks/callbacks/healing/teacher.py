@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.analysis.agreement import output_of, relative_squares
+from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
 from attention_modules.swap import restore_attention
@@ -155,7 +156,7 @@ def swapped_layers(pl_module: pl.LightningModule) -> list[str]:
     """The names of layers that a swap was asked for, softmax among the mechanisms, in module order."""
     names = {name for plan in vars(pl_module).get(_PLANS, []) for name in plan["layers"]}
     names |= swapped_mechanisms(pl_module).keys()
-    return [name for name, _ in pl_module.named_modules() if name in names]
+    return [name for name, module in pl_module.named_modules() if name in names or isinstance(module, Swapped)]
 
 
 def _network_name(owner: str, pl_module: pl.LightningModule, network: str | None, layers: list[str]) -> str:

@@ -134,8 +134,13 @@ def test_its_drift_is_that_of_a_copy_taken_apart():
     assert logged["val/drift/relative_error/layer_00"] > 0.1
 
 
-def test_the_softmax_twin_has_no_drift():
-    _, trainer = heal(Heal([{"match": "layers", "steps": 2}, {"match": "layers"}]), "softmax")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_softmax_twin_has_no_drift(by_hand):
+    module = Task()
+    if by_hand:
+        swap_attention(module.net, "softmax")
+    stages = [{"match": "layers", "steps": 2}, {"match": "layers"}]
+    _, trainer = heal(Heal(stages), None if by_hand else "softmax", module)
     assert trainer.callback_metrics["heal/loss"] < 1e-10
     assert trainer.callback_metrics["val/drift/relative_error/mean"] < 1e-5
 
