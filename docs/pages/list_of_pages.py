@@ -3,6 +3,7 @@
 from docs.pages.overview import overviews
 from docs.pages.results import (
     gpu,
+    healing,
     kernel_pca,
     locater,
     out_of_distribution,
@@ -23,6 +24,7 @@ RESULTS = [
     locater.PAGE,
     token_selection.PAGE,
     smoothness.PAGE,
+    healing.PAGE,
     zoo.PAGE,
 ]
 PAGES = [*RESULTS, gpu.PAGE, *overviews(RESULTS)]

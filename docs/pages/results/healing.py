@@ -1,0 +1,75 @@
+"""A pretrained sentence encoder with other attention: what the tables and numbers of its page are."""
+
+from __future__ import annotations
+
+from docs.pages.numbers import mean_std, significant
+from docs.pages.page import Page
+from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.tables import Table, verdicts
+
+PAGE = Page("healing", "all-MiniLM-L6-v2", summaries={"minilm": "examples/healing/compare_minilm"})
+DRIFT = "drift/drift.csv"
+PRIMARY = "test/cosine_ag_news"
+METRICS = {
+    "cosine, AG News": (PRIMARY, 3, 1.0),
+    "cosine, WikiText-2": ("test/cosine_wikitext", 3, 1.0),
+    "neighbours kept, %": ("test/neighbours_kept", 1, 100.0),
+    "probe, %": ("test/probe_accuracy", 1, 100.0),
+}
+BEFORE = "{}, not healed"
+NOTHING = "no numbers yet"
+ROUNDING = 1e-5  # a relative error below it says nothing of a layer
+
+
+def read(raw: Raw) -> Comparison | None:
+    """The comparison; None before it has run."""
+    return raw.comparison("minilm", PAGE.summaries["minilm"]) if (raw.folder / "minilm" / RESULTS).is_file() else None
+
+
+def healed(found: Comparison) -> list[str]:
+    """The mechanisms that were healed, in the order of the comparison."""
+    return [name for name in found.configs if BEFORE.format(name) in found.configs]
+
+
+@PAGE.table
+def drift(raw: Raw) -> Table:
+    """Each mechanism in all layers, and in the one that costs least and the one that costs most."""
+    heads = ["mechanism", "all layers: relative error", "cosine", "cheapest layer", "cosine", "dearest layer", "cosine"]
+    rows = []
+    for mechanism in dict.fromkeys(row["mechanism"] for row in raw.rows(DRIFT)):
+        given = [row for row in raw.rows(DRIFT) if row["mechanism"] == mechanism and not row["refused"]]
+        alone = [row for row in given if row["layer"] != "all"]
+        alone.sort(key=lambda row: float(row["output_error"]))
+        (whole,) = [row for row in given if row["layer"] == "all"]
+        cells = [mechanism, significant(float(whole["output_error"])), significant(float(whole["output_cosine"]))]
+        for row in (alone[0], alone[-1]):
+            changed = float(alone[-1]["output_error"]) > ROUNDING
+            cells += [row["layer"].split(".")[2] if changed else "", significant(float(row["output_cosine"]))]
+        rows.append((float(whole["output_error"]), cells))
+    return Table(heads, [cells for _, cells in sorted(rows)])
+
+
+@PAGE.table
+def before_and_after(raw: Raw) -> Table:
+    """Every metric of each mechanism, not healed and healed."""
+    found = read(raw)
+    heads = ["mechanism", *METRICS]
+    if found is None:
+        return Table(heads, [[NOTHING, *[""] * len(METRICS)]])
+    rows = []
+    for name in healed(found):
+        pairs = [
+            " → ".join(mean_std(found.values(metric, each), digits, scale) for each in (BEFORE.format(name), name))
+            for metric, digits, scale in METRICS.values()
+        ]
+        rows.append([name, *pairs])
+    return Table(heads, rows)
+
+
+@PAGE.table
+def primary(raw: Raw) -> Table:
+    """The primary endpoint of what was healed, with what the rules say."""
+    found = read(raw)
+    if found is None:
+        return Table(["mechanism", "cosine, AG News"], [[NOTHING, ""]])
+    return verdicts(found, PRIMARY, {name: name for name in healed(found)}, 3)
