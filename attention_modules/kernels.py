@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -70,16 +70,67 @@ def attend(
         scale: factor on the logits, 1/sqrt(d) where None.
 
     Returns:
-        ``[B, H, N, d]``.
+        ``[B, H, N, d]``. Where a fused kernel made it, differentiating its gradient raises a RuntimeError that says how
+        to have PyTorch take its MATH form.
 
     Raises:
         ValueError: if ``dropout_p`` is no probability.
     """
     check_dropout(dropout_p)
-    if not torch.compiler.is_compiling() and transforms_active():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and transforms_active():
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
-    return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    if not compiling and out.requires_grad and not torch.jit.is_tracing():
+        _differentiated_once(out)
+    return out
+
+
+def _differentiated_once(out: Tensor) -> None:
+    """Have the gradients of a fused kernel name the cure where they are differentiated: PyTorch says no word of it."""
+    node: Any = out.grad_fn
+    if type(node).__name__ == "SliceBackward0":  # of padded features
+        node = node.next_functions[0][0]
+    if type(node).__name__.startswith("ScaledDotProduct"):
+        node.register_hook(_mark_gradients)
+
+
+def _mark_gradients(grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    if not torch.is_grad_enabled():  # nobody wants a graph of these gradients
+        return None
+    missing = "NotImplemented"  # the node that PyTorch puts where it has no derivative
+    return tuple(
+        once_differentiable("scaled_dot_product_attention's fused kernels have", grad)[0]
+        if grad is not None and type(grad.grad_fn).__name__ == missing
+        else grad
+        for grad in grads
+    )
+
+
+def once_differentiable(what: str, *gradients: Tensor | None, of: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+    """Gradients as they are; differentiating them raises a RuntimeError that says what to do.
+
+    Args:
+        what: subject of the error, as "the fused form of ... has".
+        gradients: any; None stays None.
+        of: tensors that they depend on, where their graph does not say so.
+    """
+    return _OnceDifferentiable.apply(what, len(gradients), *gradients, *of)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: str, number: int, *tensors: Tensor | None) -> Any:
+        ctx.what = what
+        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.what} no second derivative; run the forward pass under "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), which takes the plain form"
+        )
 
 
 # Private operators of PyTorch, by the schema with which they are called here: under another they are not.

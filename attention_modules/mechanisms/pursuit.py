@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import attend, check_dropout, flash, flash_applies, flash_backward, flash_mask
+from attention_modules.kernels import (
+    attend,
+    check_dropout,
+    flash,
+    flash_applies,
+    flash_backward,
+    flash_mask,
+    once_differentiable,
+)
 
 
 def pursue(
@@ -153,7 +161,8 @@ class FusedPursuit(torch.autograd.Function):
                 ctx.scale,
             )
         if torch.is_grad_enabled():
-            grads = OnceDifferentiable.apply(grad, k, v, *grads)
+            found = once_differentiable("RPC attention's fused form has", *grads, of=(grad, k, v))
+            return (*found, None, None, None, None)
         return (*grads, None, None, None, None)
 
 
@@ -193,18 +202,3 @@ def pursuit_gradients(
         grad_low.sub_(grad_raw)
         grad_estimate = grad_raw.sub_(grad_query, alpha=2)
     return grad_k, grad_v, grad_limit
-
-
-class OnceDifferentiable(torch.autograd.Function):
-    """Gradients as they are, tied to what they came from by a node that refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, k: Tensor, v: Tensor, *grads: Tensor | None) -> Any:
-        return tuple(None if g is None else g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(
-            "RPC attention's fused form has no second derivative; run the forward pass under "
-            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), which takes the plain form"
-        )

@@ -149,3 +149,25 @@ def test_hessian_vector_product(case, transform):
         return
     tolerance = 1e-6 if case.name == "dam" else 1e-9  # (10⁴)² times the gate
     _same(actual, functional.hvp(pair.loss(pair.twin), pair.inputs, pair.directions)[1], tolerance)
+
+
+MADE_AGAIN = {"sigmoid", "entmax", "position_bias", "dam"}  # no fused kernel is in them
+
+
+@each
+def test_a_second_derivative_outside_the_math_backend_is_right_or_names_the_cure(case):
+    pair = Pair(case)
+    inputs = [x.requires_grad_() for x in pair.inputs]
+
+    def second():
+        slopes = torch.autograd.grad(pair.loss(pair.ours)(*inputs), inputs, create_graph=True, materialize_grads=True)
+        moved = sum((slope * along).sum() for slope, along in zip(slopes, pair.directions, strict=True))
+        return torch.autograd.grad(moved, inputs, materialize_grads=True)
+
+    if case.name not in MADE_AGAIN:
+        with pytest.raises(RuntimeError, match=r"no second derivative; run the forward pass under .*SDPBackend\.MATH"):
+            second()
+        return
+    found = second()
+    with sdpa_kernel(SDPBackend.MATH):
+        _same(found, second())
