@@ -23,6 +23,7 @@ from attention_modules.analysis.statistics import attention_row_sums
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import Selector
+from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
 from attention_modules.precision import to_float64
 from attention_modules.sharing import READS
@@ -139,6 +140,7 @@ def swap_drift(
     choice: dict[str, Any] = {"where": where, "layers": layers, "exclude": exclude}
     together = shared_copy(model).eval()
     names = [row.name for row in swap_attention(together, mechanism, **choice, **mechanism_options)]
+    forget_made(together)
     before = shared_copy(model).eval()
     observable = shared_copy(model).eval()
     make_observable(observable, _plain_layers(observable, names))
@@ -221,6 +223,7 @@ def _swapped_alone(
         swap_attention(copy, mechanism, where=[name], **options)
     except AttentionSwapError as error:
         return str(error)
+    forget_made(copy)
     return copy
 
 

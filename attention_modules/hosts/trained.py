@@ -128,6 +128,12 @@ def remember_made(layers: Mapping[str, nn.Module], before: Owned) -> list[str]:
     return [place.name for place in new.values()]
 
 
+def forget_made(model: nn.Module) -> None:
+    """Forget what swaps made in a model that no optimizer is to train, as a copy that shares another's weights."""
+    parts = {id(module) for module in model.modules()}
+    _made[:] = [made for made in _made if id(made.layer()) not in parts]
+
+
 def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Before a step of any optimizer: does it hold what the swaps since the last check made?
 

@@ -87,7 +87,8 @@ def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
                 f"{type(module.mechanism).__name__} was put in, which it cannot continue from: start with an empty one"
             )
         layer.new_keys, layer.kept = None, None  # all keys of this call are new
-        layer.__class__ = _keeping(type(layer))
+        plain: Any = type(layer)
+        layer.__class__ = _keeping(plain)
     return layer
 
 

@@ -15,6 +15,7 @@ from attention_modules.analysis.agreement import output_of, relative_squares
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
+from attention_modules.hosts.trained import forget_made
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.checkpoints.swaps import _PLANS
@@ -60,6 +61,7 @@ class Teacher:
         own += [name for name, _ in student.named_buffers(remove_duplicate=False)]
         self.network = shared_copy(student, own).eval()
         restore_attention(self.network)
+        forget_made(self.network)
         self.digest = _digest(self.network)
 
     def follow(self, student: nn.Module) -> None:

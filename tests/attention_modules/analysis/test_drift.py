@@ -1,5 +1,6 @@
 """What a swap does to a trained model before any training."""
 
+import gc
 import math
 
 import pytest
@@ -135,3 +136,18 @@ def test_shared_copy_owns_what_is_named():
     assert torch.equal(copy.weight, layer.weight)
     with pytest.raises(ValueError, match="own= names 'none'"):
         shared_copy(layer, ["none"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mechanism", ["sink", "symmetric"])
+def test_an_optimizer_of_the_model_hears_nothing_of_the_copies(mechanism, images):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.disable()  # so that the copies are still there
+    try:
+        swap_drift(model, mechanism, images)
+        for _ in range(3):
+            model(images).sum().backward()
+            optimizer.step()
+    finally:
+        gc.enable()
