@@ -8,6 +8,20 @@ import torch
 from torch import Tensor
 
 
+def largest_saved(function: Callable[[], Tensor]) -> int:
+    """The most elements of a tensor that is kept for the backward pass of what the function gives, which is run."""
+    largest = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function().backward()
+    return largest
+
+
 def random_heads(names: str = "qkv", shape=(2, 3, 9, 8), seed: int = 0, dtype=torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name in names}
