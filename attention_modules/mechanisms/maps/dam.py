@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_length, check_number, spec_of_length
+from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 _CLOSED = -1e4  # added to a logit whose gate is 0
@@ -59,16 +59,28 @@ def dam_attention(
     if gates.dim() != 2 or gates.shape[0] != heads or gates.shape[1] < tokens:
         raise ValueError(f"gates must be [H, D] with H = {heads} and D of at least {tokens}, got {tuple(gates.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    return softmax_with(_Gates(), gates, q, k, v, attn_mask, is_causal, dropout_p, scale)
 
-    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
-        rows = torch.arange(first, first + logits.shape[-2], device=logits.device)
-        columns = torch.arange(logits.shape[-1], device=logits.device)
-        gate = gates.to(logits.dtype)[:, (rows.unsqueeze(-1) - columns).abs()]
-        logits = logits + (1 - gate) * _CLOSED
-        lowest = torch.finfo(logits.dtype).min / 2  # -inf would be NaN in rows that see nothing
-        return torch.where(seen, logits, lowest).softmax(-1)
 
-    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+def _differences(like: Tensor, rows: slice, columns: int) -> Tensor:
+    """All j - i between some rows i and the columns j, in order."""
+    return torch.arange(1 - rows.stop, columns - rows.start, device=like.device)
+
+
+class _Gates:
+    """A gate of each distance between positions."""
+
+    def values(self, learned: Tensor, rows: slice, columns: int) -> Tensor:
+        by_difference = ((1 - learned) * _CLOSED)[:, _differences(learned, rows, columns).abs()]
+        return by_difference.unfold(1, columns, 1).flip(1)  # the last row begins with the first difference
+
+    def collect(self, slope: Tensor, gradient: Tensor, rows: slice) -> None:
+        slope = slope.sum(0)  # [H, n, M]
+        heads, number, columns = slope.shape
+        differences = _differences(slope, rows, columns)
+        skewed = nn.functional.pad(slope.flip(1), (0, number)).flatten(1)[:, : number * len(differences)]
+        sums = skewed.view(heads, number, -1).sum(1)  # of each difference
+        gradient.index_add_(1, differences.abs(), sums.to(gradient.dtype), alpha=-_CLOSED)
 
 
 def dam_penalty(gates: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import attend, autocast, check_dropout, transforms_active
+from attention_modules.kernels import attend, transforms_active
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.rows import Logits, MappedRows, rows_apply
+from attention_modules.mechanisms.shared.rows import mapped
 
 ALPHAS = (1.0, 1.5, 2.0)
 _FAR = 4.0  # below the largest logit: no entry so far down is in the support, whose width is at most 2
@@ -80,11 +80,12 @@ class _Entmax:
         top = z.amax(-1, keepdim=True)
         top = top.masked_fill(top.isneginf(), 0.0)  # rows that see nothing
         tau = threshold(z.sub_(top), self.alpha)
-        return self._power(z.sub_(tau).relu_()), top + tau
+        return self._power(z.sub_(tau).relu_()), torch.cat([top, tau], -1)  # whose sum would round large logits
 
     def again(self, logits: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         z = logits.mul_(self.alpha - 1) if self.alpha != 2.0 else logits
-        r = z.sub_(kept).relu_()  # type: ignore[arg-type]
+        top, tau = kept.split(1, -1)  # type: ignore[union-attr]
+        r = z.sub_(top).sub_(tau).relu_()
         return (r, r.sign()) if self.alpha == 2.0 else (r.square(), r)
 
     def slope(self, above: Tensor, state: Tensor) -> Tensor:
@@ -138,9 +139,6 @@ def entmax_attention(
     if alpha == 1.0:
         return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)
 
-    check_dropout(dropout_p)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-
     def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
         top = logits.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True)
         top = torch.where(top.isneginf(), logits.new_zeros(()), top).detach()
@@ -149,10 +147,7 @@ def entmax_attention(
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
 
-    if not rows_apply(q, k, v, attn_mask, dropout_p):
-        return plain(q, k, v)
-    logits = Logits(None, attn_mask, is_causal, scale)
-    return MappedRows.apply(autocast(q), autocast(k), autocast(v), logits, _Entmax(alpha), plain)
+    return mapped(_Entmax(alpha), plain, (q, k, v), attn_mask, is_causal, dropout_p, scale)
 
 
 @register_mechanism("entmax")

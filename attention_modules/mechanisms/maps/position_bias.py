@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_length, spec_of_length
+from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 
@@ -58,14 +58,17 @@ def position_bias_attention(
             f"position_bias must be [H, N, N] = {(heads, tokens, tokens)}, got {tuple(position_bias.shape)}"
         )
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    return softmax_with(_Bias(), position_bias, q, k, v, attn_mask, is_causal, dropout_p, scale)
 
-    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
-        rows, columns = logits.shape[-2:]
-        logits = logits + position_bias[:, first : first + rows, :columns].to(logits.dtype)
-        lowest = torch.finfo(logits.dtype).min / 2  # -inf would be NaN in rows that see nothing
-        return torch.where(seen, logits, lowest).softmax(-1)
 
-    return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
+class _Bias:
+    """B of each pair of positions."""
+
+    def values(self, learned: Tensor, rows: slice, columns: int) -> Tensor:
+        return learned[:, rows, :columns]
+
+    def collect(self, slope: Tensor, gradient: Tensor, rows: slice) -> None:
+        gradient[:, rows, : slope.shape[-1]] += slope.sum(0)
 
 
 @register_mechanism("position_bias")

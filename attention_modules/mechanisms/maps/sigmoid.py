@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import autocast, check_dropout
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_number
-from attention_modules.mechanisms.shared.rows import Logits, MappedRows, rows_apply
+from attention_modules.mechanisms.shared.rows import mapped
 from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
 
@@ -53,8 +52,6 @@ def sigmoid_attention(
         torch.Size([1, 3, 5, 8])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
-    check_dropout(dropout_p)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
         if bias is not None:
@@ -65,11 +62,11 @@ def sigmoid_attention(
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_by(weights, q, k, v, attn_mask, is_causal, dropout_p, scale)
 
-    if not rows_apply(q, k, v, attn_mask, dropout_p):
-        return plain(q, k, v)
-    shift = -visible_keys(q, k, attn_mask, is_causal).log()
-    logits = Logits(shift if bias is None else torch.full_like(shift, bias), attn_mask, is_causal, scale)
-    return MappedRows.apply(autocast(q), autocast(k), autocast(v), logits, _Sigmoid(), plain)
+    def shift() -> Tensor:
+        shift = -visible_keys(q, k, attn_mask, is_causal).log()
+        return shift if bias is None else torch.full_like(shift, bias)
+
+    return mapped(_Sigmoid(), plain, (q, k, v), attn_mask, is_causal, dropout_p, scale, shift)
 
 
 class _Sigmoid:

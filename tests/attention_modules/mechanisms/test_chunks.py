@@ -12,13 +12,9 @@ from attention_modules.mechanisms.maps.entmax import entmax
 from tests.attention_modules.compare import assert_same, random_heads, values_and_gradients
 
 TOKENS = 150  # more than two chunks
-CASES = [
-    ("sigmoid", {}),
-    ("sigmoid", {"bias": -2.0}),
-    ("entmax", {"alpha": 1.5}),
-    ("entmax", {"alpha": 2.0}),
-    ("hard", {}),
-]
+ALONE = [("sigmoid", {}), ("sigmoid", {"bias": -2.0}), ("entmax", {"alpha": 1.5}), ("entmax", {"alpha": 2.0})]
+CASES = [*ALONE, ("hard", {}), ("dam", {}), ("position_bias", {})]
+LEARNED = {"dam": ("gates", (2, TOKENS + 3)), "position_bias": ("position_bias", (2, TOKENS, TOKENS))}
 
 
 def _given(kind):
@@ -37,10 +33,13 @@ def _given(kind):
 @pytest.mark.parametrize("kind", ["nothing", "causal", "boolean", "additive", "padding"])
 def test_many_rows_equal_the_equation(name, options, kind):
     inputs = random_heads("qkv", (2, 2, TOKENS, 4))
+    if name in LEARNED:
+        argument, shape = LEARNED[name]
+        inputs[argument] = random_heads("s", shape)["s"] * (1e-4 if name == "dam" else 1.0)  # 10⁴ times, in the logits
     given = {**options, **_given(kind)}
     actual = values_and_gradients(lambda **x: getattr(found, f"{name}_attention")(**x, **given), inputs)
     expected = values_and_gradients(lambda **x: getattr(naive, f"naive_{name}")(**x, **given), inputs)
-    assert_same(actual, expected, 1e-12)
+    assert_same(actual, expected, 1e-11 if name == "dam" else 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "causal", "boolean"])
