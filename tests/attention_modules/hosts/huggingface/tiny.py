@@ -17,14 +17,27 @@ from torch import Tensor, nn
 from attention_modules.hosts.huggingface.source import calls_interface
 
 BATCH, TOKENS, VOCABULARY, IMAGE = 2, 12, 99, 32
-LARGEST = 30_000_000  # parameters of a model that is still tried
+LARGEST = 40_000_000  # parameters of a model that is still tried
+# Of models with attention in some layers alone: in which.
+_HYBRID = {
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "layers_block_type": ["mamba", "attention"],
+    "block_types": ["recurrent", "attention"],
+}
+_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_LEFT_OUT = ("transformers_version", "out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
 _KEPT = ("rope_parameters", "rope_scaling", "id2label", "label2id", "quantization_config", "dtype", "generation_config")
 # What a number of a configuration becomes: the first pattern that its name has.
 _SIZES: tuple[tuple[str, int], ...] = (
+    (r"num_feat_extract_layers|^conv_", 10_000),  # as many as its lists have entries
     (r"vocab", VOCABULARY),
-    (r"(num|n)_?.*(experts|expert)s?_?(per_tok|_used)|top_?k$|moe_topk|experts_per_tok", 2),
+    (r"(num|n)_?.*(experts|expert)s?_?(per_tok|_used)|top_?k$|moe_topk|moe_k$|experts_per_tok", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r"(num|n)_.*experts$|num_experts|n_shared_experts|moe_num_experts", 4),
+    (r"bottleneck", 64),
     (r"qk_rope_head_dim", 8),
     (r"head_dim|d_kv|kv_lora_rank|q_lora_rank|o_lora_rank|attention_head_size|index_head_dim", 16),
     (r"key_value_heads|kv_heads|index_n_heads|linear_num_key_heads", 2),
@@ -92,15 +105,58 @@ def shrunk(config: dict[str, Any], lists: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {}
     ids = iter(range(VOCABULARY - 1, 40, -1))
     for name, value in config.items():
-        if name in _KEPT or (name == "layer_types" and lists) or name in ("transformers_version", "model_type"):
+        if name in _KEPT or (name == "layer_types" and lists) or name in _LEFT_OUT:
             if name in _KEPT and value is not None:
-                found[name] = value
+                found[name] = _rotary(value)
             continue
         found[name] = _small(name, value, lists, ids)
     heads, groups = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads is not None and heads == groups:
         found["num_key_value_heads"] = found["num_attention_heads"]
+    if found.get("qk_rope_head_dim") and found.get("head_dim"):  # latent attention: the width that is rotated
+        found["head_dim"] = found["qk_rope_head_dim"]
+    if isinstance(found.get("mamba_d_head"), (int, str)) and isinstance(found.get("hidden_size"), int):
+        inner = found["hidden_size"] * (found.get("mamba_expand") or 2)
+        found |= {"mamba_n_heads": 4, "mamba_d_head": inner // 4}
+        found |= {"mamba_d_ssm": inner} if "mamba_d_ssm" in found else {}
     return found
+
+
+def sliced(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with a layer of each kind, where it lists its layers; that of its parts too."""
+    found = {name: sliced(value) if isinstance(value, dict) else value for name, value in config.items()}
+    count = next((found[name] for name in _COUNTS if isinstance(found.get(name), int)), None)
+    lists = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
+    for name in ("per_layer_config", "layer_configs"):
+        if isinstance(found.get(name), dict):
+            found.pop(name)
+    if not count or not lists:
+        return found
+    chosen = list({str([value[place] for value in lists.values()]): place for place in reversed(range(count))}.values())
+    chosen = sorted(chosen)[:4]
+    if len(chosen) < 2:
+        chosen = list(range(min(2, count)))
+    found |= {name: [value[place] for place in chosen] for name, value in lists.items()}
+    return found | {name: len(chosen) for name in _COUNTS if found.get(name) == count}
+
+
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose sizes are all given, where the default leaves some to be set."""
+    found = {name: filled(value) if isinstance(value, dict) else value for name, value in config.items()}
+    for name, value in found.items():
+        if value is None and not name.startswith(("mlp_layer", "layer_types")):
+            size = next((size for pattern, size in _SIZES if re.search(pattern, name)), None)
+            if size is not None and size < 1000 and not name.endswith(("_id", "_index", "window", "_list")):
+                found[name] = size
+    return found | {name: 4 for name in ("prediction_length",) if name in found and not found[name]}
+
+
+def _rotary(value: Any) -> Any:
+    """Rotary positions of several axes, whose parts add up to half of a head's 16 features."""
+    if not isinstance(value, dict):
+        return value
+    found = {name: _rotary(each) for name, each in value.items()}
+    return found | ({"mrope_section": [2, 3, 3]} if "mrope_section" in found else {})
 
 
 def _small(name: str, value: Any, lists: bool, ids: Iterator[int]) -> Any:
@@ -124,6 +180,8 @@ def _small(name: str, value: Any, lists: bool, ids: Iterator[int]) -> Any:
             return [min(each, 32) for each in value]
         if re.search("image_size", name):
             return [IMAGE for _ in value]
+        if re.search("heads", name):
+            return [2 for _ in value]
     return value
 
 
@@ -132,30 +190,70 @@ class NotBuilt(Exception):
 
 
 def built(kind: Any) -> nn.Module:
-    """A tiny random model of a class, in eval mode, in float32.
+    """As :func:`running`, the model alone."""
+    return running(kind)[0]
+
+
+def running(kind: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny random model of a class, in eval mode, in float32, and inputs that it takes.
 
     Raises:
-        NotBuilt: if none can be built.
+        NotBuilt: if none can be built, or it takes none of the inputs that are known.
     """
     reasons = []
-    for lists in (True, False):
+    for given in _configurations(kind.config_class):
         try:
-            config = kind.config_class(**shrunk(_default(kind.config_class), lists))
+            config = kind.config_class(**given)
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in kind(config).parameters())
-            if count > LARGEST:
-                raise NotBuilt(f"{count:,} parameters")
-        except Exception as error:
-            reasons.append(_said(error))
-            if "meta" not in str(error):
-                continue
+        except Exception:  # some cannot be built without weights
+            count = 0
+        if count > LARGEST:
+            reasons.append(f"build {kind.__name__}: {count:,} parameters")
+            continue
         try:
             torch.manual_seed(0)
-            model = kind(config).float().eval()
-            return settled(model)
+            model = settled(kind(config).float().eval())
         except Exception as error:
-            reasons.append(_said(error))
-    raise NotBuilt(f"build {kind.__name__}: {reasons[0]}")
+            reasons.append(f"build {kind.__name__}: {_said(error)}")
+            continue
+        if not any(calls_interface(type(module)) for module in model.modules()):
+            reasons.append(f"build {kind.__name__}: no layer that calls the interface")
+            continue
+        try:
+            return model, first_that_runs(model)
+        except NotBuilt as error:
+            reasons.append(str(error))
+    raise NotBuilt(" / ".join(dict.fromkeys(reasons)))
+
+
+def _configurations(config_class: Any) -> Iterator[dict[str, Any]]:
+    """Arguments for a small configuration, the plainest first."""
+    config = _default(config_class)
+    config.pop("model_type", None)
+    yield shrunk(config)
+    yield shrunk(config, lists=False)
+    for more in (sliced(config), filled(sliced(config))):
+        yield _with_counts(shrunk(more, lists=False), more)
+    yield shrunk(filled(config))
+    yield _with_axes(shrunk(config))
+    for hybrid in (_HYBRID, _HYBRID | {"layer_types": ["conv", "full_attention"]}):
+        yield shrunk(config) | {name: value for name, value in hybrid.items() if name in config}
+    if isinstance(config.get("backbone_config"), dict):  # whose stages must fit what is asked of them
+        yield shrunk(config, lists=False) | {"backbone_config": config["backbone_config"]}
+
+
+def _with_axes(small: dict[str, Any]) -> dict[str, Any]:
+    """A small configuration whose rotary positions have the three axes that some models take for given."""
+    found = {name: _with_axes(value) if isinstance(value, dict) else value for name, value in small.items()}
+    return found | ({"mrope_section": [2, 3, 3]} if "rope_theta" in found and "rope_type" in found else {})
+
+
+def _with_counts(small: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """A small configuration with as many layers as one that was sliced."""
+    parts = {name: _with_counts(value, sizes[name]) for name, value in small.items() if isinstance(value, dict)}
+    counts = {name: sizes[name] for name in _COUNTS if isinstance(sizes.get(name), int) and sizes[name] <= 4}
+    return small | parts | counts
 
 
 def _default(config_class: Any) -> dict[str, Any]:
@@ -172,13 +270,15 @@ def settled(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.numel():
                 parameter.copy_(noise * parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(0.1 * noise)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(next(iter(model.config.languages)))
     return model
 
 
@@ -213,6 +313,7 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
         found.append(text)
     if "pixel_values" in names:
         found += [image, {"pixel_values": randn(BATCH, 2, channels, *size)}, {**image, "input_ids": ids()}]
+        found.append({"pixel_values": randn(BATCH, _find(config, "num_frames") or 4, channels, *size)})
         patch = _find(config, "patch_size") or 8
         found.append({"pixel_values": randn(BATCH, 16, channels * patch * patch)})
     if "pixel_values_videos" in names:
@@ -224,6 +325,7 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
         found += [
             {"input_features": randn(BATCH, mels, frames), **extra},
             {"input_features": randn(BATCH, 40, mels), **extra},
+            {"input_features": randn(BATCH, 40, _find(config, "feature_projection_input_dim") or 2 * mels), **extra},
         ]
     if "input_values" in names:
         found += [
@@ -254,7 +356,8 @@ def _series(config: Any) -> list[dict[str, Any]]:
         "future_values": randn(BATCH, ahead) if channels == 1 else randn(BATCH, ahead, channels),
         "future_time_features": randn(BATCH, ahead, times),
     }
-    return [plain, timed]
+    padded = {"past_values": randn(BATCH, 32), "past_values_padding": torch.zeros(BATCH, 32, dtype=torch.long)}
+    return [plain, timed, {**padded, "freq": torch.zeros(BATCH, 1, dtype=torch.long)}]
 
 
 def _find(config: Any, name: str) -> Any:

@@ -1,0 +1,59 @@
+"""docs/hosts_huggingface.csv: some of its lines are made anew, and the prose says what it says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+from attention_modules.hosts.discovery import survey
+from tests.attention_modules.hosts.huggingface import breadth, tiny
+from tests.lightning_tasks.programs import ROOT
+
+LINES = breadth.read()
+# Those that the host is most often asked about, and one of each kind of what stands between projections and interface.
+NAMED = (
+    *("dinov2", "dinov3_vit", "clip", "siglip", "modernbert", "gemma3", "llama4", "qwen3", "gpt_oss", "whisper", "t5"),
+    *("deepseek_v3", "bridgetower"),
+)
+
+
+@pytest.mark.parametrize("folder", NAMED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_line_is_what_its_folder_shows(folder):
+    found, line = breadth.tried(folder), LINES[folder]
+    assert (found.result, found.swapped, found.reason) == (line.result, line.swapped, line.reason)
+    assert found.result == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", sorted(LINES))
+def test_every_line_is_what_its_folder_shows(folder):
+    found, line = breadth.line_of(folder), LINES[folder]
+    assert (found.result, found.swapped) == (line.result, line.swapped), found.reason
+
+
+def test_no_folder_is_at_fault_and_each_that_is_not_equal_has_its_reason():
+    assert set(LINES) == set(tiny.folders())
+    assert {line.result for line in LINES.values()} <= {"equal", "refused", "not tried"}
+    assert all(line.reason for line in LINES.values() if line.result != "equal")
+    assert all(float(line.largest_difference) <= 1e-5 for line in LINES.values() if line.result == "equal")
+
+
+def test_what_does_not_call_the_interface_is_named():
+    from transformers import DebertaConfig, DebertaModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    others = survey(DebertaModel(DebertaConfig(vocab_size=40, **sizes))).others
+    assert any("does not call transformers' attention interface" in each.reason for each in others)
+
+
+def test_the_prose_counts_as_the_file_does():
+    counts = Counter(line.result for line in LINES.values())
+    text = " ".join((ROOT / "docs" / "how_to" / "hugging_face.md").read_text(encoding="utf-8").split())
+    sentence = r"Of the (\d+) folders .*? in (\d+) folders; (\d+) are refused by name, and of the other (\d+) no tiny"
+    (said,) = re.findall(sentence, text)
+    assert [int(each) for each in said] == [len(LINES), counts["equal"], counts["refused"], counts["not tried"]]
