@@ -12,7 +12,7 @@ from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
 from lightning_tasks.analyses import kernel_pca_report as report
-from lightning_tasks.analyses.kernel_pca_report import LINEAR, NOISE, OWN, Row
+from lightning_tasks.analyses.kernel_pca_report import ALL_LAYERS, LINEAR, NOISE, OWN, Draw, Interval, Row
 
 PAGE = Page("kernel_pca", "Kernel PCA")
 MODELS = {"cifar10_vit": "trained ViT", "minilm": "MiniLM", "vit_random": "untrained ViT"}
@@ -28,6 +28,9 @@ NEARER_IF_SMALLER = {
     "eigen_residual": "eigenvector equation, residual (0: holds)",
 }
 MEASURES = NEARER_IF_LARGER | NEARER_IF_SMALLER
+# Two models in training, looked at after so many epochs, each control drawn twenty times.
+COURSES = {"softmax": "softmax", "scaled": "Scaled Attention"}
+EPOCHS = (0, 1, 3, 9, 18)
 
 
 def rows(raw: Raw, model: str) -> list[Row]:
@@ -59,6 +62,26 @@ def gains(raw: Raw) -> list[float]:
     ]
 
 
+def drawn(raw: Raw, course: str, epoch: int) -> dict[tuple[str, str], Interval]:
+    """By measure and control: the means over layers, heads and samples of a model after so many epochs."""
+    found = raw.records(f"epochs/{course}_{epoch:02d}/{report.DRAWS}", Draw)
+    among = report.intervals(found)
+    return {(each.measure, each.values): each for each in among if each.layer == ALL_LAYERS}
+
+
+def nearer(found: Interval) -> str:
+    """Whether the own values are nearer to what the reading predicts than all draws of a control, or farther."""
+    signs = (
+        {found.draws: "nearer", 0: "farther"}
+        if found.measure in NEARER_IF_LARGER
+        else {
+            0: "nearer",
+            found.draws: "farther",
+        }
+    )
+    return signs.get(found.below, "within")
+
+
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = gains(raw)
@@ -84,6 +107,41 @@ def measures(raw: Raw) -> Table:
                 [name if model == "cifar10_vit" else "", called, *values, "" if largest is None else number(largest, 2)]
             )
     return Table(["", "", "own values", "random linear map", "random values", "largest published"], lines)
+
+
+@PAGE.table
+def epochs(raw: Raw) -> Table:
+    """Own values beside the linear control, in the course of training."""
+    lines = []
+    for measure, name in MEASURES.items():
+        for course, called in COURSES.items():
+            cells = []
+            for epoch in EPOCHS:
+                found = drawn(raw, course, epoch)[measure, LINEAR]
+                text = (
+                    f"{number(found.own, 3)}; {number(found.mean, 3)} [{number(found.low, 3)}, {number(found.high, 3)}]"
+                )
+                cells.append({"nearer": f"**{text}**", "farther": f"*{text}*"}.get(nearer(found), text))
+            lines.append([name if course == "softmax" else "", called, *cells])
+    return Table(["", "model", *(f"epoch {epoch}" for epoch in EPOCHS)], lines)
+
+
+@PAGE.numbers
+def course(raw: Raw) -> dict[str, str]:
+    """How often own values are nearer than every draw of the linear control."""
+    said = {
+        (course, epoch): [nearer(drawn(raw, course, epoch)[measure, LINEAR]) for measure in MEASURES]
+        for course in COURSES
+        for epoch in EPOCHS
+    }
+    last = [each for course in COURSES for each in said[course, EPOCHS[-1]]]
+    first = [each for course in COURSES for each in said[course, EPOCHS[0]]]
+    return {
+        "nearer-last": f"{last.count('nearer')} of {len(last)}",
+        "farther-last": f"{last.count('farther')}",
+        "nearer-first": f"{first.count('nearer')}",
+        "farther-first": f"{first.count('farther')}",
+    }
 
 
 @PAGE.numbers
