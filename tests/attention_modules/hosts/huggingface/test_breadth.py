@@ -57,3 +57,5 @@ def test_the_prose_counts_as_the_file_does():
     sentence = r"Of the (\d+) folders .*? in (\d+) folders; (\d+) are refused by name, and of the other (\d+) no tiny"
     (said,) = re.findall(sentence, text)
     assert [int(each) for each in said] == [len(LINES), counts["equal"], counts["refused"], counts["not tried"]]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"tried in {counts['equal']} of the {len(LINES)} folders" in readme
