@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.pages.numbers import mean_std, significant
+from docs.pages.numbers import mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, verdicts
@@ -47,6 +47,24 @@ def drift(raw: Raw) -> Table:
             cells += [row["layer"].split(".")[2] if changed else "", significant(float(row["output_cosine"]))]
         rows.append((float(whole["output_error"]), cells))
     return Table(heads, [cells for _, cells in sorted(rows)])
+
+
+@PAGE.table
+def drift_of_classes(raw: Raw) -> Table:
+    """Each mechanism in all layers of the vision transformer."""
+    rows = [row for row in raw.rows("drift_vit/drift.csv") if row["layer"] == "all"]
+    rows.sort(key=lambda row: float(row["output_error"]))
+    cells = [
+        [
+            row["mechanism"],
+            significant(float(row["output_error"])) if float(row["output_error"]) > ROUNDING else "0",
+            number(float(row["output_cosine"]), 3),
+            number(max(float(row["output_kl"]), 0.0), 3),
+            number(100 * float(row["same_class"]), 1),
+        ]
+        for row in rows
+    ]
+    return Table(["mechanism", "relative error", "cosine", "KL, nats", "same class, %"], cells)
 
 
 @PAGE.table
