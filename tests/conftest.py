@@ -17,6 +17,8 @@ import torch
 
 from tests.costs import CostWriter, leave_out_costly
 
+OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the tests that tests/costly.txt lists")
@@ -59,11 +61,24 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """Take down what a strategy of several processes leaves in this one.
+
+    A process forked later would wait for the threads of a group that stayed; and a program started later, to which
+    Lightning's variables say that somebody else starts its processes, would wait for these.
+    """
+    before = {name: os.environ.get(name) for name in OF_A_PROCESS_GROUP}
     yield
-    if torch.distributed.is_initialized():  # a forked process would wait for the threads of a group that stayed
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
