@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parents[4] / "docs" / "hosts_huggingface.csv"
+VERSION = "5.23"  # of transformers, which the file is of
 SECONDS = 120  # that a folder may take
 MODELS = 3  # of a folder that are tried for layers that the first ones did not have
 
