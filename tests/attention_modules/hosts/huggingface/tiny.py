@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.huggingface.source import calls_interface
+from tests.attention_modules.hosts.huggingface.peculiar import OF, Peculiar
 
 BATCH, TOKENS, VOCABULARY, IMAGE = 2, 12, 99, 32
 LARGEST = 40_000_000  # parameters of a model that is still tried
@@ -201,9 +202,14 @@ def running(kind: Any) -> tuple[nn.Module, dict[str, Any]]:
         NotBuilt: if none can be built, or it takes none of the inputs that are known.
     """
     reasons = []
-    for given in _configurations(kind.config_class):
+    peculiar = OF.get(kind.__module__.split(".")[2], Peculiar())
+    for given in _configurations(kind.config_class, peculiar.settings):
         try:
             config = kind.config_class(**given)
+        except Exception as error:
+            reasons.append(f"configure {kind.__name__}: {_said(error)}")
+            continue
+        try:
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in kind(config).parameters())
         except Exception:  # some cannot be built without weights
@@ -221,16 +227,18 @@ def running(kind: Any) -> tuple[nn.Module, dict[str, Any]]:
             reasons.append(f"build {kind.__name__}: no layer that calls the interface")
             continue
         try:
-            return model, first_that_runs(model)
+            return model, first_that_runs(model, peculiar)
         except NotBuilt as error:
             reasons.append(str(error))
     raise NotBuilt(" / ".join(dict.fromkeys(reasons)))
 
 
-def _configurations(config_class: Any) -> Iterator[dict[str, Any]]:
-    """Arguments for a small configuration, the plainest first."""
+def _configurations(config_class: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments for a small configuration, that with the folder's own settings and the plainest first."""
     config = _default(config_class)
     config.pop("model_type", None)
+    if settings:
+        yield _with(shrunk(config), settings)
     yield shrunk(config)
     yield shrunk(config, lists=False)
     for more in (sliced(config), filled(sliced(config))):
@@ -241,6 +249,15 @@ def _configurations(config_class: Any) -> Iterator[dict[str, Any]]:
         yield shrunk(config) | {name: value for name, value in hybrid.items() if name in config}
     if isinstance(config.get("backbone_config"), dict):  # whose stages must fit what is asked of them
         yield shrunk(config, lists=False) | {"backbone_config": config["backbone_config"]}
+
+
+def _with(small: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A small configuration with some settings in place of its own; ``None`` leaves one to its default."""
+    found = dict(small)
+    for name, value in settings.items():
+        inner = found.get(name)
+        found[name] = _with(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
 
 
 def _with_axes(small: dict[str, Any]) -> dict[str, Any]:
@@ -400,14 +417,14 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     return tensors_of(model(**inputs))
 
 
-def first_that_runs(model: nn.Module) -> dict[str, Any]:
-    """Inputs that the model takes.
+def first_that_runs(model: nn.Module, peculiar: Peculiar = Peculiar()) -> dict[str, Any]:
+    """Inputs that the model takes: those of its folder, else the first of those that are known by name.
 
     Raises:
         NotBuilt: if it takes none of them.
     """
     reasons = []
-    for inputs in inputs_of(model):
+    for inputs in [peculiar.inputs()] if peculiar.inputs else inputs_of(model):
         try:
             with torch.no_grad():
                 out = run(model, inputs)
