@@ -275,12 +275,12 @@ def _why_no_match(found: Survey, pattern: str) -> str:
 
 def _only_cross(matched: list[Found], where: Selector | None) -> str:
     """What matched is cross-attention that no pattern spells: how to name it."""
-    last = matched[0].name.rpartition(".")[2]
+    outer, _, last = matched[0].name.rpartition(".")
     names = _listed([layer.name or "the model" for layer in matched])
     return (
         f"where={where!r} selects cross-attention only ({names}), which "
         "is swapped only where a pattern spells the last part of its name, and without layers=: "
-        f"where={'*.' + last if last else ''!r}"
+        f"where={'*.' + last if outer else last!r}"
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from attention_modules.hosts.base import Host
-from attention_modules.hosts.timm import biased, plain, rope, talking, windowed
+from attention_modules.hosts.timm import biased, class_token, convolved, plain, rope, talking, windowed
 from attention_modules.hosts.timm.refused import REFUSED
 
 __all__ = ["HOSTS", "REFUSED"]
 
-HOSTS: tuple[Host, ...] = (*plain.HOSTS, *rope.HOSTS, *biased.HOSTS, *windowed.HOSTS, *talking.HOSTS)
+_KINDS = (plain, rope, biased, windowed, talking, class_token, convolved)
+HOSTS: tuple[Host, ...] = tuple(host for kind in _KINDS for host in kind.HOSTS)

@@ -15,6 +15,8 @@ from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import SwappedImage
 from attention_modules.hosts.timm.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
 
+QUERY_BIAS = "its relative position bias is a product with the query: without a query there is no bias"
+
 
 def added(*biases: Tensor | None) -> Tensor | None:
     """The sum of those that are there."""
@@ -124,8 +126,36 @@ class SamHost(BiasedHost):
 
     def query_refusal(self, layer: Any) -> str | None:
         if layer.use_rel_pos:
-            return "its relative position bias is a product with the query: without a query there is no bias"
+            return QUERY_BIAS
         return super().query_refusal(layer)
+
+
+class SwappedBottleneck(SwappedImage):
+    """BoTNet's ``[B, C, h, w]``: the bias is a product of the query and learned positions; a pooling comes after."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v, tokens = self._split(x)
+        bias = self.pos_embed(q.flatten(0, 1)).unflatten(0, q.shape[:2])
+        bias = bias * self.scale if self.scale_pos_embed else bias
+        return self.pool(self._imaged(self._mix(q, k, v, tokens, bias), x))
+
+
+class BottleneckHost(BiasedHost):
+    """BoTNet's ``BottleneckAttn``."""
+
+    name = "timm BottleneckAttn"
+    mixin = SwappedBottleneck
+    library = "timm.layers.bottleneck_attn"
+    kind = "BottleneckAttn"
+
+    def widths(self, layer: Any) -> Widths:
+        return Widths(layer.num_heads, layer.dim_head_qk, layer.dim_head_v, layer.num_heads)
+
+    def length(self, layer: Any) -> int:
+        return int(layer.pos_embed.height * layer.pos_embed.width)
+
+    def query_refusal(self, layer: Any) -> str:
+        return QUERY_BIAS
 
 
 class SwappedMaxxImage(SwappedImage):
@@ -233,6 +263,7 @@ HOSTS: tuple[Host, ...] = (
     BeitHost(),
     RelPosHost(),
     SamHost(),
+    BottleneckHost(),
     MaxxImageHost(),
     MaxxTokensHost(),
     LevitHost(),

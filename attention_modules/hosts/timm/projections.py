@@ -55,13 +55,19 @@ class Projections:
     own_biases: bool = False
     inner: str = ""
 
-    def split(self, layer: Any, x: Tensor, widths: Widths) -> tuple[Tensor | None, Tensor, Tensor]:
-        """q (None where it was dropped), k, v ``[B, H, N, d]`` of ``[B, N, C]``, or of ``[B, C, h, w]``."""
+    def split(
+        self, layer: Any, x: Tensor, widths: Widths, asking: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """q (None where it was dropped), k, v ``[B, H, N, d]`` of ``[B, N, C]``, or of ``[B, C, h, w]``.
+
+        A query whose projection is its own is made of ``asking``, where other tokens than those of the keys ask.
+        """
         found: dict[str, Tensor] = {}
         for path, letters in self.parts:
             letters = self._present(layer, letters)
             if letters:
-                heads = self._heads(self._project(layer, path, x), letters, widths)
+                source = x if asking is None or letters != "q" else asking
+                heads = self._heads(self._project(layer, path, source), letters, widths)
                 found.update(zip(letters, heads, strict=True))
         return found.get("q"), found["k"], found["v"]
 

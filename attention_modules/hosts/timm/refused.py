@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-_CLASS_TOKEN = "class attention: only the class token asks, so its queries are no tokens of the sequence"
 _CHANNELS = "attention among channels, not among tokens"
 _HEADS_MIXED = "talking heads: it mixes the maps of its heads, and a mechanism has no map to give"
 _LINEAR = "linear attention: no softmax(q kᵀ) v"
 _NO_ADAPTER = "no adapter yet"
 _FEWER = "fewer queries than keys, so it is no attention among the same tokens"
-_CONVOLVED = f"its tokens are made by a strided convolution with a batch norm, and unmade by another, {_NO_ADAPTER}"
 
 _BY_MODULE: dict[str, dict[str, str]] = {
     "timm.layers.diff_attention": {"DiffAttention": "the difference of two softmax maps, not one"},
-    "timm.layers.bottleneck_attn": {"BottleneckAttn": f"its position bias is a product with the query, {_NO_ADAPTER}"},
     "timm.layers.halo_attn": {"HaloAttn": f"each block of queries sees a larger one of keys: {_FEWER}"},
     "timm.models._efficientnet_blocks": {
         "MobileAttention": f"multi-query attention: its query heads share one convolved key head, {_NO_ADAPTER}",
     },
-    "timm.models.byobnet": {"SelfAttnBlock": f"a convolutional block around attention, {_NO_ADAPTER}"},
-    "timm.models.cait": {
-        "ClassAttn": _CLASS_TOKEN,
-        "LayerScaleBlockClassAttn": _CLASS_TOKEN,
+    "timm.models.byobnet": {
+        "SelfAttnBlock": f"around halo attention, whose blocks of queries see larger ones of keys, {_NO_ADAPTER}, or a "
+        f"lambda layer, which is {_LINEAR}"
     },
     "timm.models.coat": {"FactorAttnConvRelPosEnc": f"factorized attention, {_LINEAR}"},
     "timm.models.convit": {"GPSA": "gated: it mixes the softmax map with one of positions"},
-    "timm.models.cpubone": {"ConvAttention": _CONVOLVED},
-    "timm.models.crossvit": {"CrossAttentionBlock": _CLASS_TOKEN, "CrossAttention": _CLASS_TOKEN},
     "timm.models.csatv2": {"SpatialAttention": "a gate of one channel, not attention among the block's tokens"},
     "timm.models.davit": {"ChannelAttention": _CHANNELS, "ChannelAttentionV2": _CHANNELS},
     "timm.models.edgenext": {"CrossCovarianceAttn": _CHANNELS},
@@ -35,7 +29,6 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "CascadedGroupAttention": f"cascaded heads: each reads the output of the one before, {_NO_ADAPTER}",
     },
     "timm.models.levit": {"AttentionDownsample": f"downsampling: {_FEWER}"},
-    "timm.models.lowformer": {"ConvAttention": _CONVOLVED},
     "timm.models.mobilevit": {"LinearSelfAttention": _LINEAR},
     "timm.models.mvitv2": {
         "MultiScaleAttention": f"pooling convolutions make queries and keys, and the query the bias, {_NO_ADAPTER}",
@@ -48,10 +41,9 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "DiffParallelScalingBlock": "the difference of two softmax maps, not one",
     },
     "timm.models.volo": {
-        "ClassAttention": _CLASS_TOKEN,
         "OutlookAttention": "its map is projected from each token alone, not made of q and k",
     },
-    "timm.models.xcit": {"ClassAttentionBlock": _CLASS_TOKEN, "XCA": _CHANNELS},
+    "timm.models.xcit": {"XCA": _CHANNELS},
 }
 
 REFUSED: dict[tuple[str, str], str] = {

@@ -56,12 +56,13 @@ What else to know:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
   query rows: those of the model stay.
-- What no host knows (DeBERTa, XCiT, class attention, ...) is listed in the report with the reason, never
+- What no host knows (DeBERTa, XCiT's attention among channels, ...) is listed in the report with the reason, never
   swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
 - CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`: outputs and gradients stay
   (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
   would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
-  they are mixed. Its class attention is left as it is. Monitors of q, k and v, and stabilizers, ask for the swap first.
+  they are mixed. Monitors of q, k and v, and stabilizers, ask for the swap first.
+- Class attention (CaiT, XCiT, VOLO, CrossViT), where the class token alone asks, counts as cross-attention.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
   `"*.multihead_attn"`, and never for a mechanism without a query, or that needs a query for each key, or other layers'
   values.
@@ -124,7 +125,8 @@ TIMM = """\
 ## timm, model by model
 
 Of timm {version}'s models, {number} are of families in which a model has attention among tokens. Softmax goes into
-{softmax} of them, symmetric attention into {symmetric}, RPC into {rpc}. A number in brackets is that of the family's
+{softmax} of them ({by_name} in class attention alone, which `where` has to name), symmetric attention into
+{symmetric}, RPC into {rpc}. A number in brackets is that of the family's
 models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a row per model, made by
 `python -m tests.attention_modules.hosts.timm.models`, which builds each on the meta device and swaps all its layers.
 `pytest -m slow tests/attention_modules/hosts` counts anew, and runs every kind of layer of every model at its true
@@ -174,7 +176,12 @@ def timm_section() -> str:
     """The models of timm, by family."""
     rows = timm_models.read()
     return (
-        TIMM.format(version=timm_models.VERSION, number=len(rows), **timm_models.totals(rows))
+        TIMM.format(
+            version=timm_models.VERSION,
+            number=len(rows),
+            by_name=sum(row.by_name for row in rows),
+            **timm_models.totals(rows),
+        )
         + "\n"
         + (timm_models.table(rows))
     )

@@ -417,14 +417,14 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     return tensors_of(model(**inputs))
 
 
-def first_that_runs(model: nn.Module, peculiar: Peculiar = Peculiar()) -> dict[str, Any]:
+def first_that_runs(model: nn.Module, peculiar: Peculiar | None = None) -> dict[str, Any]:
     """Inputs that the model takes: those of its folder, else the first of those that are known by name.
 
     Raises:
         NotBuilt: if it takes none of them.
     """
     reasons = []
-    for inputs in [peculiar.inputs()] if peculiar.inputs else inputs_of(model):
+    for inputs in [peculiar.inputs()] if peculiar and peculiar.inputs else inputs_of(model):
         try:
             with torch.no_grad():
                 out = run(model, inputs)

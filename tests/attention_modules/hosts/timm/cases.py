@@ -167,6 +167,22 @@ LAYERS: dict[str, LayerCase] = {
         grid,
         QUERY_BIAS,
     ),
+    "botnet": LayerCase(
+        "timm.layers.bottleneck_attn",
+        "BottleneckAttn",
+        (DIM,),
+        {**_HEADS, "feat_size": (SIDE, SIDE)},
+        image,
+        QUERY_BIAS,
+    ),
+    "botnet-pooled": LayerCase(
+        "timm.layers.bottleneck_attn",
+        "BottleneckAttn",
+        (DIM,),
+        {**_HEADS, "feat_size": (SIDE, SIDE), "stride": 2, "scale_pos_embed": True, "dim_head": 8},
+        image,
+        {**QUERY_BIAS, **dict.fromkeys(("rpc", "elliptical"), r"different widths \(8 and 4\)")},
+    ),
     "sam-no-bias": LayerCase(_models("vision_transformer_sam"), "Attention", (DIM,), _HEADS, partial(grid, 2, 3)),
     "maxxvit-2d": LayerCase(
         _models("maxxvit"),
@@ -277,6 +293,22 @@ LAYERS: dict[str, LayerCase] = {
         _models("hiera"), "MaskUnitAttention", (DIM, DIM, HEADS), {"window_size": 8, "use_mask_unit_attn": True}
     ),
     "visformer": LayerCase(_models("visformer"), "Attention", (DIM,), {"num_heads": HEADS}, image),
+    "lowformer": LayerCase(
+        _models("lowformer"),
+        "ConvAttention",
+        (DIM,),
+        {"att_stride": 2, "att_kernel": 3, "head_dim_mul": 8},
+        image,
+        linear=False,
+    ),
+    "cpubone": LayerCase(
+        _models("cpubone"),
+        "ConvAttention",
+        (DIM,),
+        {"att_stride": 2, "small_kernels": True, "fuse_out_proj": True, "head_dim_mul": 8},
+        lambda: (noise(BATCH, DIM, 7, 9),),
+        linear=False,
+    ),
     "fastvit": LayerCase(_models("fastvit"), "Attention", (DIM,), {"head_dim": 4, "qkv_bias": True}, image),
 }
 

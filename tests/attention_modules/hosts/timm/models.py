@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from attention_modules.hosts import attention_layers
+from attention_modules.hosts import attention_layers, discovery
 from attention_modules.swap import restore_attention, swap_attention
 
 FILE = Path(__file__).parents[4] / "docs" / "timm_models.csv"
@@ -27,6 +27,9 @@ MECHANISMS = ("softmax", "symmetric", "rpc")
 # Convolutional networks: gates of channels and pooling that call themselves attention, in some of their models.
 _CONVOLUTIONAL = ("byobnet", "mobilenetv3", "resnest", "sknet")
 _NAMED_OTHERWISE = ("GPSA", "MHSA", "XCA", "ParallelScalingBlock")
+
+
+BY_NAME = " (by name)"  # of a layer that is swapped where a pattern of `where` spells its name
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Row:
     rpc: str
     left: str
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the model takes mechanisms in class attention alone."""
+        return BY_NAME in self.swapped
+
     def takes(self, mechanism: str) -> bool:
         """Whether the mechanism goes into the model."""
         return getattr(self, mechanism).isdigit()
@@ -72,16 +80,20 @@ def on_meta(model: str) -> nn.Module:
 
 
 def count(name: str, model: nn.Module) -> Row:
-    """Swap each mechanism in, and out again."""
+    """Swap each mechanism in, and out again; into class attention, by its name, where it goes nowhere else."""
     cells, kinds, left = {}, "", ""
+    asked = [layer.name for layer in discovery.survey(model).layers if layer.cross]
     for mechanism in MECHANISMS:
         try:
-            report = swap_attention(model, mechanism)
+            report, how = swap_attention(model, mechanism), ""
         except ValueError as error:
-            cells[mechanism] = _short(str(error))
-            continue
+            try:
+                report, how = swap_attention(model, mechanism, where=asked or None), BY_NAME
+            except ValueError as named:
+                cells[mechanism] = _short(str(named if "cross-attention only" in str(error) else error))
+                continue
         cells[mechanism] = str(len(report))
-        kinds = ", ".join(sorted({row.host.removeprefix("timm ") for row in report}))
+        kinds = ", ".join(sorted({row.host.removeprefix("timm ") + how for row in report}))
         left = "; ".join(sorted({f"{skipped.kind}: {skipped.reason}" for skipped in report.skipped}))
         restore_attention(model)
     return Row(family_of(name), name, kinds, left=left, **cells)

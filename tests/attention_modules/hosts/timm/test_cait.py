@@ -92,10 +92,8 @@ def test_what_it_could_not_keep_or_would_not_draw_is_refused() -> None:
 
 def test_class_attention_is_left_with_its_reason() -> None:
     report = swap_attention(small(), "talking_heads")
-    assert [(skipped.name, skipped.kind) for skipped in report.skipped] == [
-        ("blocks_token_only.0", "LayerScaleBlockClassAttn")
-    ]
-    assert "only the class token asks" in report.skipped[0].reason
+    assert [(skipped.name, skipped.kind) for skipped in report.skipped] == [("blocks_token_only.0.attn", "ClassAttn")]
+    assert "cross-attention: swapped only where a pattern" in report.skipped[0].reason
 
 
 def test_modes_and_compilation() -> None:

@@ -191,6 +191,8 @@ def test_weights_behind_a_batch_norm_are_refused_by_name(name: str) -> None:
         ("swin-v2-cr", "cosine"),
         ("sam-no-bias", None),
         ("metaformer", None),
+        ("botnet", "position bias"),
+        ("lowformer", "strided convolution"),
     ],
 )
 def test_spectrum_caveat(name: str, text: str | None) -> None:
@@ -203,7 +205,9 @@ def _found(name: str) -> AttentionLayer:
     return found
 
 
-@pytest.mark.parametrize(("name", "length"), [("swin", 16), ("swin-v2", 16), ("swin-v2-cr", 16), ("beit", 13)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("swin", 16), ("swin-v2", 16), ("swin-v2-cr", 16), ("beit", 13), ("botnet", 16)]
+)
 def test_windows_fix_the_number_of_tokens(name: str, length: int) -> None:
     assert _found(name).spec.num_tokens == length
     module = layer(name)
@@ -261,7 +265,6 @@ REDUCED = {
     "pvt": (("timm.models.pvt_v2", "Attention", (16,), {"sr_ratio": 2}), "reduced image"),
     "gcvit": (("timm.models.gcvit", "WindowAttentionGlobal", (16, 4, (2, 2)), {}), "whole image's"),
     "levit": (("timm.models.levit", "AttentionDownsample", (16, 32, 4), {}), "fewer queries than keys"),
-    "cait": (("timm.models.cait", "ClassAttn", (16,), {}), "only the class token asks"),
     "efficientformer_v2": (("timm.models.efficientformer_v2", "Attention2d", (16,), {}), "talking heads"),
     "xcit": (("timm.models.xcit", "XCA", (16,), {}), "among channels"),
 }
