@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Host
-from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, select, survey
+from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, only_cross, select, survey
 from attention_modules.hosts.table import known_hosts
 
 __all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]
@@ -29,11 +29,15 @@ def attention_layers(
         exclude: as ``where``, taken out of the selection.
 
     Raises:
-        AttentionSwapError: if nothing matches, a pattern matches nothing, or an index is out of range.
+        AttentionSwapError: if nothing matches, or cross-attention alone, a pattern matches nothing, or an index is out
+            of range.
     """
     found = survey(model)
     chosen, _ = select(found, where, layers, exclude)
-    return [describe(found, layer) for layer in chosen if not layer.cross]
+    selves = [layer for layer in chosen if not layer.cross]
+    if not selves:
+        raise AttentionSwapError(only_cross(chosen, where))
+    return [describe(found, layer) for layer in selves]
 
 
 def describe(found: Survey, layer: Found) -> AttentionLayer:

@@ -196,7 +196,7 @@ def select(
     crosses = [layer for layer in matched if layer.cross and layers is None and _names_cross(layer, where)]
     selves = [layer for layer in matched if not layer.cross]
     if matched and not selves and not crosses:
-        raise AttentionSwapError(_only_cross(matched, where))
+        raise AttentionSwapError(only_cross(matched, where))
     if not selves and not crosses:
         raise AttentionSwapError(
             f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
@@ -273,12 +273,13 @@ def _why_no_match(found: Survey, pattern: str) -> str:
     return f"matches no module name.{hint} Patterns match whole names, such as 'blocks.*.attn'; {here}"
 
 
-def _only_cross(matched: list[Found], where: Selector | None) -> str:
-    """What matched is cross-attention that no pattern spells: how to name it."""
+def only_cross(matched: Sequence[Found], where: Selector | None) -> str:
+    """What matched is cross-attention: who leaves it out, and how to name it where it is swapped."""
     outer, _, last = matched[0].name.rpartition(".")
     names = _listed([layer.name or "the model" for layer in matched])
+    selects = "the model has" if where is None else f"where={where!r} selects"
     return (
-        f"where={where!r} selects cross-attention only ({names}), which "
+        f"{selects} cross-attention only ({names}), which monitors and stabilizers leave out, and which "
         "is swapped only where a pattern spells the last part of its name, and without layers=: "
         f"where={'*.' + last if outer else last!r}"
     )

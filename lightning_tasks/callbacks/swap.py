@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from attention_modules.hosts import AttentionSwapError, attention_layers
+from attention_modules.hosts import AttentionSwapError
 from attention_modules.hosts.discovery import select, survey
 from attention_modules.mechanism import (
     AttentionMechanism,
@@ -216,7 +216,8 @@ class SwapAttention(Callback):
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
-        chosen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
+        matched, _ = select(survey(pl_module), self.where, self.layers, self.exclude)  # cross-attention among them
+        chosen = {layer.name for layer in matched}
         for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
             if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:
                 continue

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares, wide
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
@@ -187,7 +188,8 @@ class DriftMonitor(Callback):
     def _labels(self, pl_module: pl.LightningModule) -> dict[str, str]:
         """By the line of each compared layer, its name in logs: its place among all self-attention layers."""
         teacher = self._check_teacher(pl_module)
-        places = {layer.name: layer_label(layer) for layer in attention_layers(pl_module)}
+        selves = any(not layer.cross for layer in survey(pl_module).layers)
+        places = {layer.name: layer_label(layer) for layer in attention_layers(pl_module)} if selves else {}
         names = {name: places.get(f"{teacher.name}.{name}", name) for name in teacher.layers}
         return {_line("relative_error", name): f"relative_error/{label}" for name, label in names.items()}
 
