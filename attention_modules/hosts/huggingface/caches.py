@@ -105,16 +105,17 @@ def _keeping(plain: type) -> type:
             getattr(plain, name)(self, *args)
             self.new_keys = None
             if self.kept is not None:
-                self.kept = of_kept(self.kept, *args)
+                self.kept = of_kept(self, self.kept, *args)
 
         return change
 
     changes: dict[str, Callable[..., Tensor | None]] = {
-        "reset": lambda kept: None,
-        "crop": lambda kept, tokens: kept[..., : kept.shape[-1] - abs(tokens)],
-        "reorder_cache": lambda kept, rows: kept.index_select(0, rows.to(kept.device)),
-        "batch_repeat_interleave": lambda kept, repeats: kept.repeat_interleave(repeats, dim=0),
-        "batch_select_indices": lambda kept, rows: kept[rows],
+        "reset": lambda layer, kept: None,
+        # What its number means has changed between versions of transformers; the length afterwards has not.
+        "crop": lambda layer, kept, number: kept[..., : int(layer.get_seq_length())],
+        "reorder_cache": lambda layer, kept, rows: kept.index_select(0, rows.to(kept.device)),
+        "batch_repeat_interleave": lambda layer, kept, repeats: kept.repeat_interleave(repeats, dim=0),
+        "batch_select_indices": lambda layer, kept, rows: kept[rows],
     }
     members = {name: changed(name, of_kept) for name, of_kept in changes.items() if hasattr(plain, name)}
     # A class with a layer type would take the plain one's place in transformers' table.
