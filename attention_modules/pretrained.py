@@ -57,7 +57,7 @@ def load_pretrained(
         import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     swaps = _swaps(folder, _read_plan(folder, hub), mechanism)
-    _refuse_other_weights(folder, hub)
+    _refuse_other_weights(folder, hub, {name for swap in swaps for name in swap.names})
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -178,11 +178,11 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
     return layers
 
 
-def _refuse_other_weights(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> None:
+def _refuse_other_weights(folder: str | os.PathLike[str], hub: Mapping[str, Any], names: set[str]) -> None:
     """Refuse a plan that an earlier model left beside weights which were saved without a swap.
 
     Raises:
-        ValueError: if no weight in the folder's safetensors files is marked.
+        ValueError: if no weight in the folder's safetensors files is marked, or others than the plan names.
     """
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -195,10 +195,16 @@ def _refuse_other_weights(folder: str | os.PathLike[str], hub: Mapping[str, Any]
     elif (weights := cached_file(os.fspath(folder), SAFE_WEIGHTS_NAME, **found)) is not None:
         with safe_open(weights, framework="pt") as file:
             keys = list(file.keys())
-    if keys and not any(key.endswith(f".{MARK}") for key in keys):
+    marked = {key.removesuffix(f".mechanism.{MARK}") for key in keys if key.endswith(f".{MARK}")}
+    if keys and not marked:
         raise ValueError(
             f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
             f"them with from_pretrained, or remove {PLAN}"
+        )
+    if keys and len(marked) != len(names):
+        raise ValueError(
+            f"{PLAN} of {folder} is not of the weights beside it: it names {len(names)} swapped layers, and the "
+            f"weights are of {len(marked)} ({', '.join(sorted(marked)[:3])}, ...); save the model again"
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules.precision import to_float64
 
@@ -34,6 +35,21 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
         hidden = ~valid.reshape(*valid.shape, *[1] * (wanted.ndim - 2))
         error, size = error.masked_fill(hidden, 0.0), size.masked_fill(hidden, 0.0)
     return error.flatten(1).sum(1), size.flatten(1).sum(1)
+
+
+def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens count by the ``attention_mask`` ``[B, N]`` of a call, boolean; None where it has no such mask.
+
+    Of an encoder-decoder model all count: the mask is of one of its sequences alone.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    try:
+        given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+    except TypeError:  # the call itself will say what it does not take
+        given = dict(kwargs)
+    mask = given.get("attention_mask")
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def wide(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from attention_modules.analysis.agreement import (
     NOT_MEASURED,
     Agreement,
     AgreementSums,
+    counting,
     output_of,
     relative_error,
     relative_squares,
@@ -152,7 +153,8 @@ def swap_drift(
     whole: AgreementSums | None = None
     outputs: dict[str, AgreementSums] = {}
     for batch in _several(batches):
-        valid = _valid(batch)
+        args = batch if isinstance(batch, (tuple, list)) else ()
+        valid = counting(model, args, batch if isinstance(batch, Mapping) else {})
         result, layers_before = _recorded(before, call, batch, names)
         wanted, named = output_of(result)
         if whole is None:
@@ -235,12 +237,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _valid(batch: Any) -> Tensor | None:
-    """Which tokens of a batch count, where it says so."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.base import PLAN
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.mechanism import check_options, mechanism_class
 from lightning_tasks.errors import UsageError
@@ -177,6 +178,12 @@ def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
     except ImportError as error:
         raise ValueError(f"{name} is no timm model, and Hugging Face's need: pip install 'attnswap[hf]'") from error
+
+    if (Path(name) / PLAN).is_file():
+        raise ValueError(
+            f"--model {name} was saved with swapped attention ({PLAN}), which this command would leave out: give the "
+            "folder of the plain model, and name the mechanism by --mechanism"
+        )
 
     def build() -> nn.Module:
         model: Any

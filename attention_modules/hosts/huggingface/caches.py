@@ -67,6 +67,13 @@ def kept_for(arguments: dict[str, Any], module: nn.Module, given: Tensor, keys: 
             f"sequence, or continue from this key-value cache ({new} new tokens, {keys} keys): pass use_cache=False"
         )
     layer.kept = given if layer.kept is None else torch.cat([layer.kept, given], -1)
+    layer.told = True
+    if layer.missed or (layer.kept.shape[-1] > keys and not getattr(layer, "is_sliding", False)):
+        raise NotImplementedError(
+            f"{type(module.mechanism).__name__} must remember something of every token of this key-value cache, and "
+            "some were added while another mechanism was in the layer, or its keys were cut by hand: start with an "
+            "empty cache, or shorten it with its own crop()"
+        )
     shown = layer.kept[..., -keys:]  # a sliding window has let go of the first keys
     return F.pad(shown, (0, keys - shown.shape[-1]))
 
@@ -87,6 +94,7 @@ def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
                 f"{type(module.mechanism).__name__} was put in, which it cannot continue from: start with an empty one"
             )
         layer.new_keys, layer.kept = None, None  # all keys of this call are new
+        layer.told, layer.missed = False, False  # whether of the last tokens something was kept; whether not of all
         plain: Any = type(layer)
         layer.__class__ = _keeping(plain)
     return layer
@@ -98,12 +106,15 @@ def _keeping(plain: type) -> type:
 
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.new_keys = key_states
+        self.missed, self.told = self.missed or not self.told, False
         return plain.update(self, key_states, value_states, *args, **kwargs)  # type: ignore[attr-defined]
 
     def changed(name: str, of_kept: Callable[..., Tensor | None]) -> Callable[..., None]:
         def change(self: Any, *args: Any) -> None:
             getattr(plain, name)(self, *args)
             self.new_keys = None
+            if name == "reset":
+                self.missed, self.told = False, True
             if self.kept is not None:
                 self.kept = of_kept(self, self.kept, *args)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -51,7 +52,12 @@ def kde_attention(
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend(q, F.normalize(k, dim=-1), v, hide(attn_mask), is_causal, dropout_p, 2 * scale)
+    return attend(q, normalized(k), v, hide(attn_mask), is_causal, dropout_p, 2 * scale)
+
+
+def normalized(k: Tensor) -> Tensor:
+    """Keys of length one; zeros stay zeros in every dtype (1e-12, F.normalize's limit, is 0 in fp16)."""
+    return F.normalize(k, dim=-1, eps=max(1e-12, torch.finfo(k.dtype).tiny))
 
 
 @register_mechanism("kde")

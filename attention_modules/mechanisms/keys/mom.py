@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attention_modules.kernels import attend
 from attention_modules.masks import visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.keys.kde import normalized
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
@@ -62,7 +62,7 @@ def mom_attention(
     if draws.dim() != 2 or draws.shape[-1] != k.shape[-2]:
         raise ValueError(f"draws must be [K, N] with N = {k.shape[-2]} keys, got {tuple(draws.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = F.normalize(k, dim=-1)
+    k = normalized(k)
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device) if attn_mask is None else visible(attn_mask)
     seen = seen.expand(*seen.shape[:-1], k.shape[-2])
     with torch.no_grad():

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attention_modules.kernels import autocast, without_autocast
 from attention_modules.masks import visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.keys.kde import normalized
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_choice, check_number
@@ -109,7 +109,7 @@ def rkde_attention(
     check_self_attention("rkde", q, k)
     attn_mask = padding_alone("rkde", attn_mask, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = F.normalize(k, dim=-1)
+    k = normalized(k)
     seen = None if attn_mask is None else visible(attn_mask)
     with without_autocast(q.device):
         wide = torch.promote_types(k.dtype, torch.float32)

@@ -68,10 +68,23 @@ class Anneal:
                         f"with which a checkpoint would be loaded: build it with {name}={last:g}"
                     )
                 if found.built_with is not None:
-                    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                        build_mechanism(
-                            type(found), found.spec, **{**found.built_with, name: _as_asked(found, name, first)}
-                        )
+                    for share in (0.0, 1 / 3, 1 / 2):  # an option of a few values has none of its own between them
+                        self._try(found, name, _as_asked(found, name, first + (last - first) * share))
+
+    def _try(self, found: AttentionMechanism, name: str, value: float) -> None:
+        """Build the mechanism with the value.
+
+        Raises:
+            ValueError: if it refuses it.
+        """
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                build_mechanism(type(found), found.spec, **{**(found.built_with or {}), name: value})
+        except ValueError as error:
+            raise ValueError(
+                f"anneal[{name!r}] goes from {self.values[name][0]:g} to {self.values[name][1]:g}, and "
+                f"{type(found).__name__} does not take {value:g} on the way: {error}"
+            ) from error
 
     def apply(self, mechanisms: Sequence[AttentionMechanism], step: int) -> dict[str, float]:
         """Give the mechanisms the values of a step, and say which these are."""

@@ -27,7 +27,8 @@ from lightning_tasks.training.eager import eager
 class DriftMonitor(Callback):
     """Logs, at each validation, how far the swapped model is from the model with the attention and weights it had.
 
-    The model as it was when its attention was swapped is the teacher, kept with a copy of its weights. On the first
+    The model with the attention that it had is the teacher, kept with a copy of its weights when a trainer with this
+    callback first starts: what trained the swapped model before that has trained the teacher too. On the first
     batch of each validation (also of ``trainer.validate``) it is shown what the model is called with.
     ``val/drift/relative_error/layer_00`` is ‖student - teacher‖ / ‖teacher‖ of a layer's output where the student's
     layer is given the teacher's input, ``mean`` the mean of the layers; ``val/drift/output_error`` the same of the

@@ -122,6 +122,8 @@ class Heal(DriftMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
         self._trainable = {name: one for name, one in pl_module.named_parameters() if one.requires_grad}
+        self._check_optimizers(trainer, pl_module)
+        self._undo.callback(self._keep_teacher_apart, pl_module)
         for parameter in self._trainable.values():
             self._undo.callback(parameter.requires_grad_, True)
         self._undo.callback(_put_back, pl_module, vars(pl_module).get("training_step"))
@@ -136,10 +138,32 @@ class Heal(DriftMonitor):
             self._undo.callback(before.remove)
             self._undo.callback(after.remove)
 
+    def _check_optimizers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a stage that would train nothing, as no optimizer holds its Parameters.
+
+        Raises:
+            ValueError: naming the stage and one of its Parameters.
+        """
+        held = {id(one) for each in trainer.optimizers for group in each.param_groups for one in group["params"]}
+        layers = swapped_layers(pl_module)
+        for number, stage in enumerate(self.stages):
+            chosen = stage.chosen([*self._trainable], layers)
+            if chosen and not any(id(self._trainable[name]) in held for name in chosen):
+                raise ValueError(
+                    f"Heal: stage {number} trains {len(chosen)} Parameters, such as {min(chosen)!r}, and no optimizer "
+                    "holds any of them: give them to the optimizer in configure_optimizers"
+                )
+
+    def _keep_teacher_apart(self, pl_module: pl.LightningModule) -> None:
+        if self.teacher is not None:
+            self.teacher.keep_apart(pl_module.get_submodule(self.teacher.name))
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._close_step()
+        if self.teacher is not None:  # what a callback has unfrozen is its own from here on
+            self.teacher.keep_apart(pl_module.get_submodule(self.teacher.name))
         number = stage_at(self.stages, trainer.global_step)
         if number != self._stage:
             self._begin(pl_module, number)

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from attention_modules.analysis.agreement import output_of, relative_squares
+from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
@@ -20,6 +20,7 @@ from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.checkpoints.swaps import _PLANS
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
 _SAMPLED = 1024  # numbers of each tensor by which one teacher is told from another
 
 
@@ -50,6 +51,11 @@ class Teacher:
         self.name = _network_name(owner, pl_module, network, layers)
         student = pl_module.get_submodule(self.name)
         prefix = f"{self.name}." if self.name else ""
+        if hasattr(student, "_orig_mod"):
+            raise ValueError(
+                f"{owner}: {self.name!r} is compiled by torch.compile(...), around a network whose plain copy is "
+                f"needed: compile it in place, {self.name}.compile()"
+            )
         self.layers = [name.removeprefix(prefix) for name in layers]
         if any(tensor.is_meta for tensor in student.parameters()):
             raise ValueError(
@@ -75,14 +81,26 @@ class Teacher:
                 tensor.data = tensor.data.to(held[0].device, dtype)
 
     @torch.no_grad()
+    def keep_apart(self, student: nn.Module) -> None:
+        """Copy what it shares with the student and what may train from now on."""
+        trains = {id(one): one for one in student.parameters() if one.requires_grad}
+        copies: dict[int, nn.Parameter] = {}
+        for module in self.network.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in trains:
+                    found = trains[id(parameter)]
+                    copies.setdefault(id(parameter), nn.Parameter(found.detach().clone(), requires_grad=False))
+                    module._parameters[name] = copies[id(parameter)]
+
+    @torch.no_grad()
     def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lesson:
         """Run it on what the student is called with."""
-        inputs: dict[str, Tensor] = {}
+        inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
 
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                inputs.setdefault(name, _input_of(args, kwargs))
+                inputs.setdefault(name, (args, dict(kwargs)))
 
             return hook
 
@@ -98,34 +116,45 @@ class Teacher:
                 add(layer.register_forward_pre_hook(before(name), with_kwargs=True))
                 add(layer.register_forward_hook(after(name)))
             output = self.network(*args, **kwargs)
-        return Lesson(inputs, outputs, output, _valid(kwargs))
+        return Lesson(inputs, outputs, output, counting(self.network, args, kwargs))
 
 
 class Lesson:
     """What the teacher computed of one batch.
 
     Args:
-        inputs: of each layer.
+        inputs: what each layer was called with.
         outputs: of each layer.
         output: what the network returned.
         valid: which tokens count, boolean ``[B, N]``, where the call said so.
     """
 
-    def __init__(
-        self, inputs: dict[str, Tensor], outputs: dict[str, Tensor], output: Any, valid: Tensor | None
-    ) -> None:
+    def __init__(self, inputs: dict[str, Given], outputs: dict[str, Tensor], output: Any, valid: Tensor | None) -> None:
         self.inputs, self.outputs, self.output, self.valid = inputs, outputs, output, valid
 
     def give_inputs(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place."""
+        """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place.
+
+        So does what else of floating tensors it is called with: the tokens that cross-attention attends to.
+        """
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given, taught = _input_of(args, kwargs), self.inputs[name]
+            taught_args, taught_kwargs = self.inputs[name]
+            given, taught = _input_of(args, kwargs), _input_of(taught_args, taught_kwargs)
 
-            def replaced(value: Any) -> Any:
-                return taught.to(given.dtype) if isinstance(value, Tensor) and same_view(value, given) else value
+            def replaced(value: Any, other: Any) -> Any:
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                if same_view(value, given):
+                    return taught.to(given.dtype)
+                alike = isinstance(other, Tensor) and other.is_floating_point() and other.shape == value.shape
+                return other.to(value.dtype) if alike else value
 
-            return tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
+            others = (*taught_args, *[None] * (len(args) - len(taught_args)))
+            return (
+                tuple(replaced(value, other) for value, other in zip(args, others, strict=False)),
+                {key: replaced(value, taught_kwargs.get(key)) for key, value in kwargs.items()},
+            )
 
         return hook
 
@@ -206,11 +235,6 @@ def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     raise TypeError("an attention layer is called without a floating tensor")
-
-
-def _valid(kwargs: Mapping[str, Any]) -> Tensor | None:
-    mask = kwargs.get("attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 @contextmanager
