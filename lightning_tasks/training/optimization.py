@@ -89,7 +89,7 @@ def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
     """Arguments of timm's ``create_scheduler_v2`` that follow from the run; none for any other schedule.
 
     Raises:
-        ValueError: if the run has no end.
+        ValueError: if the run has no end, or epochs of no known length.
     """
     if spec["class_path"].rsplit(".", 1)[-1] != _TIMM_SCHEDULE:
         return {}
@@ -99,6 +99,15 @@ def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
     updates, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
     # Lightning would keep the loaders that it made for this, and not tell them where a resumed run was.
     trainer.fit_loop._combined_loader = None
+    if not trainer.limit_train_batches:  # Lightning then counts infinitely many batches
+        updates, batches = 1, 1
+    if math.isinf(batches):
+        if updates == -1 or interval == "epoch":
+            raise ValueError(
+                f"{_TIMM_SCHEDULE} needs the length of an epoch, and the training data have none: give "
+                "trainer.limit_train_batches, or trainer.max_steps with scheduler_interval='step'"
+            )
+        return {"num_epochs": 1, "updates_per_epoch": updates, "step_on_epochs": False}
     an_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
     return {"num_epochs": updates / an_epoch, "updates_per_epoch": an_epoch, "step_on_epochs": interval == "epoch"}
 

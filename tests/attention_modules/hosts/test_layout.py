@@ -33,6 +33,10 @@ ROUNDED_LAYERS = (
     "nest",
     "hiera-units",
     "visformer",
+    "botnet",
+    "botnet-pooled",
+    "lowformer",
+    "cpubone",
 )
 # TNT's dropout of weights works in place, so that its own backward fails; NesT draws it head by head of five axes.
 NO_WEIGHT_DROPOUT = ("tnt", "nest")
