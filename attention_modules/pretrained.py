@@ -170,10 +170,10 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
         known = content["format"] == 1 and all(_is_layer(layer) for layer in layers)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no list of swapped layers that save_pretrained wrote: {error!r}") from error
-    if not known or not layers:
+    if not known or not layers or len({layer["name"] for layer in layers}) < len(layers):
         raise ValueError(
-            f"{path} must hold format 1 and layers, each with 'name', 'mechanism' and 'options'; save the model anew, "
-            "or load it with the version of attnswap that wrote it"
+            f"{path} must hold format 1 and layers, each once, with 'name', 'mechanism' and 'options'; save the model "
+            "anew, or load it with the version of attnswap that wrote it"
         )
     return layers
 
@@ -216,7 +216,7 @@ def _is_layer(layer: Any) -> bool:
         and isinstance(layer["mechanism"], str)
         and isinstance(layer["options"], (dict, type(None)))
         and re.fullmatch(r"[\w.]+", layer["name"]) is not None  # no pattern
-        and not {"model", "mechanism", "where", "layers", "exclude"} & set(layer["options"] or ())
+        and not {"model", "mechanism", "spec", "where", "layers", "exclude"} & set(layer["options"] or ())
     )
 
 

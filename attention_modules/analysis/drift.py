@@ -116,8 +116,9 @@ def swap_drift(
     Args:
         model: the trained model, whose attention as it is is what the mechanism is compared with.
         mechanism, where, layers, exclude, mechanism_options: as :func:`~attention_modules.swap_attention`.
-        batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name, of
-            which an ``attention_mask`` ``[B, N]`` says which tokens count; one of them, or several in an iterable.
+        batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name; one of
+            them, or several in an iterable. Their ``attention_mask`` ``[B, N]`` says which tokens count; all tokens of
+            an encoder-decoder model do.
         run: ``run(model, batch)`` in place of these calls.
         logits: whether the output is logits, of which a KL divergence has a meaning; by default, where the model
             names it so.

@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,9 @@ def _save_swapped(
         if is_main_process and Path(save_directory).is_dir():
             (Path(save_directory) / PLAN).unlink(missing_ok=True)  # of an earlier model in this folder
         return plain(state_dict, *args, **kwargs)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        _warn_of_adapters(model, plan)
+        return plain(state_dict, *args, **kwargs)
     if is_main_process and not Path(save_directory).is_file():
         _write_plan(Path(save_directory), plan)
     marks = {f"{layer['name']}.mechanism.{MARK}": torch.ones(1) for layer in plan}
@@ -106,5 +109,18 @@ def _warn(model: nn.Module, plan: list[dict[str, Any]]) -> None:
         f"saving {len(plan)} swapped attention layers, which are listed in {PLAN}. Load the folder with "
         f"attnswap.load_pretrained({type(model).__name__}, folder); from_pretrained builds plain attention."
         f"{missing}{by_hand}",
+        stacklevel=4,
+    )
+
+
+def _warn_of_adapters(model: nn.Module, plan: list[dict[str, Any]]) -> None:
+    """Say that what was swapped is not saved with an adapter."""
+    mechanisms = [cast(Swapped, model.get_submodule(layer["name"])).mechanism for layer in plan]
+    own = sum(any(True for _ in mechanism.parameters()) for mechanism in mechanisms)
+    lost = f", nor are the Parameters of {own} of their mechanisms" if own else ""
+    cure = ", and keep those Parameters with torch.save(model.state_dict(), path)" if own else ""
+    warnings.warn(
+        f"the model has an adapter, which save_pretrained then writes alone: the {len(plan)} swapped attention layers "
+        f"are not recorded{lost}. Swap the plain model again before you load the adapter{cure}",
         stacklevel=4,
     )

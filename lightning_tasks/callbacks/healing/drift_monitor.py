@@ -34,8 +34,9 @@ class DriftMonitor(Callback):
     layer is given the teacher's input, ``mean`` the mean of the layers; ``val/drift/output_error`` the same of the
     network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
-    logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count. The two passes
-    that it costs are in eval mode, draw nothing at random, and change nothing.
+    logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count; all tokens of
+    an encoder-decoder model do. The two passes that it costs are in eval mode, draw nothing at random, and change
+    nothing.
 
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default

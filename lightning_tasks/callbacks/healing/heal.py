@@ -145,6 +145,8 @@ class Heal(DriftMonitor):
             ValueError: naming the stage and one of its Parameters.
         """
         held = {id(one) for each in trainer.optimizers for group in each.param_groups for one in group["params"]}
+        if not any(id(one) in held for one in pl_module.parameters()):
+            return  # a strategy's optimizers hold Parameters of their own
         layers = swapped_layers(pl_module)
         for number, stage in enumerate(self.stages):
             chosen = stage.chosen([*self._trainable], layers)
@@ -162,8 +164,6 @@ class Heal(DriftMonitor):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._close_step()
-        if self.teacher is not None:  # what a callback has unfrozen is its own from here on
-            self.teacher.keep_apart(pl_module.get_submodule(self.teacher.name))
         number = stage_at(self.stages, trainer.global_step)
         if number != self._stage:
             self._begin(pl_module, number)
@@ -187,6 +187,9 @@ class Heal(DriftMonitor):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._keep_teacher_apart(pl_module)  # from what a callback has unfrozen
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ from torch import nn
 
 from attention_modules import AttentionSwapError, available_mechanisms, swap_attention
 from attention_modules.analysis import swap_drift
-from attention_modules.analysis.agreement import AgreementSums, kl_divergence, output_of, relative_error
+from attention_modules.analysis.agreement import AgreementSums, counting, kl_divergence, output_of, relative_error
 from attention_modules.teacher import shared_copy
 
 
@@ -93,6 +94,19 @@ def test_hidden_tokens_do_not_count():
     for one, other in zip(whole.layers, cut.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
         assert one.output.cosine == pytest.approx(other.output.cosine, rel=1e-3)
+
+
+def test_the_mask_counts_by_place_too_and_not_in_an_encoder_decoder():
+    def forward(input_ids, attention_mask=None):
+        return input_ids
+
+    model, ids, mask = nn.Module(), torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
+    model.forward = forward
+    assert counting(model, (ids, mask), {}).tolist() == [[True, True, False]]
+    assert counting(model, (ids,), {"attention_mask": mask}).tolist() == [[True, True, False]]
+    assert counting(model, (ids,), {}) is None
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    assert counting(model, (ids, mask), {}) is None
 
 
 def test_what_cannot_be_measured_is_refused(vit, images):

@@ -67,6 +67,11 @@ def output(model: nn.Module) -> Tensor:
         return model(torch.randint(0, 20, (2, 5), generator=generator), use_cache=False)[0]
 
 
+def output_of_ids(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(10).view(2, 5))[0]
+
+
 def saved(model: nn.Module, folder: Path) -> Path:
     with pytest.warns(UserWarning, match=f"swapped attention layers, which are listed in {PLAN}.*load_pretrained"):
         model.save_pretrained(folder)
@@ -163,6 +168,16 @@ def test_saving_again_and_copies_write_the_plan_too(tmp_path: Path) -> None:
         assert loaded.embeddings.word_embeddings.weight.any()
 
 
+def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = built("bert")
+    swap_attention(model, "gated")
+    model.add_adapter(peft.LoraConfig(target_modules=["value"]))
+    with pytest.warns(UserWarning, match="2 swapped attention layers are not recorded, nor are the Parameters of 2"):
+        model.save_pretrained(tmp_path)
+    assert not (tmp_path / PLAN).exists()
+
+
 def test_a_restored_model_saves_as_a_plain_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
@@ -212,6 +227,26 @@ def test_a_plan_beside_the_weights_of_a_plain_model_is_refused(shards: dict[str,
     model.save_pretrained(tmp_path, **shards)
     with pytest.raises(ValueError, match=f"{PLAN} .* is not of the weights beside it"):
         load_pretrained(transformers.BertModel, tmp_path)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
+def test_a_plan_of_other_layers_than_the_weights_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    model.save_pretrained(tmp_path, **shards)
+    plan = json.loads((tmp_path / PLAN).read_text("utf-8"))
+    plan["layers"].pop()
+    (tmp_path / PLAN).write_text(json.dumps(plan), "utf-8")
+    with pytest.raises(ValueError, match=r"names 1 swapped layers, and the weights are of 2 .*save the model again"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_shared_layers_are_loaded(tmp_path: Path) -> None:
+    config = transformers.AlbertConfig(**SIZES, embedding_size=8, vocab_size=20)
+    model = transformers.AlbertModel(config).eval()
+    swap_attention(model, "sink")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output_of_ids(load_pretrained(transformers.AlbertModel, tmp_path)), output_of_ids(model))
 
 
 def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
@@ -280,6 +315,8 @@ def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
         '{"format": 1, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}}]}',
         '{"format": 1, "layers": [{"name": "*", "mechanism": "rpc", "options": {}}]}',
         '{"format": 1, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}}]}',
+        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}}]}',
+        '{"format": 1, "layers": [%s, %s]}' % (('{"name": "encoder", "mechanism": "sink", "options": {}}',) * 2),
     ],
 )
 def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
@@ -293,7 +330,7 @@ def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
     saved(model, tmp_path)
-    layers = [{"name": "encoder.layer.7", "mechanism": "rpc", "options": {}}]
+    layers = [{"name": f"encoder.layer.{place}", "mechanism": "rpc", "options": {}} for place in (7, 8)]
     (tmp_path / PLAN).write_text(json.dumps({"format": 1, "layers": layers}))
     with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.7"):
         load_pretrained(transformers.BertModel, tmp_path)

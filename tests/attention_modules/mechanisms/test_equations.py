@@ -169,6 +169,21 @@ def test_starts_as_softmax_where_it_says_so(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_is_finite_for_zeros(name, dtype):
+    mechanism = build_mechanism(name, AttentionSpec(8, 1, 8, num_tokens=6)).to(dtype).eval()
+    inputs = {n: x.to(dtype) * 0 for n, x in random_heads(("q", "k", "v", *mechanism.needs), (1, 1, 6, 8)).items()}
+    if "x" in inputs:
+        inputs["x"] = inputs["x"][:, 0]
+    given = {n: x.requires_grad_() for n, x in inputs.items()}
+    out = mechanism(**given)
+    (out.sum() + out.square().sum()).backward()
+    trained = (*given.values(), *mechanism.parameters())
+    assert out.isfinite().all()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in trained)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 2304])  # 2,049 is the first count that float16 does not hold, in bfloat16 257
 def test_is_finite_and_near_for_few_tokens_and_for_many(name, tokens):
     mechanism = build_mechanism(name, AttentionSpec(8, 1, 8, num_tokens=tokens)).eval()

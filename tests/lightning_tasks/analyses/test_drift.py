@@ -2,11 +2,13 @@
 
 import csv
 import math
+import shutil
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from attention_modules.hosts.base import PLAN
 from lightning_tasks.__main__ import main
 
 
@@ -45,6 +47,15 @@ def test_options_and_layers(tiny, tmp_path):
     one, together = table(tmp_path)
     assert one["options"] == "{iterations: 2, lam: 1.0}"
     assert one["output_error"] == together["output_error"]
+
+
+def test_a_folder_that_was_saved_swapped_is_refused(tiny, bert, tmp_path, capsys):
+    shutil.copytree(bert, tmp_path / "model")
+    (tmp_path / "model" / PLAN).write_text("{}")
+    arguments = [str(tmp_path / "model") if one == str(bert) else one for one in tiny]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--mechanism", "sink"])
+    assert "was saved with swapped attention (attnswap.json)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parameter groups, schedules, resuming and weight averaging."""
 
 import copy
+import itertools
 
 import lightning.pytorch as pl
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from attnswap.datamodules import DigitsDataModule
 from attnswap.datamodules.shared.images import ArrayImages
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from torch.utils.data import DataLoader, IterableDataset
 
 from attention_modules import RPCAttention
 from lightning_tasks.callbacks import SwapAttention
@@ -55,7 +57,9 @@ class Rates(pl.Callback):
 def fitted(folder, data=None, scheduler=COSINE, scheduler_interval="step", **options):
     rates = Rates()
     module = task(optimizer=DECAY, scheduler=scheduler, scheduler_interval=scheduler_interval)
-    trainer(folder, callbacks=[rates], limit_val_batches=0, **options).fit(module, DigitsDataModule(batch_size=250))
+    trainer(folder, callbacks=[rates], limit_val_batches=0, **options).fit(
+        module, data or DigitsDataModule(batch_size=250)
+    )
     return rates.seen
 
 
@@ -65,6 +69,32 @@ def test_timms_schedule_gets_the_length_of_the_run_and_moves_every_step(tmp_path
     cosine = [1e-4 + 0.5 * (0.1 - 1e-4) * (1 + np.cos(np.pi * step / 18)) for step in range(6, 18)]
     assert seen == pytest.approx(warm_up + cosine)
     assert fitted(tmp_path, max_epochs=-1, max_steps=18) == pytest.approx(seen)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_timms_schedule_is_built_where_nothing_is_trained(tmp_path, interval):
+    assert fitted(tmp_path, scheduler_interval=interval, max_epochs=3, limit_train_batches=0) == []
+
+
+def test_timms_schedule_of_data_without_a_length(tmp_path):
+    class Batches(IterableDataset):
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            return itertools.cycle(self.batches)
+
+    class Endless(DigitsDataModule):
+        def train_dataloader(self):
+            return DataLoader(Batches(list(super().train_dataloader())), batch_size=None)
+
+    cosine = {**COSINE, "init_args": {"warmup_epochs": 0, "min_lr": 1e-4}}
+    seen = fitted(tmp_path, Endless(batch_size=250), cosine, max_epochs=-1, max_steps=4)
+    assert seen == pytest.approx([1e-4 + 0.5 * (0.1 - 1e-4) * (1 + np.cos(np.pi * step / 4)) for step in range(4)])
+    with pytest.raises(ValueError, match="needs the length of an epoch"):
+        fitted(tmp_path, Endless(batch_size=250), max_epochs=2)
+    with pytest.raises(ValueError, match="needs the length of an epoch"):
+        fitted(tmp_path, Endless(batch_size=250), scheduler_interval="epoch", max_epochs=-1, max_steps=4)
 
 
 def test_timms_schedule_counts_steps_not_batches(tmp_path):

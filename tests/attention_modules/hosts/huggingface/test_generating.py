@@ -64,6 +64,19 @@ def test_a_cache_from_before_the_swap_is_refused(name: str) -> None:
         restore_attention(model)
 
 
+@torch.no_grad()
+def test_a_cache_with_tokens_of_another_mechanism_or_cut_by_hand_is_refused() -> None:
+    model, other = generating.swapped_model("forgetting"), generating.swapped_model("sink")
+    tokens = torch.randint(5, 60, (1, 8))
+    mixed, cut = (model(tokens[:, :4], past_key_values=DynamicCache()).past_key_values for _ in range(2))
+    other(tokens[:, 4:6], past_key_values=mixed)
+    for layer in cut.layers:
+        layer.keys, layer.values = layer.keys[..., :2, :], layer.values[..., :2, :]
+    for cache in (mixed, cut):
+        with pytest.raises(NotImplementedError, match=r"start with an empty cache, or shorten it with its own crop"):
+            model(tokens[:, 6:], past_key_values=cache)
+
+
 def test_plain_layers_go_on_from_a_cache_that_was_kept() -> None:
     model, tokens = language_model(), torch.randint(5, 60, (1, 8))
     swap_attention(model, "symmetric", layers=[1])

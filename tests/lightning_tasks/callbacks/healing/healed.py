@@ -49,10 +49,11 @@ def data(count=4, batch_size=4, dtype=torch.float32):
 
 
 def heal(callback, mechanism="symmetric", module=None, options=None, loader=None, **trainer_options):
-    """The module after a fit with the mechanism and the callback."""
+    """The module after a fit with the mechanism and the callbacks."""
     module = module or Task()
     torch.manual_seed(1)  # of a mechanism's own Parameters
     swap = [] if mechanism is None else [SwapAttention(mechanism, options or {})]
     loader = loader or data(dtype=next(module.parameters()).dtype)
-    trainer = fit(module, [*swap, callback], loader, loader, **trainer_options)
+    callbacks = callback if isinstance(callback, list) else [callback]
+    trainer = fit(module, [*swap, *callbacks], loader, loader, **trainer_options)
     return module, trainer

@@ -6,12 +6,13 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from attention_modules import restore_attention, swap_attention
 from lightning_tasks.callbacks import DriftMonitor, Heal, SwapAttention
-from tests.lightning_tasks.callbacks.healing.healed import LAYERS, Task, data, heal
+from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 
 THREE = [
@@ -213,13 +214,80 @@ def test_a_second_fit_keeps_the_teacher():
     assert not torch.equal(held, plain.encoder.layers[0].linear1.weight)
 
 
+class Watching(pl.Callback):
+    """Keeps what a look at the module says, before the first step and after the last."""
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(self.look(pl_module))
+
+
 def test_the_teacher_shares_what_no_stage_trains():
-    callback = Heal([{"match": "layers"}, {"match": "task", "train": "net.head.*"}][:1])
-    module, _ = heal(callback)
-    assert callback.teacher.network.head.weight is module.net.head.weight
-    assert callback.teacher.network.encoder.layers[0].self_attn.out_proj.weight is not (
-        module.net.encoder.layers[0].self_attn.out_proj.weight
-    )
+    callback = Heal([{"match": "layers"}])
+
+    def shared(module):
+        both = [callback.teacher.network, module.net]
+        names = ("head.weight", "encoder.layers.0.self_attn.out_proj.weight")
+        return [both[0].get_parameter(name) is both[1].get_parameter(name) for name in names]
+
+    watching = Watching(shared)
+    module, _ = heal([callback, watching])
+    assert set(map(tuple, watching.seen)) == {(True, False)}
+    assert shared(module) == [False, False]  # all trains from here on
+
+
+class Unfreeze(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            pl_module.net.requires_grad_(True)
+
+
+@pytest.mark.parametrize("unfreeze", [Unfreeze(), None])
+def test_what_is_unfrozen_later_does_not_train_the_teacher(unfreeze):
+    class Frozen(Task):
+        def __init__(self):
+            super().__init__()
+            self.net.head.requires_grad_(False)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    callback = Heal([{"match": "task"}])
+    module, _ = heal([callback, *filter(None, [unfreeze])], module=Frozen(), max_epochs=2)
+    if unfreeze is None:
+        module.net.requires_grad_(True)
+        fit(module, [callback], data(), data())
+    held, head = callback.teacher.network.head.weight, Task().net.head.weight
+    assert torch.equal(held, head)
+    assert not torch.equal(module.net.head.weight, head)
+
+
+def test_cross_attention_is_given_the_tokens_that_the_teacher_attended_to():
+    class Decoder(Task):
+        def __init__(self):
+            super().__init__(lr=0.0)
+            with torch.random.fork_rng():
+                torch.manual_seed(4)
+                self.net = nn.Transformer(DIM, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+                self.net.encoder.enable_nested_tensor = False
+
+        def forward(self, x):
+            return self.net(x, x).mean(1)[:, :CLASSES]
+
+    module, cross = Decoder(), "decoder.layers.0.multihead_attn"
+    teacher, taught = copy.deepcopy(module.net).eval(), []
+    teacher.get_submodule(cross).register_forward_hook(lambda layer, given, out: taught.append((given, out[0])))
+    swaps = [SwapAttention("symmetric", layers=[0]), SwapAttention("uniform", where=f"net.{cross}")]
+    trainer = fit(module, [*swaps, DriftMonitor(network="net")], data(1), data(1))
+    x = next(iter(data(1)))[0]
+    with torch.no_grad():
+        teacher(x, x)
+        ((given, wanted),) = taught
+        got = module.eval().net.get_submodule(cross)(*given, need_weights=False)[0]
+    error = (got - wanted).norm() / wanted.norm()
+    torch.testing.assert_close(trainer.callback_metrics[f"val/drift/relative_error/{cross}"], error)
 
 
 def test_activation_checkpointing_gives_the_same():
@@ -264,6 +332,18 @@ class Twice(Task):
         return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
 
 
+class Compiled(Task):
+    def __init__(self):
+        super().__init__()
+        swap_attention(self.net, "sink")
+        self.net = torch.compile(self.net)
+
+
+class HeadAlone(Task):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.head.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -275,6 +355,8 @@ class Twice(Task):
         (lambda: heal(DriftMonitor(), module=Elsewhere()), "does not call 'net'.*network="),
         (lambda: heal(Heal(THREE), module=Twice()), "calls the network twice"),
         (lambda: heal(Heal(THREE, network="net"), module=TwoOptimizers()), "optimize automatically"),
+        (lambda: heal(Heal(THREE), None, Compiled()), "compile it in place, net.compile\\(\\)"),
+        (lambda: heal(Heal(THREE), module=HeadAlone()), "stage 0 trains .* and no optimizer holds any of them"),
         (lambda: heal(Heal([{"match": "task", "train": "head*"}])), "'head\\*' matches no Parameter"),
         (lambda: heal(Heal([{"match": "layers", "train": "net.head*"}])), "chooses 'net.head.bias', on which no layer"),
         (lambda: heal(Heal(THREE), strategy="ddp", devices=1), "ddp_find_unused_parameters_true"),

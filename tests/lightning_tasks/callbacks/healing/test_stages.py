@@ -93,6 +93,7 @@ def test_values_go_from_the_first_to_the_last():
             {"lam": [0.5, 1.0]},
             "no swapped layer has a mechanism with a number of this name",
         ),
+        ("entmax", {"alpha": 2.0}, {"alpha": [1.5, 2.0]}, "EntmaxAttention does not take 1.66667 on the way: alpha"),
         ("sink", {}, {"alpha": [0.5, 1.0]}, "no swapped layer has"),
     ],
 )
