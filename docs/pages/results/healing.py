@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from docs.pages.numbers import mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, verdicts
 
-PAGE = Page("healing", "all-MiniLM-L6-v2", summaries={"minilm": "examples/healing/compare_minilm"})
+PAGE = Page(
+    "healing",
+    "all-MiniLM-L6-v2",
+    summaries={"minilm": "examples/healing/compare_minilm", "vit": "examples/healing/compare_cifar10_vit"},
+)
 DRIFT = "drift/drift.csv"
-PRIMARY = "test/cosine_ag_news"
-METRICS = {
-    "cosine, AG News": (PRIMARY, 3, 1.0),
-    "cosine, WikiText-2": ("test/cosine_wikitext", 3, 1.0),
-    "neighbours kept, %": ("test/neighbours_kept", 1, 100.0),
-    "probe, %": ("test/probe_accuracy", 1, 100.0),
+METRICS = {  # of each comparison the primary endpoint is the first
+    "minilm": {
+        "cosine, AG News": ("test/cosine_ag_news", 3, 1.0),
+        "cosine, WikiText-2": ("test/cosine_wikitext", 3, 1.0),
+        "neighbours kept, %": ("test/neighbours_kept", 1, 100.0),
+        "probe, %": ("test/probe_accuracy", 1, 100.0),
+    },
+    "vit": {
+        "accuracy, %": ("test/top1", 1, 100.0),
+        "loss, nats": ("test/loss", 3, 1.0),
+        "cosine": ("val/drift/cosine", 3, 1.0),
+        "mean error of layers": ("val/drift/relative_error/mean", 3, 1.0),
+    },
 }
 BEFORE = "{}, not healed"
 NOTHING = "no numbers yet"
 ROUNDING = 1e-5  # a relative error below it says nothing of a layer
 
 
-def read(raw: Raw) -> Comparison | None:
+def read(raw: Raw, part: str) -> Comparison | None:
     """The comparison; None before it has run."""
-    return raw.comparison("minilm", PAGE.summaries["minilm"]) if (raw.folder / "minilm" / RESULTS).is_file() else None
+    return raw.comparison(part, PAGE.summaries[part]) if (raw.folder / part / RESULTS).is_file() else None
 
 
 def healed(found: Comparison) -> list[str]:
@@ -67,28 +80,34 @@ def drift_of_classes(raw: Raw) -> Table:
     return Table(["mechanism", "relative error", "cosine", "KL, nats", "same class, %"], cells)
 
 
-@PAGE.table
-def before_and_after(raw: Raw) -> Table:
+def before_and_after(part: str, raw: Raw) -> Table:
     """Every metric of each mechanism, not healed and healed."""
-    found = read(raw)
-    heads = ["mechanism", *METRICS]
+    found, metrics = read(raw, part), METRICS[part]
+    heads = ["mechanism", *metrics]
     if found is None:
-        return Table(heads, [[NOTHING, *[""] * len(METRICS)]])
+        return Table(heads, [[NOTHING, *[""] * len(metrics)]])
     rows = []
     for name in healed(found):
         pairs = [
             " → ".join(mean_std(found.values(metric, each), digits, scale) for each in (BEFORE.format(name), name))
-            for metric, digits, scale in METRICS.values()
+            for metric, digits, scale in metrics.values()
         ]
         rows.append([name, *pairs])
     return Table(heads, rows)
 
 
-@PAGE.table
-def primary(raw: Raw) -> Table:
+def primary(part: str, raw: Raw) -> Table:
     """The primary endpoint of what was healed, with what the rules say."""
-    found = read(raw)
+    found = read(raw, part)
     if found is None:
-        return Table(["mechanism", "cosine, AG News"], [[NOTHING, ""]])
-    every = verdicts(found, PRIMARY, {name: name for name in found.configs}, 3)
+        return Table(["mechanism", "primary endpoint"], [[NOTHING, ""]])
+    metric, digits, scale = next(iter(METRICS[part].values()))
+    every = verdicts(found, metric, {name: name for name in found.configs}, digits, scale)
     return Table(every.heads, [row for row in every.rows if row[0] in healed(found)])
+
+
+for name in METRICS:
+    PAGE.tables |= {
+        f"{name}_before_and_after": partial(before_and_after, name),
+        f"{name}_primary": partial(primary, name),
+    }
