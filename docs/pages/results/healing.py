@@ -81,15 +81,16 @@ def drift_of_classes(raw: Raw) -> Table:
 
 
 def before_and_after(part: str, raw: Raw) -> Table:
-    """Every metric of each mechanism, not healed and healed."""
+    """Every metric of each mechanism, not healed and healed; one that only a fit measures healed alone."""
     found, metrics = read(raw, part), METRICS[part]
     heads = ["mechanism", *metrics]
     if found is None:
         return Table(heads, [[NOTHING, *[""] * len(metrics)]])
     rows = []
     for name in healed(found):
+        both = [BEFORE.format(name), name]
         pairs = [
-            " → ".join(mean_std(found.values(metric, each), digits, scale) for each in (BEFORE.format(name), name))
+            " → ".join(mean_std(found.values(metric, each), digits, scale) for each in both if found.has(metric, each))
             for metric, digits, scale in metrics.values()
         ]
         rows.append([name, *pairs])
