@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,11 +32,21 @@ class SharedValueError(RuntimeError):
 class _Pass:
     """What the layers of one stack gave in one forward pass."""
 
-    def __init__(self, task: int, thread: int, part: Any) -> None:
-        self.task = task
-        self.thread = thread
-        self.part = part  # of activation checkpointing, which computes this pass again as a whole
+    def __init__(self, call: FrameType | None = None) -> None:
+        self.task = _graph_task()
+        self.thread = _thread()
+        self.part = _checkpoint_frame()  # of activation checkpointing, which computes this pass again as a whole
+        self.call = call  # of the module's forward; None where it cannot be asked for, or the pass ends by itself
         self.values: dict[int, Tensor] = {}
+
+    def runs(self) -> bool:
+        """Whether its forward still runs: KeyboardInterrupt ends one without its hooks."""
+        if self.call is None or torch.compiler.is_compiling() or self.thread != _thread():
+            return True
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.call:
+            frame = frame.f_back
+        return frame is not None
 
 
 class SharedValues:
@@ -55,7 +67,13 @@ class SharedValues:
 
     def begin(self, module: nn.Module, args: object) -> None:
         """A forward of a module that holds the stack begins: a pre-hook."""
-        self.passes.append(_Pass(_graph_task(), _thread(), _checkpoint_frame()))
+        self.drop_interrupted()
+        self.passes.append(_Pass(None if torch.compiler.is_compiling() else sys._getframe(1)))
+
+    def drop_interrupted(self) -> None:
+        """Forget the passes that ended without their hooks."""
+        while self.passes and not self.passes[-1].runs():
+            self.passes.pop()
 
     def end(self, module: nn.Module, args: object, output: object) -> None:
         """That forward ends, by an error too: a hook."""
@@ -99,7 +117,7 @@ class Link:
     @contextmanager
     def held(self, values: Mapping[int, Tensor]) -> Iterator[None]:
         """A pass in which other layers gave these values: for a call of this layer alone."""
-        held = _Pass(_graph_task(), _thread(), _checkpoint_frame())
+        held = _Pass()
         held.values.update(values)
         self.shared.passes.append(held)
         try:
@@ -143,6 +161,7 @@ class Link:
     def _running(self) -> _Pass | None:
         """The pass that runs; None outside one, and where backward computes a part of an earlier one again."""
         passes = self.shared.passes
+        self.shared.drop_interrupted()
         if not passes or passes[-1].task != _graph_task():
             return None
         thread = _thread()

@@ -171,6 +171,22 @@ def test_an_outer_call_lends_its_values_to_no_part(batches):
         model(batches[0])
 
 
+def test_what_an_interrupted_pass_gave_is_read_by_none(batches):
+    """KeyboardInterrupt ends a forward without its hooks."""
+    model = stack()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[3].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batches[0])
+    handle.remove()
+    with pytest.raises(SharedValueError, match=r"'blocks\.2\.attn'.*call the model itself"):
+        model.blocks[2](batches[1])
+    torch.testing.assert_close(model(batches[1]), expected(model, batches[1]))
+
+
 @pytest.mark.parametrize("part", ["whole", "blocks"])
 def test_compiled(batches, part):
     model = stack()

@@ -56,8 +56,8 @@ def kde_attention(
 
 
 def normalized(k: Tensor) -> Tensor:
-    """Keys of length one; zeros stay zeros in every dtype (1e-12, F.normalize's limit, is 0 in fp16)."""
-    return F.normalize(k, dim=-1, eps=max(1e-12, torch.finfo(k.dtype).tiny))
+    """Keys of length one; zeros stay zeros. In float32 at least: float16 holds neither 1e-12 nor the length of many."""
+    return F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1).to(k.dtype)
 
 
 @register_mechanism("kde")

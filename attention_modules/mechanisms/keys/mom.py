@@ -48,7 +48,8 @@ def mom_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit, rows would see different keys, or there is not one query for each key.
+        ValueError: if a shape does not fit, rows would see different keys, there is not one query for each key, or an
+            option is out of its limits.
 
     Example:
         >>> import torch
@@ -57,6 +58,7 @@ def mom_attention(
         >>> mom_attention(q, k, v, torch.rand(3, 5)).shape
         torch.Size([1, 3, 5, 8])
     """
+    _check_outliers(outliers)
     check_self_attention("mom", q, k)
     attn_mask = padding_alone("mom", attn_mask, q, k)
     if draws.dim() != 2 or draws.shape[-1] != k.shape[-2]:
@@ -68,6 +70,10 @@ def mom_attention(
     with torch.no_grad():
         kept = _median_subset(q, k, draws, outliers, seen)
     return attend(q, k, v, _both(attn_mask, kept), False, dropout_p, 2 * scale)
+
+
+def _check_outliers(outliers: float) -> float:
+    return check_number("outliers", outliers, at_least=0.0, at_most=0.5)
 
 
 def _median_subset(q: Tensor, k: Tensor, draws: Tensor, outliers: float, seen: Tensor) -> Tensor:
@@ -114,7 +120,7 @@ class MedianOfMeansAttention(AttentionMechanism):
     def __init__(self, spec: AttentionSpec, subsets: int = 3, outliers: float = 0.05) -> None:
         super().__init__(spec)
         self.subsets = check_integer("subsets", subsets, at_least=1)
-        self.outliers = check_number("outliers", outliers, at_least=0.0, at_most=0.5)
+        self.outliers = _check_outliers(outliers)
         refuse_causal("mom", spec)
 
     def extra_repr(self) -> str:

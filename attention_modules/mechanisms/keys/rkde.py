@@ -97,7 +97,8 @@ def rkde_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit, rows would see different keys, or there is not one query for each key.
+        ValueError: if a shape does not fit, rows would see different keys, there is not one query for each key, or an
+            option is out of its limits.
 
     Example:
         >>> import torch
@@ -106,6 +107,8 @@ def rkde_attention(
         >>> rkde_attention(q, k, v).shape
         torch.Size([1, 3, 5, 8])
     """
+    check_choice("loss", loss, get_args(Loss))
+    check_number("a", a, above=0.0)
     check_self_attention("rkde", q, k)
     attn_mask = padding_alone("rkde", attn_mask, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

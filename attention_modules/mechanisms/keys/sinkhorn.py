@@ -18,6 +18,17 @@ from attention_modules.mechanisms.symmetric import check_self_attention
 CHUNK = 256  # rows whose logits are held at once
 
 
+def check_iterations(iterations: int) -> int:
+    """The number of normalizations.
+
+    Raises:
+        ValueError: if it is not odd and positive.
+    """
+    if check_integer("iterations", iterations, at_least=1) % 2 == 0:
+        raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
+    return iterations
+
+
 def row_logsumexp(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     """ln Σ_j exp(q kᵀ · scale + bias_j) of each row, ``[B, H, N]``, with the logits of a few rows in memory at once."""
     rows = [torch.logsumexp(part @ k.transpose(-2, -1) * scale + bias.unsqueeze(-2), -1) for part in q.split(CHUNK, -2)]
@@ -80,7 +91,8 @@ def sinkhorn_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit, rows would see different keys, or there is not one query for each key.
+        ValueError: if a shape does not fit, rows would see different keys, there is not one query for each key, or
+            ``iterations`` is not odd and positive.
 
     Example:
         >>> import torch
@@ -89,6 +101,7 @@ def sinkhorn_attention(
         >>> sinkhorn_attention(q, k, v, iterations=3).shape
         torch.Size([1, 3, 5, 8])
     """
+    check_iterations(iterations)
     check_self_attention("sinkhorn", q, k)
     attn_mask = padding_alone("sinkhorn", attn_mask, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -122,9 +135,7 @@ class SinkhornAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, iterations: int = 3, detach: bool = True) -> None:
         super().__init__(spec)
-        self.iterations = check_integer("iterations", iterations, at_least=1)
-        if self.iterations % 2 == 0:
-            raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
+        self.iterations = check_iterations(iterations)
         self.detach = check_flag("detach", detach)
         self.surrogate_gradient = self.detach and self.iterations > 1
         refuse_causal("sinkhorn", spec)

@@ -40,7 +40,7 @@ def elliptical_weights(
             query = none.expand(*change.shape[:2], attn_mask.shape[-2], change.shape[-1])
             mean = attend(query, none.expand_as(change), change, visible(attn_mask))
         largest = mean.amax(-1, keepdim=True)
-        return torch.where(largest > 0, mean / largest, torch.ones_like(mean))
+        return torch.where(largest == 0, torch.ones_like(mean), mean / largest)  # NaN stays NaN
 
 
 def elliptical_attention(

@@ -141,7 +141,8 @@ class DifferentiableAttentionMask(AttentionMechanism):
         """m, ``[H, D]``, 0 or 1; in training each call draws anew, and :attr:`drawn` takes what a forward pass uses."""
         if self.training:
             return F.gumbel_softmax(self.logits, hard=True)[..., 0]
-        return (self.logits[..., 0] >= self.logits[..., 1]).to(self.logits.dtype)
+        ahead = self.logits[..., 0] - self.logits[..., 1]
+        return torch.where(ahead.isnan(), ahead, (ahead >= 0).to(ahead.dtype))
 
     def forward(
         self,

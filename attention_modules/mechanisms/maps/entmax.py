@@ -18,6 +18,17 @@ _FAR = 4.0  # below the largest logit: no entry so far down is in the support, w
 _STEPS = 16
 
 
+def check_alpha(alpha: float) -> float:
+    """The order, one of those that have a closed form.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if alpha not in ALPHAS:
+        raise ValueError(f"alpha must be 1, 1.5 or 2, got {alpha!r}")
+    return float(alpha)
+
+
 def entmax(z: Tensor, alpha: float) -> Tensor:
     """α-entmax of the last dimension: argmax of pᵀz + the Tsallis entropy of order α over the simplex.
 
@@ -126,7 +137,7 @@ def entmax_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit.
+        ValueError: if a shape does not fit, or alpha is none of these.
 
     Example:
         >>> import torch
@@ -135,6 +146,7 @@ def entmax_attention(
         >>> entmax_attention(q, k, v, alpha=2.0).shape
         torch.Size([1, 3, 5, 8])
     """
+    check_alpha(alpha)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     if alpha == 1.0:
         return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)
@@ -167,9 +179,7 @@ class EntmaxAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, alpha: float = 1.5) -> None:
         super().__init__(spec)
-        if alpha not in ALPHAS:
-            raise ValueError(f"alpha must be 1, 1.5 or 2, got {alpha!r}")
-        self.alpha = float(alpha)
+        self.alpha = check_alpha(alpha)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"

@@ -12,8 +12,8 @@ from attention_modules.mechanisms.shared.chunks import attend_by
 
 
 def _one_hot(logits: Tensor, seen: Tensor, first: int) -> Tensor:
-    largest = logits.masked_fill(~seen, float("-inf")).argmax(-1, keepdim=True)
-    return torch.zeros_like(logits).scatter(-1, largest, 1.0)
+    value, place = logits.masked_fill(~seen, float("-inf")).max(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(-1, place, torch.where(value.isnan(), value, 1.0))
 
 
 def hard_attention(

@@ -49,7 +49,7 @@ def differential_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if a shape does not fit, or the features or heads are no pairs.
+        ValueError: if a shape does not fit, ``pairs`` is unknown, or the features or heads are no pairs.
 
     Example:
         >>> import torch
@@ -58,6 +58,7 @@ def differential_attention(
         >>> differential_attention(q, k, v, torch.tensor(0.5)).shape
         torch.Size([1, 3, 5, 8])
     """
+    check_choice("pairs", pairs, get_args(Pairs))
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     attn_mask = hide(attn_mask)
     count = q.shape[-1] if pairs == "features" else q.shape[1]

@@ -48,7 +48,7 @@ def qk_norm_attention(
 
     Raises:
         TypeError: if the mask's dtype does not fit.
-        ValueError: if the mask's shape does not fit.
+        ValueError: if the mask's shape does not fit, or ``eps`` is not positive.
 
     Example:
         >>> import torch
@@ -57,6 +57,7 @@ def qk_norm_attention(
         >>> qk_norm_attention(q, k, v, torch.ones(8), torch.ones(8)).shape
         torch.Size([1, 3, 5, 8])
     """
+    check_number("eps", eps, above=0.0)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     width = q.shape[-1:]
     q, k = ((F.rms_norm(x, width, eps=eps) * gain).to(v.dtype) for x, gain in ((q, q_gain), (k, k_gain)))

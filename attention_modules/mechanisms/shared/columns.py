@@ -12,18 +12,20 @@ from torch.nn import functional as F
 
 from attention_modules.kernels import attend, autocast
 
+_UNIT = 16.0  # of the columns in float16, which holds no bias beyond 65,504
 _WIDTH = 8  # PyTorch's fused kernels on CUDA take widths that are multiples of this
 
 
-def _columns(bias: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Addends in ``dtype`` that sum to the bias: more than one where half precision would round it."""
+def _columns(bias: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], float]:
+    """Addends in ``dtype`` and a factor, whose products sum to the bias: several where ``dtype`` would round one."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return [bias.to(dtype)]
-    found, rest = [], bias
+        return [bias.to(dtype)], 1.0
+    factor = _UNIT if dtype == torch.float16 else 1.0
+    found, rest = [], bias / factor
     for _ in range(3):
         found.append(rest.to(dtype))
         rest = rest - found[-1].to(rest.dtype)
-    return found
+    return found, factor
 
 
 def attend_with_key_bias(
@@ -53,9 +55,9 @@ def attend_with_key_bias(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = autocast(q), autocast(k), autocast(v)
-    columns = _columns(bias, k.dtype)
+    columns, factor = _columns(bias, k.dtype)
     key = torch.cat([k, *(column.unsqueeze(-1) for column in columns)], -1)
-    query = torch.cat([q * scale, q.new_ones(*q.shape[:-1], len(columns))], -1)
+    query = torch.cat([q * scale, q.new_full((*q.shape[:-1], len(columns)), factor)], -1)
     width = -(-max(key.shape[-1], v.shape[-1]) // _WIDTH) * _WIDTH if key.is_cuda else max(key.shape[-1], v.shape[-1])
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, v))
     return attend(query, key, value, attn_mask, is_causal, dropout_p, 1.0)[..., : v.shape[-1]]

@@ -1,0 +1,67 @@
+"""NaN, options out of their limits, and keys that float16 holds while their squares it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_modules import AttentionSpec, build_mechanism, mechanisms as found
+from tests.attention_modules.compare import random_heads
+from tests.attention_modules.mechanisms.test_equations import each
+
+
+@each
+def test_nan_stays_nan(case):
+    for poisoned in case.inputs().keys() - {"draws"}:  # which rank keys, and enter no value
+        inputs = case.inputs()
+        inputs[poisoned].flatten()[0] = torch.nan
+        with torch.no_grad():
+            assert case.function(**inputs).isnan().any(), poisoned
+
+
+def test_gates_of_nan_are_not_shut():
+    mechanism = build_mechanism("dam", AttentionSpec(24, 3, 8, num_tokens=9)).eval()
+    with torch.no_grad():
+        mechanism.logits.fill_(torch.nan)
+        assert mechanism(**random_heads(dtype=torch.float32)).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("entmax", "alpha", 1.3, "alpha must be 1, 1.5 or 2, got 1.3"),
+        ("sinkhorn", "iterations", 2, "iterations must be odd"),
+        ("sinkhorn", "iterations", 0, "iterations"),
+        ("differential", "pairs", "feature", "'feature'"),
+        ("rkde", "loss", "hampell", "'hampell'"),
+        ("rkde", "a", -1.0, "-1.0"),
+        ("qk_norm", "eps", -100.0, "-100.0"),
+        ("mom", "outliers", 1.5, "1.5"),
+    ],
+)
+def test_a_function_refuses_what_its_class_refuses(name, option, value, message):
+    tensors = {
+        "differential": {"lam": torch.tensor(0.5)},
+        "qk_norm": {"q_gain": torch.ones(8), "k_gain": torch.ones(8)},
+        "mom": {"draws": torch.rand(3, 9)},
+    }
+    inputs = {**random_heads(dtype=torch.float32), **tensors.get(name, {})}
+    with pytest.raises(ValueError, match=message):
+        getattr(found, f"{name}_attention")(**inputs, **{option: value})
+    with pytest.raises(ValueError, match=message):
+        build_mechanism(name, AttentionSpec(24, 3, 8), **{option: value})
+
+
+LARGE = [(name, size) for name in ("kde", "rkde") for size in (1e-6, 30.0, 3e4)] + [("l2", 30.0), ("l2", 100.0)]
+
+
+@pytest.mark.parametrize(("name", "size"), LARGE)
+def test_float16_with_small_and_large_keys(name, size):
+    """The length of 64 numbers of 30,000 is beyond float16, and so is the square of 64 numbers of 100."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 64, generator=generator) for _ in range(3))
+    q, k = q / size if name == "l2" else q, k.sign() * size
+    function = getattr(found, f"{name}_attention")
+    half = [x.half() for x in (q, k, v)]
+    exact = function(*(x.double() for x in half))
+    assert (function(*half).double() - exact).abs().max() <= 0.01 * exact.abs().max()
