@@ -58,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="processes, one thread and one CUDA device each (default: %(default)s)",
     )
+    arguments.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run this variant and those that it is compared with; may be repeated (default: all)",
+    )
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
     arguments.add_argument("--no_checkpoints", action="store_true", help="keep no checkpoint of any cell")
     arguments.add_argument(

@@ -24,14 +24,14 @@ from lightning_tasks.compare.plan import (
     summary_references,
 )
 from lightning_tasks.compare.record import environment_of, record_of, write_record
-from lightning_tasks.compare.selection import Select, choose, chosen, plan_selection, read_select
+from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
 from lightning_tasks.compare.summary import Endpoints, SummaryRow
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.environment import mixed_code, this_environment
 from lightning_tasks.runs.folder import make_output_folder
-from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, read_variants
+from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
 
 LOCK = ".compare.lock"
 
@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     metrics = list(dict.fromkeys(options.metrics.split(","))) if options.metrics else summary_metrics(options.configs)
     if endpoints.primary not in ("", *metrics):
         raise UsageError(f"--metrics leaves out {endpoints.primary}, the primary endpoint, which decides; name it too")
+    references = summary_references(options.configs)
     comparison = Comparison(
         variants,
         seeds,
@@ -62,12 +63,13 @@ def main(arguments: Sequence[str]) -> None:
         tuple(f"--{item}" for item in options.set),
         " + ".join(full_name(name) for name in options.configs),
         metrics,
-        summary_references(options.configs),
+        references,
         endpoints,
         read_select(options.configs, seeds),
         keeps_checkpoints(options.configs) and not options.no_checkpoints,
+        with_references(options.variant, variants, references),
     )
-    check_cells(cell for cell in (*comparison.selection, *comparison.ready) if not cell.is_finished())
+    check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
     make_output_folder(options.output)
     with only_comparison(options.output):
         try:
@@ -92,6 +94,7 @@ class Comparison:
     endpoints: Endpoints
     select: Select | None
     keep: bool
+    asked: Collection[str]
 
     @property
     def selection(self) -> list[Cell]:
@@ -105,26 +108,61 @@ class Comparison:
 
     @property
     def cells(self) -> list[Cell]:
-        """The cells of the table."""
+        """The cells of the table: those of the variants that were asked for, and of the others what is finished."""
         variants = chosen(self.variants, self.choices)
-        return plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
+        cells = plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
+        return [cell for cell in cells if cell.name in self.asked or cell.is_finished()]
 
     @property
-    def ready(self) -> list[Cell]:
-        """Those of the table whose variant has no grid, or its choice."""
+    def to_select(self) -> list[Cell]:
+        """Those by which the values of the variants that were asked for are chosen."""
+        names = {each.name for variant in self.variants if variant.name in self.asked for each in candidates(variant)}
+        return [cell for cell in self.selection if cell.name in names]
+
+    @property
+    def to_run(self) -> list[Cell]:
+        """Those of the table that were asked for and whose variant has no grid, or its choice."""
         decided = {choice.variant for choice in self.choices if choice.chosen != NOTHING}
         waiting = {each.name for each in self.variants if each.grid} - decided
-        return [cell for cell in self.cells if cell.name not in waiting]
+        return [cell for cell in self.cells if cell.name in self.asked and cell.name not in waiting]
+
+    @property
+    def shown_references(self) -> dict[str, list[str]]:
+        """The references between variants of which the tables have cells."""
+        shown = {cell.name for cell in self.cells}
+        found = {name: [other for other in others if other in shown] for name, others in self.references.items()}
+        return {name: others for name, others in found.items() if name in shown and others}
+
+    @property
+    def shown_choices(self) -> list[Choice]:
+        """What is chosen so far for variants of which the tables have cells."""
+        shown = {cell.name for cell in self.cells}
+        return [choice for choice in self.choices if choice.variant in shown]
 
     def write_record(self, failed: Collection[Cell] = ()) -> None:
         """Write `comparison.json`."""
-        given = self.metrics, self.references, failed, self.choices, self.endpoints
+        given = self.metrics, self.shown_references, failed, self.shown_choices, self.endpoints
         write_record(record_of(self.cells, *given), self.output)
 
     def write_tables(self) -> list[SummaryRow] | None:
         """Write the tables and the figure."""
-        said = [str(choice) for choice in self.choices]
-        return write_tables(self.cells, self.metrics, self.references, self.output, said, self.endpoints)
+        said = [str(choice) for choice in self.shown_choices]
+        return write_tables(self.cells, self.metrics, self.shown_references, self.output, said, self.endpoints)
+
+
+def with_references(
+    names: Sequence[str], variants: Sequence[Variant], references: Mapping[str, Sequence[str]]
+) -> set[str]:
+    """The variants of these names and those that they are compared with; all of them where no name is given.
+
+    Raises:
+        UsageError: no variant has such a name.
+    """
+    known = [variant.name for variant in variants]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--variant {name!r} is none of the variants; {nearest(name, known)}")
+    return {known[0], *names, *(other for name in names for other in references.get(name, ()))} if names else {*known}
 
 
 @contextlib.contextmanager
@@ -147,17 +185,17 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     for cell in (*comparison.selection, *comparison.cells):
         cell.refuse_links()
     comparison.write_record()
-    _print_plan([*comparison.selection, *comparison.cells])
+    _print_plan([*comparison.to_select, *comparison.cells])
     failures: list[tuple[Cell, str]] = []
     try:
-        if comparison.selection:
-            failures += run_cells(comparison.selection, jobs)
+        if comparison.to_select:
+            failures += run_cells(comparison.to_select, jobs)
             comparison.write_record()
-        failures += run_cells(comparison.ready, jobs)
+        failures += run_cells(comparison.to_run, jobs)
     except KeyboardInterrupt:
         comparison.write_tables()
         comparison.write_record()
-        cells = [*comparison.selection, *comparison.cells]
+        cells = [*comparison.to_select, *comparison.cells]
         finished = sum(cell.is_finished() for cell in cells)
         print(f"interrupted: {finished} of {len(cells)} cells are finished; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
@@ -165,9 +203,11 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     comparison.write_record([cell for cell, _ in failures])
     if summary == []:
         raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
-    undecided = [str(choice) for choice in comparison.choices if choice.chosen == NOTHING]
+    undecided = [
+        str(each) for each in comparison.choices if each.variant in comparison.asked and each.chosen == NOTHING
+    ]
     if failures:
-        count = len(comparison.selection) + len(comparison.cells)
+        count = len(comparison.to_select) + len(comparison.cells)
         reasons = "".join(f"\n  {line}" for line in failures_by_reason(failures))
         reasons += "".join(f"\nnot run: {text}" for text in undecided)
         raise SystemExit(f"{len(failures)} of {count} cells failed; the same command runs only those again:{reasons}")

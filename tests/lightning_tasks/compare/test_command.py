@@ -77,6 +77,36 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     ]
 
 
+def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_path, capsys):
+    output = tmp_path / "out"
+    comparison.write_text(comparison.read_text() + "references: {watched: [fast 1e-1]}\n")
+    command = ["compare", str(comparison), "--output", str(output), "--jobs", "1"]
+
+    def seeds():
+        with (output / "results.csv").open() as file:
+            return sorted({(row["config"], row["seed"]) for row in csv.DictReader(file)})
+
+    with pytest.raises(SystemExit):
+        main([*command, "--seeds", "0", "--variant", "fst 1e-1"])
+    assert "--variant 'fst 1e-1' is none of the variants; the nearest are fast 1e-1" in capsys.readouterr().err
+    assert not output.exists()
+    main([*command, "--seeds", "0", "--variant", "fast 1e-1"])
+    assert seeds() == [("fast 1e-1", "0"), ("slow", "0")]  # with the first, which it is compared with
+    assert read_record(output).configs == ["slow", "fast 1e-1"]
+    assert read_record(output).references == {}
+    assert "Not finished" not in (output / "summary.md").read_text()
+
+    main([*command, "--seeds", "0"])
+    assert len(seeds()) == 3
+    main([*command, "--seeds", "0:2", "--variant", "watched"])
+    both = ["fast 1e-1", "slow", "watched"]
+    assert seeds() == [(name, seed) for name in both for seed in ("0", "1")]  # fast 1e-1 is a reference of watched
+    main([*command, "--seeds", "0:3", "--variant", "fast 1e-1"])
+    assert [seed for name, seed in seeds() if name == "watched"] == ["0", "1"]
+    assert [seed for name, seed in seeds() if name == "fast 1e-1"] == ["0", "1", "2"]
+    assert "| watched | 2 |" in (output / "summary.md").read_text()
+
+
 @pytest.mark.costly
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends a signal to a group of processes")
 @pytest.mark.parametrize(("jobs", "group"), [(1, True), (2, False)], ids=["group", "parent alone"])

@@ -304,6 +304,18 @@ def test_the_command_names_a_variant_for_which_nothing_can_be_chosen_and_runs_th
     assert {cell.variant: cell.state for cell in record.cells} == {"plain": "waiting", "biased": "finished"}
 
 
+def test_values_are_chosen_for_the_variants_that_are_asked_for(searched, tmp_path):
+    variants = {"plain": None, "biased": {"model.init_bias": True}, "third": None}
+    command = ["compare", str(searched(variants=variants)), "--seeds", "0", "--output", str(tmp_path / "out")]
+    main([*command, "--variant", "third"])
+    assert {each.name for each in (tmp_path / "out" / "selection").iterdir()} == {
+        f"{name}_rate={rate}" for name in ("plain", "third") for rate in RATES
+    }
+    assert [choice.variant for choice in read_record(tmp_path / "out").choices] == ["plain", "third"]
+    main(command)
+    assert [choice.variant for choice in read_record(tmp_path / "out").choices] == [*variants]
+
+
 def test_a_comparison_that_was_killed_while_it_chose_goes_on(searched, tmp_path):
     hold = {"class_path": "tests.lightning_tasks.demo.Hold", "init_args": {"folder": str(tmp_path)}}
     path, out = searched(variants={"plain": None, "held": {"trainer.callbacks+": hold}}), tmp_path / "out"
