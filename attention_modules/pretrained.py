@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from attention_modules.extras import needed_for
-from attention_modules.hosts.base import MARK, PLAN
+from attention_modules.hosts.base import MARK, PLAN, TENSORS
 from attention_modules.hosts.query import lose_query
 from attention_modules.mechanism import Mechanism, available_mechanisms, short_name
 from attention_modules.swap import swap_attention
@@ -25,11 +26,10 @@ def load_pretrained(
 ) -> Any:
     """A Hugging Face model from a folder that ``save_pretrained`` of a swapped model wrote, swapped as it was.
 
-    The folder does not hold the query rows of layers whose mechanism uses no query, so that
-    :func:`restore_attention` refuses those layers.
+    The folder also holds the query rows of layers whose mechanism uses no query, for :func:`restore_attention`.
 
     Args:
-        cls: the model's class, or an Auto class such as ``AutoModelForImageClassification``.
+        cls: the model's class, or an Auto class such as ``AutoModelForImageClassification``; it may have another head.
         folder: the folder, or a name on the hub.
         *args: for ``cls.from_pretrained``, as are further keywords.
         mechanism: in place of mechanisms that are not registered by a short name, which are never imported because
@@ -39,6 +39,7 @@ def load_pretrained(
         ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism or
             another than ``mechanism``, or is of other weights than those in the folder.
         TypeError: if a mechanism does not take the options that the file holds.
+        OSError: if there is no such folder, or it has no weights.
         ModuleNotFoundError: without the extra ``hf``.
 
     Example:
@@ -57,7 +58,7 @@ def load_pretrained(
         import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     swaps = _swaps(folder, _read_plan(folder, hub), mechanism)
-    _refuse_other_weights(folder, hub, {name for swap in swaps for name in swap.names})
+    tensors = _read_tensors(folder, hub, [name for swap in swaps for name in swap.names])
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -66,56 +67,57 @@ def load_pretrained(
             rf"\.{MARK}$",
         ]
 
-        def __init__(self, *init_args: Any, **init_kwargs: Any) -> None:
-            super().__init__(*init_args, **init_kwargs)
-            for swap in swaps:
-                swap.carry_out(self)
-
     Loaded.__name__, Loaded.__qualname__, Loaded.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     loaded = Loaded.from_pretrained(folder, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     model.__class__ = plain
     for swap in swaps:
-        swap.settle(model)
+        swap.carry_out(model, tensors)
     return loaded
 
 
 @dataclass(frozen=True)
 class _Swap:
-    """One mechanism with its options, and the layers that have it."""
+    """One mechanism with its options, and the layers that have it; ``lost`` are those whose query rows are unknown."""
 
     recorded: str
     mechanism: Mechanism
     options: Mapping[str, Any]
     names: Sequence[str]
+    lost: Sequence[str]
 
-    def carry_out(self, model: nn.Module) -> None:
-        """Swap the layers.
+    def carry_out(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Swap the layers, and give their mechanisms the tensors that the folder has for them.
 
         Raises:
-            ValueError: if the mechanism has another name than the file says; a class may have moved to another module.
+            ValueError: if the mechanism has another name than the file says (a class may have moved to another module),
+                or other tensors.
         """
-        swap_attention(model, self.mechanism, where=list(self.names), **self.options)
-        layer: Any = model.get_submodule(self.names[0])
-        found = short_name(type(layer.mechanism))
-        if found.rpartition(".")[2] != self.recorded.rpartition(".")[2]:
-            raise ValueError(
-                f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give that "
-                f"one, or, where it was renamed, write its new name into {PLAN}"
-            )
+        places = dict(zip(self.names, _names_in(model, self.names), strict=True))
+        swap_attention(model, self.mechanism, where=list(places.values()), **self.options)
+        for name, place in places.items():
+            layer: Any = model.get_submodule(place)
+            found = short_name(type(layer.mechanism))
+            if found.rpartition(".")[2] != self.recorded.rpartition(".")[2]:
+                raise ValueError(
+                    f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give "
+                    f"that one, or, where it was renamed, write its new name into {PLAN}"
+                )
+            prefix = f"{name}.mechanism."
+            state = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
+            try:
+                layer.mechanism.load_state_dict(state)
+            except RuntimeError as error:
+                raise ValueError(f"{TENSORS} does not have the tensors of {found} in {name!r}: {error}") from error
+            if name in self.lost:
+                lose_query(layer, layer.dropped_query)
 
-    def settle(self, model: nn.Module) -> None:
-        """Build the mechanisms anew, now that the layers are real: transformers built them on the meta device.
 
-        It loads what is in the file; other buffers of a mechanism have no values unless they are computed again.
-        """
-        layers: list[Any] = [model.get_submodule(name) for name in self.names]
-        states = [layer.mechanism.state_dict() for layer in layers]
-        for layer in layers:
-            lose_query(layer, layer.dropped_query)
-        self.carry_out(model)
-        for layer, state in zip(layers, states, strict=True):
-            layer.mechanism.load_state_dict(state)
+def _names_in(model: Any, names: Sequence[str]) -> Sequence[str]:
+    """The layers' names in this model, which may have a head that the saved one had not, or lack one that it had."""
+    known, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    candidates = names, [prefix + name for name in names], [name.removeprefix(prefix) for name in names]
+    return next((each for each in candidates if known.issuperset(each)), names)
 
 
 def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism | None) -> list[_Swap]:
@@ -126,11 +128,11 @@ def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism |
     swaps = []
     for layers in groups.values():
         name, options = layers[0]["mechanism"], layers[0]["options"]
-        names = [layer["name"] for layer in layers]
+        names, lost = [layer["name"] for layer in layers], [layer["name"] for layer in layers if not layer["query"]]
         if name in available_mechanisms() and options is not None:
-            swaps.append(_Swap(name, name, options, names))
+            swaps.append(_Swap(name, name, options, names, lost))
         elif given is not None:
-            swaps.append(_Swap(name, given, options or {}, names))
+            swaps.append(_Swap(name, given, options or {}, names, lost))
         else:
             why = (
                 f"the mechanism {name!r}, which is not registered here. Import its package, or give the class or "
@@ -167,51 +169,70 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         layers = content["layers"]
-        known = content["format"] == 1 and all(_is_layer(layer) for layer in layers)
+        known = content["format"] == 2 and all(_is_layer(layer) for layer in layers)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no list of swapped layers that save_pretrained wrote: {error!r}") from error
     if not known or not layers or len({layer["name"] for layer in layers}) < len(layers):
         raise ValueError(
-            f"{path} must hold format 1 and layers, each once, with 'name', 'mechanism' and 'options'; save the model "
-            "anew, or load it with the version of attnswap that wrote it"
+            f"{path} must hold format 2 and layers, each once, with 'name', 'mechanism', 'options' and 'query'; save "
+            "the model anew, or load it with the version of attnswap that wrote it"
         )
     return layers
 
 
-def _refuse_other_weights(folder: str | os.PathLike[str], hub: Mapping[str, Any], names: set[str]) -> None:
-    """Refuse a plan that an earlier model left beside weights which were saved without a swap.
+def _read_tensors(folder: str | os.PathLike[str], hub: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of the mechanisms, where the weights beside them were saved with them.
 
     Raises:
-        ValueError: if no weight in the folder's safetensors files is marked, or others than the plan names.
+        ValueError: if the weights were saved without a swap or with another one, as where an earlier or later model
+            was written into the folder in part.
     """
-    from safetensors import safe_open
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+    from safetensors.torch import load
+    from transformers.utils import cached_file
+
+    from attention_modules.hosts.saving import seal
 
     found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False, **hub}
-    keys: Sequence[str] = ()
-    if (index := cached_file(os.fspath(folder), SAFE_WEIGHTS_INDEX_NAME, **found)) is not None:
-        with open(index, encoding="utf-8") as file:
-            keys = list(json.load(file)["weight_map"])
-    elif (weights := cached_file(os.fspath(folder), SAFE_WEIGHTS_NAME, **found)) is not None:
-        with safe_open(weights, framework="pt") as file:
-            keys = list(file.keys())
-    marked = {key.removesuffix(f".mechanism.{MARK}") for key in keys if key.endswith(f".{MARK}")}
-    if keys and not marked:
+    path = cached_file(os.fspath(folder), TENSORS, **found)
+    content = b"" if path is None else Path(path).read_bytes()
+    marks = _marks(folder, found)
+    if marks is not None and not marks:
         raise ValueError(
             f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
             f"them with from_pretrained, or remove {PLAN}"
         )
-    if keys and len(marked) != len(names):
+    if marks is not None and (len(marks) != len(names) or {*marks} != {int(seal(names, content))}):
         raise ValueError(
-            f"{PLAN} of {folder} is not of the weights beside it: it names {len(names)} swapped layers, and the "
-            f"weights are of {len(marked)} ({', '.join(sorted(marked)[:3])}, ...); save the model again"
+            f"{PLAN} and {TENSORS} of {folder} are not of the weights beside them: {PLAN} names {len(names)} swapped "
+            f"layers ({', '.join(sorted(names)[:3])}, ...), and the weights have marks of {len(marks)} that say "
+            "otherwise; save the model again"
         )
+    return load(content) if content else {}
+
+
+def _marks(folder: str | os.PathLike[str], found: Mapping[str, Any]) -> list[int] | None:
+    """The number in each mark of the weights; None where there are no safetensors files."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+    names = [SAFE_WEIGHTS_NAME]
+    if (index := cached_file(os.fspath(folder), SAFE_WEIGHTS_INDEX_NAME, **found)) is not None:
+        with open(index, encoding="utf-8") as text:
+            names = sorted(set(json.load(text)["weight_map"].values()))
+    files = [path for name in names if (path := cached_file(os.fspath(folder), name, **found)) is not None]
+    marks = []
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            keys = list(file.keys())
+            marks += [int(file.get_tensor(key).flatten()[0]) for key in keys if key.endswith(f".{MARK}")]
+    return marks if files else None
 
 
 def _is_layer(layer: Any) -> bool:
     return (
         isinstance(layer, dict)
-        and layer.keys() == {"name", "mechanism", "options"}
+        and layer.keys() == {"name", "mechanism", "options", "query"}
+        and isinstance(layer["query"], bool)
         and isinstance(layer["name"], str)
         and isinstance(layer["mechanism"], str)
         and isinstance(layer["options"], (dict, type(None)))

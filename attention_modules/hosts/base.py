@@ -17,6 +17,7 @@ from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
 PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
+TENSORS = "attnswap.safetensors"  # beside them too: what mechanisms have learned
 MARK = "saved_by_attnswap_load_with_load_pretrained"  # key, below "mechanism.", of a swapped layer's file
 
 
@@ -225,8 +226,8 @@ class Host(ABC):
             if not part.filled(layer):
                 return (
                     f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap, or "
-                    "load_pretrained read a file, which holds none, or a swapped checkpoint, which holds none either, "
-                    "was assigned to a model on the meta device"
+                    "a swapped checkpoint, which holds none, was assigned to a model on the meta device, or "
+                    "load_pretrained read what such a model saved"
                 )
         return None
 

@@ -67,6 +67,10 @@ class QueryPart:
         rows, rest = tensor.unflatten(self.dim, (self.blocks, -1)).split(sizes, self.dim + 1)
         return rows.flatten(self.dim, self.dim + 1), rest.flatten(self.dim, self.dim + 1)
 
+    def rows_beside(self, rest: Tensor) -> tuple[int, ...]:
+        """The shape of the query's rows where the others are ``rest``."""
+        return (*rest.shape[: self.dim], self.size, *rest.shape[self.dim + 1 :])
+
     def join(self, rows: Tensor, rest: Tensor) -> Tensor:
         """The whole tensor from its query's rows and the others."""
         parts = [part.unflatten(self.dim, (self.blocks, -1)) for part in (rows, rest)]
@@ -171,7 +175,7 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
 
 
 def lose_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
-    """Forget the kept rows, which were never given values."""
+    """Forget the kept rows, which have no values of their own."""
     for part in parts:
         part.keep_in(layer, None)
 

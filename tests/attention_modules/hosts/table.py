@@ -102,13 +102,13 @@ What else to know:
   ([generating](how_to/generating.md)). Learned positions tell
   `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their option
   `num_tokens=N`.
-- Saving Hugging Face models: `save_pretrained` of a swapped model writes the swapped weights and, beside them,
-  `attnswap.json` with the mechanism and options of each layer; a warning says what a plain model would miss.
-  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class, and
-  further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention:
-  transformers then reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each
-  swapped layer. The folder holds no query rows, so `restore_attention` refuses such layers afterwards. A mechanism
-  without a registered short name is never imported because a file names it: give `mechanism=YourClass`. Swap
+- Saving Hugging Face models: `save_pretrained` of a swapped model writes the weights in the plain layout, kept query
+  rows among them, and beside them `attnswap.json` with the mechanism and options of each layer and
+  `attnswap.safetensors` with the tensors of mechanisms; a warning says so. `attention_modules.load_pretrained(cls,
+  folder)` builds the model swapped as it was; `cls` can be an Auto class or have another head, and further arguments
+  are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention: transformers then
+  reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
+  mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`. Swap
   the model that is saved: a model around the one that was given to `swap_attention` does not know of the swap.
 - Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again. A
   projection that two layers share, as a module or a Parameter, cannot lose its query.

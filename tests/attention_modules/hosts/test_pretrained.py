@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from attention_modules import (
     restore_attention,
     swap_attention,
 )
-from attention_modules.hosts.base import MARK, PLAN
+from attention_modules.hosts.base import MARK, PLAN, TENSORS
+from attention_modules.hosts.query import lose_query
 
 transformers = pytest.importorskip("transformers")
 MECHANISMS = {
@@ -114,13 +116,6 @@ def test_from_pretrained_of_a_swapped_folder_is_loud(
     assert MARK in caplog.text
 
 
-def test_what_a_plain_model_would_miss_is_said(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "symmetric")
-    with pytest.warns(UserWarning, match="The query projections of 2 of them are not in the file"):
-        model.save_pretrained(tmp_path)
-
-
 def test_an_auto_class_finds_the_class(tmp_path: Path) -> None:
     model = built("vit")
     swap_attention(model, "rpc", iterations=2)
@@ -142,14 +137,70 @@ def test_code_that_a_folder_brings_is_not_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_query_rows_that_no_file_holds_are_not_restored(tmp_path: Path) -> None:
-    model = built("bert")
+@pytest.mark.parametrize("family", MODELS)
+def test_query_rows_are_in_the_folder(family: str, tmp_path: Path) -> None:
+    """A plain model loads them, and so does a swapped one, for restore."""
+    model = built(family)
+    before = output(model)
     swap_attention(model, "symmetric")
-    loaded = load_pretrained(transformers.BertModel, saved(model, tmp_path))
-    with pytest.raises(AttentionSwapError, match=r"query rows .* load_pretrained read a file, which holds none"):
+    folder = saved(model, tmp_path)
+    assert torch.equal(output(type(model).from_pretrained(folder)), before)
+    loaded = load_pretrained(type(model), folder)
+    assert torch.equal(output(loaded), output(model))
+    restore_attention(loaded)
+    assert torch.equal(output(loaded), before)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_query_rows_that_nobody_knows_are_not_restored(family: str, tmp_path: Path) -> None:
+    model = built(family)
+    swap_attention(model, "symmetric")
+    layer = next(module for module in model.modules() if hasattr(module, "dropped_query"))
+    lose_query(layer, layer.dropped_query)
+    folder = saved(model, tmp_path)
+    assert [each["query"] for each in json.loads((folder / PLAN).read_text())["layers"]] == [False, True]
+    loaded = load_pretrained(type(model), folder)
+    assert torch.equal(output(loaded), output(model))
+    with pytest.raises(AttentionSwapError, match=r"query rows .* are gone"):
         restore_attention(loaded)
-    loaded.to(torch.float64)
-    assert torch.isfinite(output(loaded)).all()
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_a_model_may_be_loaded_under_another_head(prefix: str, tmp_path: Path) -> None:
+    base, headed = transformers.BertModel, transformers.BertForSequenceClassification
+    config = transformers.BertConfig(**SIZES, vocab_size=20)
+    model = (headed if prefix else base)(config).eval()
+    swap_attention(model, "scaled")
+    for name, parameter in model.named_parameters():
+        if "mechanism" in name:
+            nn.init.normal_(parameter)
+    loaded = load_pretrained(base if prefix else headed, saved(model, tmp_path))
+    mine, theirs = (each.bert if isinstance(each, headed) else each for each in (model, loaded))
+    assert torch.equal(output_of_ids(mine), output_of_ids(theirs))
+
+
+def joint() -> nn.Module:
+    """Its file has one projection for queries, keys and values; the model has three."""
+    return transformers.NomicBertModel(transformers.NomicBertConfig(**SIZES, vocab_size=20))
+
+
+def own_init() -> nn.Module:
+    """Its class gives every projection a first value by name when a file is loaded."""
+    config = transformers.SiglipTextConfig(**SIZES, vocab_size=20, max_position_embeddings=8, projection_size=16)
+    return transformers.SiglipTextModel(config)
+
+
+@pytest.mark.parametrize("make", [joint, own_init])
+@pytest.mark.parametrize("mechanism", ["symmetric", "sink"])
+def test_models_whose_file_is_converted_or_whose_class_fills_weights(
+    make: Callable[[], nn.Module], mechanism: str, tmp_path: Path
+) -> None:
+    if not hasattr(transformers, "NomicBertModel"):
+        pytest.skip("this version of transformers has no such model")
+    model = make().eval()
+    swap_attention(model, mechanism)
+    loaded = load_pretrained(type(model), saved(model, tmp_path))
+    assert torch.equal(output_of_ids(loaded), output_of_ids(model))
 
 
 def test_saving_again_and_copies_write_the_plan_too(tmp_path: Path) -> None:
@@ -235,10 +286,38 @@ def test_a_plan_of_other_layers_than_the_weights_is_refused(shards: dict[str, in
     swap_attention(model, "symmetric")
     model.save_pretrained(tmp_path, **shards)
     plan = json.loads((tmp_path / PLAN).read_text("utf-8"))
-    plan["layers"].pop()
-    (tmp_path / PLAN).write_text(json.dumps(plan), "utf-8")
-    with pytest.raises(ValueError, match=r"names 1 swapped layers, and the weights are of 2 .*save the model again"):
+    layers = [*plan["layers"]]
+    for changed in (layers[:1], [{**layers[0], "name": "encoder.layer.7.attention.self"}, layers[1]]):
+        (tmp_path / PLAN).write_text(json.dumps({**plan, "layers": changed}), "utf-8")
+        with pytest.raises(
+            ValueError, match=rf"names {len(changed)} swapped layers .* marks of 2 .*save the model again"
+        ):
+            load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_tensors_of_another_save_are_refused(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "scaled", num_tokens=5)
+    model.save_pretrained(tmp_path)
+    kept = (tmp_path / TENSORS).read_bytes()
+    nn.init.ones_(model.encoder.layer[0].attention.self.mechanism.s)
+    model.save_pretrained(tmp_path)
+    assert load_pretrained(transformers.BertModel, tmp_path).encoder.layer[0].attention.self.mechanism.s.eq(1).all()
+    (tmp_path / TENSORS).write_bytes(kept)  # as after a kill between the two files
+    with pytest.raises(ValueError, match=f"{TENSORS} of .* are not of the weights beside them"):
         load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    state = {key: torch.full_like(tensor, 0.1) for key, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=state)
+    for key, tensor in load_pretrained(transformers.BertModel, tmp_path).state_dict().items():
+        assert torch.equal(tensor, torch.full_like(tensor, 0.1)), key
+    missing = next(key for key in state if "mechanism" in key)
+    with pytest.raises(ValueError, match=f"state_dict has no '{missing}'"):
+        model.save_pretrained(tmp_path, state_dict={key: each for key, each in state.items() if key != missing})
 
 
 def test_shared_layers_are_loaded(tmp_path: Path) -> None:
@@ -307,16 +386,18 @@ def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
         "[]",
         "{}",
         "[" * 100_000,
-        '{"format": 2, "layers": []}',
         '{"format": 1, "layers": []}',
-        '{"format": 1, "layers": 3}',
-        '{"format": 1, "layers": [{"name": "a"}]}',
-        '{"format": 1, "layers": [{"name": 1, "mechanism": "rpc", "options": {}}]}',
-        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}}]}',
-        '{"format": 1, "layers": [{"name": "*", "mechanism": "rpc", "options": {}}]}',
-        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}}]}',
-        '{"format": 1, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}}]}',
-        '{"format": 1, "layers": [%s, %s]}' % (('{"name": "encoder", "mechanism": "sink", "options": {}}',) * 2),
+        '{"format": 2, "layers": []}',
+        '{"format": 2, "layers": 3}',
+        '{"format": 2, "layers": [{"name": "a"}]}',
+        '{"format": 2, "layers": [{"name": 1, "mechanism": "rpc", "options": {}, "query": true}]}',
+        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}, "query": true}]}',
+        '{"format": 2, "layers": [{"name": "*", "mechanism": "rpc", "options": {}, "query": true}]}',
+        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}, "query": true}]}',
+        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}, "query": true}]}',
+        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": 1}]}',
+        '{"format": 2, "layers": [%s, %s]}'
+        % (('{"name": "encoder", "mechanism": "sink", "options": {}, "query": true}',) * 2),
     ],
 )
 def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
@@ -330,9 +411,9 @@ def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
     saved(model, tmp_path)
-    layers = [{"name": f"encoder.layer.{place}", "mechanism": "rpc", "options": {}} for place in (7, 8)]
-    (tmp_path / PLAN).write_text(json.dumps({"format": 1, "layers": layers}))
-    with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.7"):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.1"):
         load_pretrained(transformers.BertModel, tmp_path)
 
 
