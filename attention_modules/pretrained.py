@@ -57,8 +57,8 @@ def load_pretrained(
     with needed_for("load_pretrained", "hf"):
         import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    swaps = _swaps(folder, _read_plan(folder, hub), mechanism)
-    tensors = _read_tensors(folder, hub, [name for swap in swaps for name in swap.names])
+    plan = _read_plan(folder, hub)
+    swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan)
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -68,12 +68,27 @@ def load_pretrained(
         ]
 
     Loaded.__name__, Loaded.__qualname__, Loaded.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    if plan.former:  # joint projections without their query rows; the swapped layers are loaded below
+        kwargs["ignore_mismatched_sizes"] = True
     loaded = Loaded.from_pretrained(folder, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     model.__class__ = plain
     for swap in swaps:
-        swap.carry_out(model, tensors)
+        swap.carry_out(model, tensors, plan.former)
     return loaded
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The swapped layers; ``former`` where an earlier version wrote their weights without query rows, in one file."""
+
+    layers: Sequence[Mapping[str, Any]]
+    former: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return [layer["name"] for layer in self.layers]
 
 
 @dataclass(frozen=True)
@@ -86,8 +101,8 @@ class _Swap:
     names: Sequence[str]
     lost: Sequence[str]
 
-    def carry_out(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Swap the layers, and give their mechanisms the tensors that the folder has for them.
+    def carry_out(self, model: nn.Module, tensors: Mapping[str, Tensor], former: bool) -> None:
+        """Swap the layers, and give their mechanisms (or the whole layers) the tensors that the folder has for them.
 
         Raises:
             ValueError: if the mechanism has another name than the file says (a class may have moved to another module),
@@ -103,12 +118,12 @@ class _Swap:
                     f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give "
                     f"that one, or, where it was renamed, write its new name into {PLAN}"
                 )
-            prefix = f"{name}.mechanism."
+            prefix, holder = (f"{name}.", layer) if former else (f"{name}.mechanism.", layer.mechanism)
             state = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
             try:
-                layer.mechanism.load_state_dict(state)
+                holder.load_state_dict(state)
             except RuntimeError as error:
-                raise ValueError(f"{TENSORS} does not have the tensors of {found} in {name!r}: {error}") from error
+                raise ValueError(f"the folder does not have the tensors of {found} in {name!r}: {error}") from error
             if name in self.lost:
                 lose_query(layer, layer.dropped_query)
 
@@ -120,10 +135,10 @@ def _names_in(model: Any, names: Sequence[str]) -> Sequence[str]:
     return next((each for each in candidates if known.issuperset(each)), names)
 
 
-def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism | None) -> list[_Swap]:
+def _swaps(folder: object, plan: _Plan, given: Mechanism | None) -> list[_Swap]:
     """The swaps of a plan, one for each mechanism with its options."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for layer in plan:
+    for layer in plan.layers:
         groups.setdefault(json.dumps([layer["mechanism"], layer["options"]], sort_keys=True), []).append(layer)
     swaps = []
     for layers in groups.values():
@@ -145,7 +160,7 @@ def _swaps(folder: object, plan: Sequence[Mapping[str, Any]], given: Mechanism |
     return swaps
 
 
-def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
     """The layers that ``attnswap.json`` lists.
 
     Raises:
@@ -168,8 +183,9 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        layers = content["layers"]
-        known = content["format"] == 2 and all(_is_layer(layer) for layer in layers)
+        layers, former = content["layers"], content["format"] == 1
+        layers = [{**layer, "query": False} for layer in layers] if former else layers
+        known = (former or content["format"] == 2) and all(_is_layer(layer) for layer in layers)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no list of swapped layers that save_pretrained wrote: {error!r}") from error
     if not known or not layers or len({layer["name"] for layer in layers}) < len(layers):
@@ -177,55 +193,51 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> list[d
             f"{path} must hold format 2 and layers, each once, with 'name', 'mechanism', 'options' and 'query'; save "
             "the model anew, or load it with the version of attnswap that wrote it"
         )
-    return layers
+    return _Plan(layers, former)
 
 
-def _read_tensors(folder: str | os.PathLike[str], hub: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of the mechanisms, where the weights beside them were saved with them.
+def _read_tensors(folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan) -> dict[str, Tensor]:
+    """The tensors of the mechanisms (of an earlier version, of the layers), where the weights were saved with them.
 
     Raises:
         ValueError: if the weights were saved without a swap or with another one, as where an earlier or later model
             was written into the folder in part.
     """
+    from safetensors import safe_open
     from safetensors.torch import load
-    from transformers.utils import cached_file
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
     from attention_modules.hosts.saving import seal
 
-    found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False, **hub}
-    path = cached_file(os.fspath(folder), TENSORS, **found)
-    content = b"" if path is None else Path(path).read_bytes()
-    marks = _marks(folder, found)
-    if marks is not None and not marks:
+    def find(name: str) -> str | None:
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        return cached_file(os.fspath(folder), name, **quiet, **hub)
+
+    path, index = find(TENSORS), find(SAFE_WEIGHTS_INDEX_NAME)
+    shards = {SAFE_WEIGHTS_NAME} if index is None else {*json.loads(Path(index).read_bytes())["weight_map"].values()}
+    files = [found for name in sorted(shards) if (found := find(name)) is not None]
+    marks, layers = [], {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (it is no mapping)
+                if key.endswith(f".{MARK}"):
+                    marks.append(int(opened.get_tensor(key).flatten()[0]))
+                elif plan.former and key.startswith(tuple(f"{name}." for name in plan.names)):
+                    layers[key] = opened.get_tensor(key)
+    if files and not marks:
         raise ValueError(
             f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
             f"them with from_pretrained, or remove {PLAN}"
         )
-    if marks is not None and (len(marks) != len(names) or {*marks} != {int(seal(names, content))}):
+    content = b"" if path is None or plan.former else Path(path).read_bytes()
+    sealed = 1 if plan.former else int(seal(plan.names, content))
+    if files and (len(marks) != len(plan.layers) or {*marks} != {sealed}):
         raise ValueError(
-            f"{PLAN} and {TENSORS} of {folder} are not of the weights beside them: {PLAN} names {len(names)} swapped "
-            f"layers ({', '.join(sorted(names)[:3])}, ...), and the weights have marks of {len(marks)} that say "
+            f"{PLAN} and {TENSORS} of {folder} are not of the weights beside them: {PLAN} names {len(plan.layers)} "
+            f"swapped layers ({', '.join(plan.names[:3])}, ...), and the weights have marks of {len(marks)} that say "
             "otherwise; save the model again"
         )
-    return load(content) if content else {}
-
-
-def _marks(folder: str | os.PathLike[str], found: Mapping[str, Any]) -> list[int] | None:
-    """The number in each mark of the weights; None where there are no safetensors files."""
-    from safetensors import safe_open
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-
-    names = [SAFE_WEIGHTS_NAME]
-    if (index := cached_file(os.fspath(folder), SAFE_WEIGHTS_INDEX_NAME, **found)) is not None:
-        with open(index, encoding="utf-8") as text:
-            names = sorted(set(json.load(text)["weight_map"].values()))
-    files = [path for name in names if (path := cached_file(os.fspath(folder), name, **found)) is not None]
-    marks = []
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-            marks += [int(file.get_tensor(key).flatten()[0]) for key in keys if key.endswith(f".{MARK}")]
-    return marks if files else None
+    return layers if plan.former else load(content) if content else {}
 
 
 def _is_layer(layer: Any) -> bool:

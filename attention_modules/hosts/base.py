@@ -57,8 +57,8 @@ class Swapped(nn.Module):
         """Accept the plain layout beside the swapped one, strictly."""
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
-        state_dict.pop(f"{prefix}mechanism.{MARK}", None)
-        self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+        if state_dict.pop(f"{prefix}mechanism.{MARK}", None) is None:  # else the tensors are in a file of their own
+            self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:

@@ -387,6 +387,7 @@ def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
         "{}",
         "[" * 100_000,
         '{"format": 1, "layers": []}',
+        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": true}]}',
         '{"format": 2, "layers": []}',
         '{"format": 2, "layers": 3}',
         '{"format": 2, "layers": [{"name": "a"}]}',
