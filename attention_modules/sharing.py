@@ -172,7 +172,8 @@ class Link:
         if value.shape != v.shape:
             raise SharedValueError(
                 f"{self._name(self.position)} has values of shape {tuple(v.shape)} and reads those of "
-                f"{self._name(source)}, of shape {tuple(value.shape)}: leave it out of the swap"
+                f"{self._name(source)}, of shape {tuple(value.shape)}: where a key-value cache keeps only a window of "
+                "one of them, pass use_cache=False; else leave it out of the swap"
             )
         return value.to(v)  # autocast may be off in one layer, and layers may lie on several devices
 
