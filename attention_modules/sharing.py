@@ -8,7 +8,6 @@ stack, and what no layer has given in it is an error, never a value of before.
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import threading
 import weakref
@@ -23,6 +22,9 @@ from torch import Tensor, nn
 
 FIRST, PREVIOUS = "first_value", "previous_value"
 READS = (FIRST, PREVIOUS)
+_ONE_BY_ONE = (
+    "let a module that holds the whole stack, and runs each of its layers once, be called for each input in turn"
+)
 
 
 class SharedValueError(RuntimeError):
@@ -38,6 +40,7 @@ class _Pass:
         self.part = _checkpoint_frame()  # of activation checkpointing, which computes this pass again as a whole
         self.call = call  # of the module's forward; None where it cannot be asked for, or the pass ends by itself
         self.values: dict[int, Tensor] = {}
+        self.readers: dict[int, list[int]] = {}  # of these values, by whose they are
 
     def runs(self) -> bool:
         """Whether its forward still runs: KeyboardInterrupt ends one without its hooks."""
@@ -54,12 +57,12 @@ class SharedValues:
 
     Args:
         names: the stack's layers in their order.
-        kept: positions of those whose values others read.
+        readers: positions of those that read others, by the position of whose values they read.
     """
 
-    def __init__(self, names: Sequence[str], kept: Collection[int]) -> None:
+    def __init__(self, names: Sequence[str], readers: Mapping[int, Sequence[int]]) -> None:
         self.names = list(names)
-        self.kept = frozenset(kept)
+        self.readers = {source: tuple(positions) for source, positions in readers.items()}
         self.passes: list[_Pass] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,18 +99,20 @@ class Link:
             v: this layer's values ``[B, H, M, d]``.
 
         Returns:
-            Those of ``first_value`` and ``previous_value`` that are needed; None in the stack's first layer.
+            Those of ``first_value`` and ``previous_value`` that are needed, in the precision and on the device of
+            ``v``; None in the stack's first layer.
 
         Raises:
-            SharedValueError: if the other layer did not run in this pass, or gave values of another shape.
+            SharedValueError: if the other layer did not run in this pass, or gave values of another shape; if a value
+                would be read twice, or is replaced before all have read it: it may be that of another input.
         """
         sources = {name: 0 if name == FIRST else self.position - 1 for name in READS if name in needs}
         if self.position == 0:
             self._give(v)
             return dict.fromkeys(sources)
-        taken: dict[str, Tensor | None] = {name: self._take(source, v) for name, source in sources.items()}
+        taken = {source: self._take(source, v) for source in dict.fromkeys(sources.values())}
         self._give(v)
-        return taken
+        return {name: taken[source] for name, source in sources.items()}
 
     def given(self) -> dict[int, Tensor]:
         """What the layers of the stack have given so far in the pass that runs, by their positions."""
@@ -118,7 +123,7 @@ class Link:
     def held(self, values: Mapping[int, Tensor]) -> Iterator[None]:
         """A pass in which other layers gave these values: for a call of this layer alone."""
         held = _Pass()
-        held.values.update(values)
+        held.values.update({at: value for at, value in values.items() if at != self.position})
         self.shared.passes.append(held)
         try:
             yield
@@ -126,10 +131,19 @@ class Link:
             self.shared.passes.remove(held)
 
     def _give(self, v: Tensor) -> None:
-        if self.position in self.shared.kept:
-            found = self._running()
-            if found is not None:
-                found.values[self.position] = v
+        expected = self.shared.readers.get(self.position, ())
+        found = self._running() if expected else None
+        if found is None:
+            return
+        if self.position in found.values:
+            for reader in expected:
+                if reader not in found.readers[self.position]:
+                    raise SharedValueError(
+                        f"{self._name(self.position)} runs a second time in this forward pass before "
+                        f"{self._name(reader)} has read what it gave the first time: {_ONE_BY_ONE}"
+                    )
+        found.values[self.position] = v
+        found.readers[self.position] = []
 
     def _take(self, source: int, v: Tensor) -> Tensor:
         found = self._running()
@@ -142,6 +156,13 @@ class Link:
             )
         elif source in found.values:
             value = found.values[source]
+            readers = found.readers.setdefault(source, [])
+            if self.position in readers:
+                raise SharedValueError(
+                    f"{self._name(self.position)} runs a second time in this forward pass, and would read once more "
+                    f"what {self._name(source)} gave, perhaps of another input: {_ONE_BY_ONE}"
+                )
+            readers.append(self.position)
             self._remember(source, value, found.part)
         else:
             raise SharedValueError(
@@ -151,9 +172,10 @@ class Link:
         if value.shape != v.shape:
             raise SharedValueError(
                 f"{self._name(self.position)} has values of shape {tuple(v.shape)} and reads those of "
-                f"{self._name(source)}, of shape {tuple(value.shape)}: leave it out of the swap"
+                f"{self._name(source)}, of shape {tuple(value.shape)}: where a key-value cache keeps only a window of "
+                "one of them, pass use_cache=False; else leave it out of the swap"
             )
-        return value
+        return value.to(v)  # autocast may be off in one layer, and layers may lie on several devices
 
     def _name(self, position: int) -> str:
         return repr(self.shared.names[position])
@@ -189,10 +211,15 @@ class Link:
             None if frame is None else vars(frame).get("attnswap_values", {}).get((self.shared, self.position, source))
         )
         if value is None:
+            cure = (
+                "checkpoint with use_reentrant=False, and PyTorch 2.8 or newer, or checkpoint nothing"
+                if frame is None
+                else "one checkpoint lies inside another, whose first pass left them elsewhere: checkpoint either the "
+                "blocks or what holds them"
+            )
             raise SharedValueError(
                 f"{self._name(self.position)} is computed again during backward, where the values of "
-                f"{self._name(source)} are gone: checkpoint with use_reentrant=False, and PyTorch 2.8 or newer, or "
-                "checkpoint nothing"
+                f"{self._name(source)} are gone: {cure}"
             )
         return value
 
@@ -252,16 +279,22 @@ def _checkpoint_frame() -> Any:
     return None
 
 
-def stack_of(name: str) -> str:
-    """What a layer's name has in common with those of its stack: "blocks.*.attn"."""
-    return re.sub(r"\b\d+\b", "*", name)
-
-
 def stacks(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names of attention layers by the stack that they lie in, in their order."""
-    found: dict[str, list[str]] = {}
+    """Names of attention layers by the stack that they lie in, as "blocks.*.attn", in their order.
+
+    The names of a stack differ in one number alone. Where several numbers do, it is the last of them: members of an
+    ensemble, or stages of a network, have a stack each.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
-        found.setdefault(stack_of(name), []).append(name)
+        parts = name.split(".")
+        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    found: dict[str, list[str]] = {}
+    for group in alike.values():
+        differing = [at for at, level in enumerate(zip(*group, strict=True)) if len(set(level)) > 1]
+        for parts in group:
+            stack = ["*" if at in differing[-1:] else part for at, part in enumerate(parts)]
+            found.setdefault(".".join(stack), []).append(".".join(parts))
     return found
 
 
@@ -307,8 +340,11 @@ def connect(model: nn.Module, layers: Mapping[str, Any], needs: Mapping[str, Col
         asking = [name for name in names if any(need in READS for need in needs.get(name, ()))]
         if not asking:
             continue
-        kept = {names.index(source) for sources in reads.values() for source in sources}
-        shared = SharedValues(names, kept)
+        readers: dict[int, list[int]] = {}
+        for name, sources in reads.items():
+            for source in sources:
+                readers.setdefault(names.index(source), []).append(names.index(name))
+        shared = SharedValues(names, readers)
         for position, name in enumerate(names):
             if name in needs:
                 layers[name].link = Link(shared, position)

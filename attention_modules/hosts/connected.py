@@ -9,7 +9,7 @@ from torch import nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import AttentionSwapError, acting_mechanism
 from attention_modules.hosts.discovery import Found, Survey, survey
-from attention_modules.sharing import READS, connect, read_by, stack_of, stacks
+from attention_modules.sharing import READS, connect, read_by, stacks
 
 
 def reads_others(mechanism: AttentionMechanism | None) -> bool:
@@ -73,14 +73,18 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
             reason = _misfit(layer, layers[source])
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
-    for stack in {stack_of(name) for name in asking}:
-        members = [name for name in asking if stack_of(name) == stack]
-        if not any(name in reads for name in members):
-            _refuse(
-                members[0],
-                f"{type(mechanisms[members[0]]).__name__} reads the values of an earlier layer, and this is the first "
-                f"of its stack, {stack!r}: nothing would change",
-            )
+    for stack, members in stacks(names).items():
+        first = next((name for name in members if name in asking), None)
+        if first is None or any(name in reads for name in members):
+            continue
+        what = f"{type(mechanisms[first]).__name__} reads the values of an earlier layer, and this is the"
+        if len(members) > 1:
+            _refuse(first, f"{what} first of its stack, {stack!r}: nothing would change")
+        _refuse(
+            first,
+            f"{what} only one of its stack: layers are of one stack where their names differ in a number between dots "
+            "alone, as 'blocks.0.attn' and 'blocks.1.attn' in an nn.ModuleList",
+        )
 
 
 def _mechanism(layer: nn.Module) -> AttentionMechanism | None:

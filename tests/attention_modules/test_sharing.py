@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from attention_modules import (
     swap_attention,
 )
 from attention_modules.hosts.layer_call import LayerCall
-from attention_modules.sharing import SharedValueError, SharedValues, stack_of
+from attention_modules.sharing import Link, SharedValueError, SharedValues, stacks
 
 needs_frames = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="PyTorch before 2.8"
@@ -143,6 +144,24 @@ def test_what_reentrant_checkpointing_computes_again_is_an_error(batches):
         out.sum().backward()
 
 
+@needs_frames
+def test_a_checkpoint_inside_another_is_an_error_that_says_so(batches):
+    class Nested(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            def rest(x: Tensor) -> Tensor:
+                for block in self.blocks[1:]:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return x
+
+            return checkpoint(rest, self.blocks[0](x), use_reentrant=False)
+
+    model = Nested()
+    swap_attention(model, Mixed)
+    out = model(batches[0])
+    with pytest.raises(SharedValueError, match=r"one checkpoint lies inside another.*either the blocks or what holds"):
+        out.sum().backward()
+
+
 def test_a_part_of_the_model_is_an_error_and_never_reads_what_was_before(batches):
     model = stack()
     model(batches[0])
@@ -169,6 +188,37 @@ def test_an_outer_call_lends_its_values_to_no_part(batches):
     swap_attention(model, Mixed)
     with pytest.raises(SharedValueError, match="has not run in this forward pass"):
         model(batches[0])
+
+
+@pytest.mark.parametrize("again", [None, pytest.param(False, marks=needs_frames)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    ("order", "refusal"),
+    [
+        ("x0 x1 x2 x3 y0 y1 y2 y3", None),
+        ("x0 y0 x1 y1 x2 y2 x3 y3", r"'blocks\.0\.attn' runs a second time .* before 'blocks\.1\.attn' has read"),
+        ("x0 x1 y0 y1 x2 x3 y2 y3", r"'blocks\.0\.attn' runs a second time .* before 'blocks\.2\.attn' has read"),
+        ("x0 x1 x2 x3 y1 y2 y3", r"'blocks\.1\.attn' runs a second time .* what 'blocks\.0\.attn' gave"),
+        ("x0 x1 x1 x2 x3", r"'blocks\.1\.attn' runs a second time .* what 'blocks\.0\.attn' gave"),
+    ],
+)
+def test_two_inputs_in_one_pass_are_kept_apart_or_are_an_error(batches, order, refusal, again):
+    class Both(Stack):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            streams = {"x": x, "y": y}
+            for stream, index in order.split():
+                block, value = self.blocks[int(index)], streams[stream]
+                streams[stream] = block(value) if again is None else checkpoint(block, value, use_reentrant=False)
+            return streams["x"], streams["y"]
+
+    model = Both()
+    swap_attention(model, Mixed)
+    if refusal is not None:
+        with pytest.raises(SharedValueError, match=refusal + ".*be called for each input in turn"):
+            model(*batches)
+        return
+    loss = sum((i + 1) * out.square().sum() for i, out in enumerate(model(*batches)))
+    wanted = sum((i + 1) * expected(model, x).square().sum() for i, x in enumerate(batches))
+    assert_same(gradients(model, loss), gradients(model, wanted))
 
 
 def test_what_an_interrupted_pass_gave_is_read_by_none(batches):
@@ -200,9 +250,29 @@ def test_compiled(batches, part):
             block.compile(backend="aot_eager")
     for x, out in zip(batches, wanted, strict=True):
         found = compiled(x)
+        torch.testing.assert_close(compiled(x), found)
         torch.testing.assert_close(found, out)
         assert_same(gradients(model, found.sum()), gradients(model, out.sum()))
     torch.compiler.reset()
+
+
+def test_a_layer_of_another_precision_is_read_in_that_of_the_reader(batches):
+    model = Stack()
+    swap_attention(model, "value_residual")
+    exact = model(batches[0])
+    plain = model.blocks[0].forward
+    model.blocks[0].forward = torch.autocast("cpu", enabled=False)(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(batches[0]), exact, atol=0.05, rtol=0.05, check_dtype=False)
+
+
+def test_a_value_comes_in_the_readers_precision_and_on_its_device():
+    shared = SharedValues(["0", "1"], {0: [1]})
+    shared.begin(nn.Module(), ())
+    Link(shared, 0).exchange((), torch.ones(1, 2, 3, 4))
+    v = torch.ones(1, 2, 3, 4, device="meta", dtype=torch.bfloat16)
+    found = Link(shared, 1).exchange(("first_value",), v)["first_value"]
+    assert (found.device, found.dtype) == (v.device, v.dtype)
 
 
 def test_copies_and_pickles_share_among_themselves(batches):
@@ -264,6 +334,9 @@ def test_another_mechanism_in_one_layer_keeps_the_others_reading(batches):
 def test_layers_that_cannot_read_are_refused():
     with pytest.raises(AttentionSwapError, match=r"'blocks\.0\.attn'.*first of its stack, 'blocks\.\*\.attn'"):
         swap_attention(Stack(), Mixed, layers=[0])
+    numbered = nn.Sequential(OrderedDict((f"block{index}", Block()) for index in range(2)))
+    with pytest.raises(AttentionSwapError, match=r"'block0\.attn'.*only one of its stack.* in an nn\.ModuleList"):
+        swap_attention(numbered, Mixed)
     plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16), 3, enable_nested_tensor=False)
     with pytest.raises(AttentionSwapError, match=r"'layers\.2\.self_attn'.*'layers\.0\.self_attn', which nothing"):
         swap_attention(plain, Mixed, layers=[2])
@@ -281,7 +354,42 @@ def test_encoder_and_decoder_are_two_stacks():
         [f"{part}.layers.{index}.self_attn" for index in range(2)] for part in ("encoder", "decoder")
     ]
     assert model(torch.randn(1, 3, 16), torch.randn(1, 3, 16)).isfinite().all()
-    assert stack_of("stages.1.blocks.0.attn") == "stages.*.blocks.*.attn"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("blocks.0.attn blocks.2.attn head.attn", {"blocks.*.attn": [0, 1], "head.attn": [2]}),
+        ("block.0.layer.0.attn block.1.layer.0.attn", {"block.*.layer.0.attn": [0, 1]}),  # as T5's
+        ("s.0.b.0.attn s.0.b.1.attn s.1.b.0.attn", {"s.0.b.*.attn": [0, 1], "s.1.b.*.attn": [2]}),
+        ("0.layers.0 0.layers.1 2.layers.0 2.layers.1", {"0.layers.*": [0, 1], "2.layers.*": [2, 3]}),
+        ("block0.attn block1.attn", {"block0.attn": [0], "block1.attn": [1]}),
+    ],
+)
+def test_names_of_a_stack_differ_in_one_number(names, expected):
+    names = names.split()
+    assert stacks(names) == {stack: [names[at] for at in members] for stack, members in expected.items()}
+
+
+@pytest.mark.parametrize("way", ["whole", "parts", "parts, then connected"])
+def test_networks_of_one_model_share_nothing(batches, way):
+    """An ensemble's members, or networks one after the other, each as if it were swapped alone."""
+
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.members = nn.ModuleList(Stack() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.members[1](self.members[0](x))
+
+    model = Ensemble()
+    for part in [model] if way == "whole" else model.members:
+        swap_attention(part, Mixed)
+    if way == "parts, then connected":
+        connect_layers(model)
+    wanted = expected(model.members[1], expected(model.members[0], batches[0]))
+    torch.testing.assert_close(model(batches[0]), wanted)
 
 
 def test_a_model_of_our_own_layers_is_connected_by_hand(batches):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.base import AttentionMechanism
+from attention_modules.sharing import READS
 
 CACHE = "attnswap_cache"  # by which a layer hands the cache that it was called with to our attention function
 ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -66,8 +66,9 @@ def kept_for(arguments: dict[str, Any], module: nn.Module, given: Tensor, keys: 
             f"{type(module.mechanism).__name__} must remember something of every token, and cannot attend to another "
             f"sequence, or continue from this key-value cache ({new} new tokens, {keys} keys): pass use_cache=False"
         )
-    layer.kept = given if layer.kept is None else torch.cat([layer.kept, given], -1)
-    layer.told = True
+    if not layer.told:  # else this is the second attention of one call, as DiffLlama has two, over the same tokens
+        layer.kept = given if layer.kept is None else torch.cat([layer.kept, given], -1)
+        layer.told = True
     if layer.missed or (layer.kept.shape[-1] > keys and not getattr(layer, "is_sliding", False)):
         raise NotImplementedError(
             f"{type(module.mechanism).__name__} must remember something of every token of this key-value cache, and "
@@ -86,6 +87,8 @@ def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
     if layers is None or index is None or index >= len(layers):
         return None
     layer = layers[index]
+    if not hasattr(layer, "get_seq_length"):  # it holds nothing, as the keys are those of another layer
+        return None
     if not hasattr(layer, "new_keys"):
         held = int(layer.get_seq_length())
         if held != new:
@@ -143,14 +146,30 @@ def _blank(plain: type) -> Any:
     return object.__new__(_keeping(plain))
 
 
-def warn_of_cache(model: nn.Module, mechanisms: set[type[AttentionMechanism]]) -> None:
-    """Say that generation with a cache, which the model's own settings ask for, will be refused."""
-    settings = getattr(model, "generation_config", None)
-    needy = sorted(kind.__name__ for kind in mechanisms if kind.cache == "whole sequence")
-    if needy and getattr(settings, "use_cache", False):
+def warn_of_cache(model: nn.Module, layers: Sequence[Any]) -> None:
+    """Say that generation with a cache, which the model's own settings ask for, will be refused by swapped layers."""
+    if not getattr(getattr(model, "generation_config", None), "use_cache", False):
+        return
+    needy = [layer for layer in layers if layer.mechanism.cache == "whole sequence"]
+    reading = [layer for layer in layers if layer not in needy and set(layer.mechanism.needs) & set(READS)]
+    reasons = [f"{_kinds(needy)} needs the whole sequence at each step"] if needy else []
+    if reading and len({_window(layer) for layer in layers} - {None}) > 1:
+        reasons.append(
+            f"{_kinds(reading)} reads the values of other layers, some of which keep a window of tokens only"
+        )
+    if reasons:
         warnings.warn(
-            f"{', '.join(needy)} needs the whole sequence at each step, and this model generates with a key-value "
-            "cache, which the layer will refuse: set model.generation_config.use_cache = False before you generate. "
-            "Training is not concerned",
+            f"{', '.join(reasons)}, and this model generates with a key-value cache, which the layer will refuse: set "
+            "model.generation_config.use_cache = False before you generate. Training is not concerned",
             stacklevel=5,
         )
+
+
+def _kinds(layers: Sequence[Any]) -> str:
+    return ", ".join(sorted({type(layer.mechanism).__name__ for layer in layers}))
+
+
+def _window(layer: Any) -> str | None:
+    """Which tokens its cache keeps, in the configuration's words ("sliding_attention"); None where it says nothing."""
+    kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    return None if kinds is None or index is None or index >= len(kinds) else kinds[index]

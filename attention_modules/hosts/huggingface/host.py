@@ -261,6 +261,9 @@ class HuggingFaceHost(Host):
             return None
         return "its forward hands nothing further to the attention interface (it takes no **kwargs)"
 
+    def sharing_refusal(self, layer: Any) -> str | None:
+        return "it attends several times in a call, to other values each time" if _call_of(layer).times > 1 else None
+
     def query_refusal(self, layer: Any) -> str | None:
         norm = _norm(layer, "q")
         if norm is not None:
@@ -287,8 +290,7 @@ class HuggingFaceHost(Host):
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
-        found = (module for module in model.modules() if isinstance(module, SwappedHuggingFace))
-        warn_of_cache(model, {type(layer.mechanism) for layer in found})
+        warn_of_cache(model, [module for module in model.modules() if isinstance(module, SwappedHuggingFace)])
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         plain = not isinstance(layer, SwappedHuggingFace)

@@ -51,6 +51,7 @@ class InterfaceCall:
         registries: names of the interfaces.
         parameters: names of the forward's parameters, the input first.
         statements: the body.
+        times: how often the interface is called, whatever branches are taken.
     """
 
     forward: FunctionType
@@ -60,6 +61,7 @@ class InterfaceCall:
     registries: frozenset[str]
     parameters: tuple[str, ...]
     statements: ast.FunctionDef
+    times: int
 
     @property
     def rotates(self) -> bool:
@@ -114,6 +116,7 @@ def _read(forward: Any) -> InterfaceCall | str:
         registries,
         tuple(inspect.signature(forward).parameters)[1:],
         parsed,
+        sum(any(call in calls for call in calls_in(step)) for step in parsed.body if not isinstance(step, ast.If)),
     )
 
 

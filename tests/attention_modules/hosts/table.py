@@ -98,8 +98,8 @@ What else to know:
   of the same input, and nothing that the forward does to queries alone but a factor, which is kept.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call, and flex attention, set before or after a swap, is refused. Most mechanisms
-  continue from a key-value cache; rpc, scaled, dam, position_bias, neutreno and twicing refuse it
-  ([generating](how_to/generating.md)). Learned positions tell
+  continue from a key-value cache; rpc, scaled, dam, position_bias, neutreno and twicing refuse it,
+  elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned positions tell
   `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their option
   `num_tokens=N`.
 - Saving Hugging Face models: `save_pretrained` of a swapped model writes the weights in the plain layout, kept query

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.mechanism import AttentionMechanism, available_mechanisms, mechanism_class
-from attention_modules.sharing import stack_of
+from attention_modules.sharing import stacks
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
     BETWEEN_LAYERS,
@@ -123,21 +123,22 @@ def test_layers_read_the_values_of_others(host: str, mechanism: str) -> None:
     if mechanism in case.refuses:
         pytest.skip("refused, as the table test shows")
     if case.deep is not case.build:
-        check_refused(built(host), mechanism, "first of its stack")
+        check_refused(built(host), mechanism, "only one of its stack")
     model, run = deep(host)
     swap_attention(model, MECHANISMS[mechanism][0])
     calls = count_calls(model)
     run(model, padding_mask() if case.padding else None)
     (need,) = mechanism_class(mechanism).needs
-    stacks: dict[str, list[Tensor]] = {}
+    stack_of = {name: stack for stack, names in stacks([name for name, *_ in calls]).items() for name in names}
+    values: dict[str, list[Tensor]] = {}
     for name, v, given in calls:
-        earlier = stacks.setdefault(stack_of(name), [])
+        earlier = values.setdefault(stack_of[name], [])
         if earlier:
             assert given[need] is earlier[0 if need == "first_value" else -1]
         else:
             assert given[need] is None
         earlier.append(v)
-    assert {len(values) for values in stacks.values()} == {2}
+    assert {len(given) for given in values.values()} == {2}
 
 
 @pytest.mark.parametrize("mechanism", [name for name, (kind, _) in MECHANISMS.items() if mechanism_class(kind).neutral])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
+from attention_modules.sharing import SharedValueError
 from tests.attention_modules.hosts.cases import FEATURES_APART, MECHANISMS, PADDING_ALONE
 
 PAGE = Path(__file__).parents[4] / "docs/how_to/generating.md"
@@ -28,13 +29,14 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "beams": {"num_beams": 2},
     "sliding window": {"window": 4},
     "sliding window, static cache": {"window": 4, "cache_implementation": "static", "disable_compile": True},
+    "sliding and full layers": {"window": 4, "mixed": True},
 }
 # Those that rotary positions or causality keep out of the models that generate.
 NAMES = tuple(name for name in MECHANISMS if name not in (*FEATURES_APART, *PADDING_ALONE))
 
 
-def language_model(window: int | None = None) -> nn.Module:
-    """A tiny Llama, or a Mistral whose layers see ``window`` tokens."""
+def language_model(window: int | None = None, mixed: bool = False) -> nn.Module:
+    """A tiny Llama, or a Mistral whose layers see ``window`` tokens; a Qwen2 whose first layer does where mixed."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -48,13 +50,16 @@ def language_model(window: int | None = None) -> nn.Module:
     }
     torch.manual_seed(0)
     family, own = ("Llama", {}) if window is None else ("Mistral", {"sliding_window": window})
+    if mixed:
+        kinds = ["sliding_attention", "full_attention"]
+        family, own = "Qwen2", {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
     config = getattr(transformers, f"{family}Config")(**sizes, **ids, num_key_value_heads=4, **own)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-def swapped_model(name: str, window: int | None = None) -> nn.Module:
+def swapped_model(name: str, window: int | None = None, mixed: bool = False) -> nn.Module:
     """A language model with the mechanism, whose weights are far from where they start."""
-    model = language_model(window)
+    model = language_model(window, mixed)
     kind, options = MECHANISMS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that some refuse a cache is what is tried here
@@ -67,7 +72,7 @@ def swapped_model(name: str, window: int | None = None) -> nn.Module:
     return model
 
 
-def generated(model: nn.Module, padded: bool = False, window: int | None = None, **how: Any) -> tuple[Tensor, Tensor]:
+def generated(model: nn.Module, padded: bool = False, **how: Any) -> tuple[Tensor, Tensor]:
     """The tokens ``[2, 9 + STEPS]`` and, where there are no beams, the logits of each new one."""
     prompt = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
@@ -92,12 +97,12 @@ def difference(name: str, way: str) -> float | None:
         AssertionError: if other tokens are generated.
     """
     how = dict(WAYS[way])
-    model = swapped_model(name, how.get("window"))
-    plain = {key: value for key, value in how.items() if key in ("padded", "window", "num_beams")}
+    model = swapped_model(name, how.pop("window", None), how.pop("mixed", False))
+    plain = {key: value for key, value in how.items() if key in ("padded", "num_beams")}
     tokens, logits = generated(model, use_cache=False, **plain)
     try:
         cached, of_cached = generated(model, **how)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError, SharedValueError) as error:
         if "use_cache=False" not in str(error):
             raise
         return None

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
+import transformers
 from transformers import DynamicCache, StaticCache
 
-from attention_modules import restore_attention, swap_attention
+from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.sharing import SharedValueError
 from tests.attention_modules.hosts.huggingface import generating
 from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
 
 REFUSED = ("rpc", "scaled", "dam", "neutreno", "position_bias", "twicing")
+OF_OTHER_LAYERS, MIXED = ("elliptical", "value_residual"), "sliding and full layers"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_generation_equals_generation_without(name: str) -> None:
     found = {way: generating.difference(name, way) for way in WAYS}
-    if name in REFUSED:
-        assert set(found.values()) == {None}
-    else:
-        assert all(value is not None and value <= TOLERANCE for value in found.values()), found
+    refused = [name in REFUSED or (way == MIXED and name in OF_OTHER_LAYERS) for way in WAYS]
+    assert [value is None for value in found.values()] == refused
+    assert all(value is None or value <= TOLERANCE for value in found.values()), found
     (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| `{name}` |")]
-    assert [mark.strip() for mark in row.split("|")[2:-1]] == ["refused" if name in REFUSED else "✓"] * len(WAYS)
+    assert [mark.strip() for mark in row.split("|")[2:-1]] == ["refused" if no else "✓" for no in refused]
 
 
 @pytest.mark.parametrize("name", ["symmetric", "forgetting"])
@@ -105,3 +108,56 @@ def test_the_swap_warns_of_a_cache_that_will_be_refused() -> None:
         model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False)
     model.generation_config.use_cache = False
     assert model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False).shape == (1, 8)
+
+
+@pytest.mark.parametrize("name", OF_OTHER_LAYERS)
+def test_the_swap_warns_where_only_some_layers_keep_a_window(name: str) -> None:
+    model = language_model(4, mixed=True)
+    with pytest.warns(UserWarning, match=r"reads the values of other layers.*window.*generation_config.use_cache = F"):
+        swap_attention(model, name)
+    with pytest.raises(SharedValueError, match="use_cache=False"):
+        model.generate(torch.randint(5, 60, (1, 9)), max_new_tokens=3, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_attention(language_model(4), name)
+        model.generation_config.use_cache = False
+        swap_attention(model, name)
+
+
+def _of_a_family(family: str, **options: object) -> torch.nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=60, pad_token_id=0, **options)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_gates_are_kept_once_where_a_layer_attends_twice_in_a_call() -> None:
+    model = _of_a_family("DiffLlama", num_hidden_layers=2)
+    swap_attention(model, "forgetting")
+    tokens, logits = generating.generated(model, use_cache=False)
+    cached, of_cached = generating.generated(model)
+    assert torch.equal(cached, tokens)
+    torch.testing.assert_close(of_cached, logits, atol=TOLERANCE, rtol=TOLERANCE)
+    with pytest.raises(AttentionSwapError, match=r"attends several times in a call, to other values each time"):
+        swap_attention(model, "value_residual")
+
+
+def test_layers_with_the_keys_of_others_remember_nothing_of_their_own() -> None:
+    model = _of_a_family(
+        "Gemma3nText",
+        num_hidden_layers=4,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=60,
+        laurel_rank=4,
+    )
+    swap_attention(model, "forgetting")
+    prompt = torch.randint(5, 60, (1, 9))
+    assert model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 12)
+    with pytest.raises(NotImplementedError, match=r"must remember something of every token.*pass use_cache=False"):
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
