@@ -143,14 +143,23 @@ def _blank(plain: type) -> Any:
     return object.__new__(_keeping(plain))
 
 
-def warn_of_cache(model: nn.Module, mechanisms: set[type[AttentionMechanism]]) -> None:
-    """Say that generation with a cache, which the model's own settings ask for, will be refused."""
-    settings = getattr(model, "generation_config", None)
-    needy = sorted(kind.__name__ for kind in mechanisms if kind.cache == "whole sequence")
-    if needy and getattr(settings, "use_cache", False):
+def warn_of_cache(model: nn.Module, whole: Callable[[nn.Module], type[AttentionMechanism] | None]) -> None:
+    """Say, once, that generation with a cache will be refused, which settings of the model or inside it ask for.
+
+    Args:
+        model: in which a model that generates may be any module.
+        whole: the mechanism's class where a module is a swapped layer that needs the whole sequence, else None.
+    """
+    needy, writers = set(), []
+    for name, module in model.named_modules():
+        if getattr(module.__dict__.get("generation_config"), "use_cache", False):
+            kinds = {kind.__name__ for each in module.modules() if (kind := whole(each)) is not None}
+            needy |= kinds
+            writers += [f"{name and '.'}{name}"] * bool(kinds)
+    if writers:
+        cure = " and ".join(f"model{name}.generation_config.use_cache = False" for name in writers)
         warnings.warn(
-            f"{', '.join(needy)} needs the whole sequence at each step, and this model generates with a key-value "
-            "cache, which the layer will refuse: set model.generation_config.use_cache = False before you generate. "
-            "Training is not concerned",
+            f"{', '.join(sorted(needy))} needs the whole sequence at each step, and this model generates with a "
+            f"key-value cache, which the layer will refuse: set {cure} before you generate. Training is not concerned",
             stacklevel=5,
         )

@@ -288,8 +288,7 @@ class HuggingFaceHost(Host):
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
-        found = (module for module in model.modules() if isinstance(module, SwappedHuggingFace))
-        warn_of_cache(model, {type(layer.mechanism) for layer in found})
+        warn_of_cache(model, _needs_whole_sequence)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         plain = not isinstance(layer, SwappedHuggingFace)
@@ -317,6 +316,12 @@ class HuggingFaceHost(Host):
             with_query(layer.get_submodule(layer.dropped_query[0].owner))
             del layer.query_factor
         super()._restore_query(layer)
+
+
+def _needs_whole_sequence(module: nn.Module) -> type[AttentionMechanism] | None:
+    """The class of a swapped layer's mechanism, where it can continue from no cache."""
+    mechanism = module.mechanism if isinstance(module, SwappedHuggingFace) else None
+    return type(mechanism) if mechanism is not None and mechanism.cache == "whole sequence" else None
 
 
 def _norm(layer: nn.Module, start: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -105,3 +106,16 @@ def test_the_swap_warns_of_a_cache_that_will_be_refused() -> None:
         model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False)
     model.generation_config.use_cache = False
     assert model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False).shape == (1, 8)
+
+
+def test_the_warning_names_each_model_inside_that_generates_with_a_cache() -> None:
+    other = language_model()
+    model = torch.nn.ModuleDict({"net": language_model(), "plain": language_model(), "other": other})
+    with pytest.warns(UserWarning, match="TwicingAttention needs the whole sequence") as caught:
+        swap_attention(model, "twicing", where=["net.*", "other.*"])
+    (said,) = [str(each.message) for each in caught if "whole sequence" in str(each.message)]
+    assert "set model.net.generation_config.use_cache = False and model.other.generation_config" in said
+    model["net"].generation_config.use_cache = other.generation_config.use_cache = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_attention(model, "twicing", where=["net.*", "other.*"])
