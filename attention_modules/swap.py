@@ -113,12 +113,14 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 
     Args:
         model: the model.
-        names: of its plain layers.
+        names: of its plain layers; without any, as where all layers are swapped, nothing is done.
 
     Raises:
         AttentionSwapError: as :func:`swap_attention`.
     """
     _refuse_wrapped(model, compiled=False)
+    if not names:
+        return
     _swap(model, "softmax", list(names), None, (), {})
     for layer in survey(model).layers:
         if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them

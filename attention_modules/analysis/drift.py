@@ -41,7 +41,8 @@ class LayerDrift:
     Args:
         layer: its name.
         relative_error: ‖after - before‖ / ‖before‖ of the layer's output on the inputs that it had before.
-        entropy_before: of its attention in nats, mean over the rows that see a key, heads and samples.
+        entropy_before: of its attention in nats, mean over the rows that see a key, heads and samples; of a swapped
+            layer as ``entropy_after``.
         entropy_after: with the mechanism, of softmax of its logits; NaN where the mechanism has logits of its own.
         output: how far the model's output is when this layer alone is swapped.
         refused: why the layer cannot be swapped alone, all else NaN; "" where it can.
@@ -114,7 +115,8 @@ def swap_drift(
     one layer swapped, that layer gets just the input that it had before, so that its error is its own.
 
     Args:
-        model: the trained model, whose attention as it is is what the mechanism is compared with.
+        model: the trained model. The mechanism is compared with the attention that its layers have now: softmax in
+            plain layers, and in swapped ones, of which all may be, their own mechanism.
         mechanism, where, layers, exclude, mechanism_options: as :func:`~attention_modules.swap_attention`.
         batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name; one of
             them, or several in an iterable. Their ``attention_mask`` ``[B, N]`` says which tokens count; all tokens of

@@ -145,7 +145,7 @@ class Host(ABC):
         return None
 
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
-        """Whether the layer, which has this name in the model, attends to another sequence."""
+        """Whether the queries of the layer, which has this name in the model, are no tokens of its keys' sequence."""
         return False
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from attention_modules.hosts.weights import Rows, quantized
 from attention_modules.mechanism import AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
+_OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
+_LEARNED_QUERIES = ("probe", "query", "queries", "query_tokens", "latents")  # Parameters beside a layer that pools
 
 
 def same_view(one: Tensor, other: Tensor) -> bool:
@@ -179,11 +182,15 @@ class MultiheadAttentionHost(Host):
 
     def is_cross(self, layer: Any, parent: nn.Module | None, name: str) -> bool:
         attribute = name.rpartition(".")[2]
-        if isinstance(parent, nn.TransformerDecoderLayer) and attribute == "multihead_attn":
+        if "cross" in attribute.lower() or (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim):
             return True
-        if "cross" in attribute.lower():  # other people's decoders: the layer itself cannot tell
+        if parent is None or "self" in attribute.lower():
+            return False
+        # The layer itself cannot tell: what is around it does, in other people's decoders and pooling heads.
+        kind = type(parent).__name__
+        if attribute == "multihead_attn" and (isinstance(parent, nn.TransformerDecoderLayer) or "Decoder" in kind):
             return True
-        return (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim)
+        return bool(_OTHER_QUERY.search(kind)) or any(each in parent._parameters for each in _LEARNED_QUERIES)
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         return AttentionSpec(layer.embed_dim, layer.num_heads, layer.head_dim, layer_index=layer_index)

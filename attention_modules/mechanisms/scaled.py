@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.options import check_length, spec_of_length
+from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 Variant = Literal["matrix", "scalar"]
@@ -117,7 +117,8 @@ class ScaledAttention(AttentionMechanism):
             columns of S, as learned positions do.
 
     Raises:
-        ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens.
+        ValueError: if the variant is unknown, or ``"matrix"`` does not know the number of tokens, or would have more
+            than 2³² numbers.
     """
 
     one_query_per_key = True
@@ -129,7 +130,7 @@ class ScaledAttention(AttentionMechanism):
         if variant == "matrix":
             learns = "scaled attention with variant='matrix' learns an N x N matrix"
             spec, longest = spec_of_length(spec, num_tokens, learns, ", or use variant='scalar'")
-            shape = (spec.num_heads, longest, longest)
+            shape = check_table((spec.num_heads, longest, longest), longest, ", or use variant='scalar'")
         super().__init__(spec)
         self.variant = variant
         self.s = nn.Parameter(torch.zeros(shape))

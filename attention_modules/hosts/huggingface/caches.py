@@ -146,10 +146,31 @@ def _blank(plain: type) -> Any:
     return object.__new__(_keeping(plain))
 
 
-def warn_of_cache(model: nn.Module, layers: Sequence[Any]) -> None:
-    """Say that generation with a cache, which the model's own settings ask for, will be refused by swapped layers."""
-    if not getattr(getattr(model, "generation_config", None), "use_cache", False):
-        return
+def warn_of_cache(model: nn.Module, swapped: type[nn.Module]) -> None:
+    """Say, once, that generation with a cache will be refused, which settings of the model or inside it ask for.
+
+    Args:
+        model: in which a model that generates may be any module.
+        swapped: the class of swapped layers.
+    """
+    reasons: list[str] = []
+    writers = []
+    for name, module in model.named_modules():
+        if getattr(module.__dict__.get("generation_config"), "use_cache", False):
+            found = _why_no_cache([each for each in module.modules() if isinstance(each, swapped)])
+            reasons += [each for each in found if each not in reasons]
+            writers += [f"{name and '.'}{name}"] * bool(found)
+    if writers:
+        cure = " and ".join(f"model{name}.generation_config.use_cache = False" for name in writers)
+        warnings.warn(
+            f"{', '.join(reasons)}, and this model generates with a key-value cache, which the layer will refuse: set "
+            f"{cure} before you generate. Training is not concerned",
+            stacklevel=5,
+        )
+
+
+def _why_no_cache(layers: Sequence[Any]) -> list[str]:
+    """Why swapped layers of one model refuse a cache, if so."""
     needy = [layer for layer in layers if layer.mechanism.cache == "whole sequence"]
     reading = [layer for layer in layers if layer not in needy and set(layer.mechanism.needs) & set(READS)]
     reasons = [f"{_kinds(needy)} needs the whole sequence at each step"] if needy else []
@@ -157,12 +178,7 @@ def warn_of_cache(model: nn.Module, layers: Sequence[Any]) -> None:
         reasons.append(
             f"{_kinds(reading)} reads the values of other layers, some of which keep a window of tokens only"
         )
-    if reasons:
-        warnings.warn(
-            f"{', '.join(reasons)}, and this model generates with a key-value cache, which the layer will refuse: set "
-            "model.generation_config.use_cache = False before you generate. Training is not concerned",
-            stacklevel=5,
-        )
+    return reasons
 
 
 def _kinds(layers: Sequence[Any]) -> str:

@@ -45,6 +45,7 @@ from attention_modules.mechanism import AttentionSpec
 
 _UNDERSTOOD = (None, "eager", "sdpa")  # implementations whose masks are None, boolean or additive
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|pos_embed|embed_positions|wpe)(\.weight)?$")
+_OTHER_QUERY = re.compile(r"Cross|Att(entio)?n\w*Pool")  # in the class of a layer or around it
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 
 
@@ -175,7 +176,7 @@ class HuggingFaceHost(Host):
         kinds = f"{_kind(layer).__name__} {'' if parent is None else type(parent).__name__}"
         nearest = ".".join(name.split(".")[-2:])  # its own name, and that of a module around it
         named = re.search("cross|enc_?dec|encoder_attn|encoder_decoder", nearest, re.IGNORECASE)
-        return bool(getattr(layer, "is_cross_attention", False) or "Cross" in kinds or named)
+        return bool(getattr(layer, "is_cross_attention", False) or _OTHER_QUERY.search(kinds) or named)
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         sizes = heads_of(layer)
@@ -290,7 +291,7 @@ class HuggingFaceHost(Host):
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
-        warn_of_cache(model, [module for module in model.modules() if isinstance(module, SwappedHuggingFace)])
+        warn_of_cache(model, SwappedHuggingFace)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         plain = not isinstance(layer, SwappedHuggingFace)

@@ -11,7 +11,7 @@ from attention_modules.kernels import attend
 from attention_modules.masks import visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.keys.kde import normalized
-from attention_modules.mechanisms.shared.options import check_integer, check_number
+from attention_modules.mechanisms.shared.options import MOST_REPEATS, check_integer, check_number
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -119,7 +119,7 @@ class MedianOfMeansAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, subsets: int = 3, outliers: float = 0.05) -> None:
         super().__init__(spec)
-        self.subsets = check_integer("subsets", subsets, at_least=1)
+        self.subsets = check_integer("subsets", subsets, at_least=1, at_most=MOST_REPEATS)
         self.outliers = _check_outliers(outliers)
         refuse_causal("mom", spec)
 

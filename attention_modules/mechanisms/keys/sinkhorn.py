@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
-from attention_modules.mechanisms.shared.options import check_flag, check_integer
+from attention_modules.mechanisms.shared.options import MOST_REPEATS, check_flag, check_integer
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -22,9 +22,9 @@ def check_iterations(iterations: int) -> int:
     """The number of normalizations.
 
     Raises:
-        ValueError: if it is not odd and positive.
+        ValueError: if it is not odd, positive and at most 1,000.
     """
-    if check_integer("iterations", iterations, at_least=1) % 2 == 0:
+    if check_integer("iterations", iterations, at_least=1, at_most=MOST_REPEATS) % 2 == 0:
         raise ValueError(f"iterations must be odd, so that the rows are normalized last, got {iterations}")
     return iterations
 
@@ -92,7 +92,7 @@ def sinkhorn_attention(
     Raises:
         TypeError: if the mask's dtype does not fit.
         ValueError: if a shape does not fit, rows would see different keys, there is not one query for each key, or
-            ``iterations`` is not odd and positive.
+            ``iterations`` is not odd, positive and at most 1,000.
 
     Example:
         >>> import torch
@@ -125,8 +125,8 @@ class SinkhornAttention(AttentionMechanism):
             is that of the output (Lipschitz constants need it), and backward holds N × N logits.
 
     Raises:
-        ValueError: if ``iterations`` is not odd and positive, ``detach`` is neither True nor False, or the layer is
-            causal.
+        ValueError: if ``iterations`` is not odd, positive and at most 1,000, ``detach`` is neither True nor False, or
+            the layer is causal.
     """
 
     one_query_per_key = True

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.options import check_length, check_number, spec_of_length
+from attention_modules.mechanisms.shared.options import check_length, check_number, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -119,7 +119,8 @@ class DifferentiableAttentionMask(AttentionMechanism):
         start: logit with which gates are open at first; 0 as published, where half of them are closed.
 
     Raises:
-        ValueError: if ``start`` is no finite number, or nothing says how many tokens there are at most.
+        ValueError: if ``start`` is no finite number, nothing says how many tokens there are at most, or there would be
+            more than 2³² logits.
     """
 
     one_query_per_key = True
@@ -132,7 +133,7 @@ class DifferentiableAttentionMask(AttentionMechanism):
         spec, longest = spec_of_length(spec, num_tokens, "dam learns a gate for each distance")
         super().__init__(spec)
         start = check_number("start", start)
-        self.logits = nn.Parameter(1e-3 * torch.randn(spec.num_heads, longest, 2))
+        self.logits = nn.Parameter(1e-3 * torch.randn(check_table((spec.num_heads, longest, 2), longest)))
         with torch.no_grad():
             self.logits[..., 0] += start
         self.drawn = nn.Identity()  # takes the gates of each forward pass, for hooks to see

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.options import check_length, spec_of_length
+from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -80,7 +80,7 @@ class PositionBiasAttention(AttentionMechanism):
         num_tokens: the longest sequence, that of ``spec`` where None. Shorter ones use the first rows and columns.
 
     Raises:
-        ValueError: if nothing says how many tokens there are at most.
+        ValueError: if nothing says how many tokens there are at most, or there would be more than 2³² biases.
     """
 
     one_query_per_key = True
@@ -89,8 +89,9 @@ class PositionBiasAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, num_tokens: int | None = None) -> None:
         spec, longest = spec_of_length(spec, num_tokens, "position_bias learns a bias for each pair of positions")
+        sizes = check_table((spec.num_heads, longest, longest), longest)
         super().__init__(spec)
-        self.position_bias = nn.Parameter(torch.zeros(spec.num_heads, longest, longest))
+        self.position_bias = nn.Parameter(torch.zeros(sizes))
 
     def forward(
         self,

@@ -9,6 +9,9 @@ from numbers import Real
 
 from attention_modules.base import AttentionSpec
 
+MOST_REPEATS = 1000  # of what a mechanism does again and again in a call: more is a slip, or no end
+LARGEST_TABLE = 2**32  # numbers that one layer may learn for its positions: 16 GiB in float32
+
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> str:
     """An option that is one of a few words.
@@ -56,15 +59,37 @@ def check_number(
     return number
 
 
-def check_integer(name: str, value: object, *, at_least: int) -> int:
+def check_integer(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
     """An option that is an integer.
 
     Raises:
-        ValueError: if it is none, or below its limit.
+        ValueError: if it is none, or out of its limits.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name} must be an integer of at most {at_most:,}, got {value:,}")
     return value
+
+
+def check_table(sizes: tuple[int, ...], longest: int, otherwise: str = "") -> tuple[int, ...]:
+    """The sizes of a table that is learned for sequences of some length, where memory may hold it.
+
+    Args:
+        sizes: of the table.
+        longest: the number of tokens that it is for.
+        otherwise: what else the user could do.
+
+    Raises:
+        ValueError: if it has more numbers than any layer should.
+    """
+    count = math.prod(sizes)
+    if count > LARGEST_TABLE:
+        raise ValueError(
+            f"num_tokens={longest:,} needs a table of {' x '.join(map(str, sizes))} = {count:,} numbers in this layer, "
+            f"and {LARGEST_TABLE:,} are the most; give a smaller num_tokens{otherwise}"
+        )
+    return sizes
 
 
 def spec_of_length(

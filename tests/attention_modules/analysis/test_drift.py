@@ -12,6 +12,7 @@ from torch import nn
 from attention_modules import AttentionSwapError, available_mechanisms, swap_attention
 from attention_modules.analysis import swap_drift
 from attention_modules.analysis.agreement import AgreementSums, counting, kl_divergence, output_of, relative_error
+from attention_modules.mechanism import mechanism_class
 from attention_modules.teacher import shared_copy
 
 
@@ -71,6 +72,22 @@ def test_equals_what_is_computed_by_hand(vit, images):
     assert drift.output.kl == pytest.approx(kl_divergence(given, wanted).mean().item(), rel=1e-3)
     assert drift.output.same_class == pytest.approx((given.argmax(1) == wanted.argmax(1)).float().mean().item())
     assert drift.ranked()[0].output.relative_error == min(row.output.relative_error for row in drift.layers)
+
+
+@pytest.mark.parametrize("layers", [[1], None], ids=["one", "all"])
+@pytest.mark.parametrize("mechanism", ["symmetric", "twicing"])
+def test_a_swapped_model_is_compared_as_it_is(vit, images, mechanism, layers):
+    swapped, after = shared_copy(vit).eval(), shared_copy(vit).eval()
+    swap_attention(swapped, mechanism, layers=layers)
+    swap_attention(after, "sink")
+    with torch.no_grad():
+        wanted, given = swapped(images), after(images)
+    drift = swap_drift(swapped, "sink", images)
+    assert drift.output.relative_error == pytest.approx(((given - wanted).norm() / wanted.norm()).item(), rel=1e-4)
+    assert drift.layers[1].relative_error > 0.01
+    assert type(swapped.blocks[1].attn.mechanism) is mechanism_class(mechanism)
+    if layers is None:
+        assert swap_drift(swapped, mechanism, images).output.relative_error == 0
 
 
 def test_a_layer_that_reads_values_of_others_is_measured_alone_where_it_can_be(vit, images):

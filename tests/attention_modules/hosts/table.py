@@ -62,7 +62,8 @@ What else to know:
   (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
   would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
   they are mixed. Monitors of q, k and v, and stabilizers, ask for the swap first.
-- Class attention (CaiT, XCiT, VOLO, CrossViT), where the class token alone asks, counts as cross-attention.
+- Class attention (CaiT, XCiT, VOLO, CrossViT), where the class token alone asks, counts as cross-attention, and so does
+  attention pooling (SigLIP), where a learned query asks.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
   `"*.multihead_attn"`, and never for a mechanism without a query, or that needs a query for each key, or other layers'
   values.
@@ -82,7 +83,9 @@ What else to know:
   have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys
   (`[B, H, N, 0]`). Pass `need_weights=False` where the weights are not read.
 - Swapped encoders leave PyTorch's fused path, and take no nested tensors. `nn.MultiheadAttention` counts as
-  cross-attention in `nn.TransformerDecoderLayer`, where `kdim` or `vdim` differ, or where its name has "cross" in it.
+  cross-attention as `multihead_attn` of a decoder's layer, where `kdim` or `vdim` differ, where its name has "cross" in
+  it, or the class around it "CrossAttention" or "AttentionPool" (as in SigLIP's `MultiheadAttentionPoolingHead`), or
+  where a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is beside it.
 - mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
   sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
   stages but the last come from a reduced image: Lipschitz constants of those layers are refused, as with its keys held
@@ -99,9 +102,9 @@ What else to know:
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call, and flex attention, set before or after a swap, is refused. Most mechanisms
   continue from a key-value cache; rpc, scaled, dam, position_bias, neutreno and twicing refuse it,
-  elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned positions tell
-  `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their option
-  `num_tokens=N`.
+  elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned
+  positions tell `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their
+  option `num_tokens=N`.
 - Saving Hugging Face models: `save_pretrained` of a swapped model writes the weights in the plain layout, kept query
   rows among them, and beside them `attnswap.json` with the mechanism and options of each layer and
   `attnswap.safetensors` with the tensors of mechanisms; a warning says so. `attention_modules.load_pretrained(cls,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts import attention_layers, huggingface
 from attention_modules.hosts.base import TENSORS
+from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
@@ -277,6 +278,16 @@ def test_cross_attention_in_a_decoder_is_skipped_and_can_be_named() -> None:
     restore_attention(model)
     swap_attention(model, "softmax", where=["*.attn", "*.crossattention"])
     torch.testing.assert_close(states(model, tokens, encoder_hidden_states=memory), plain, atol=1e-5, rtol=1e-4)
+
+
+def test_a_pooling_head_that_calls_the_interface_counts_as_cross_attention() -> None:
+    from transformers.models.videoprism import modeling_videoprism as videoprism
+
+    sizes = {"hidden_size": DIM, "intermediate_size": DIM, "num_attention_heads": HEADS}
+    config = transformers.VideoPrismVisionConfig(**sizes)
+    config._attn_implementation = "eager"
+    model = nn.ModuleDict({"pool": videoprism.VideoPrismMultiheadAttentionPoolingHead(config)})
+    assert [layer.cross for layer in survey(model).layers] == [True]
 
 
 def test_bert_as_a_decoder_with_cross_attention() -> None:

@@ -229,6 +229,53 @@ def test_a_compiled_layer_is_compiled_once_for_all_inputs(batch_first: bool) -> 
     assert len(graphs) == 1
 
 
+class Around(nn.Module):
+    """A layer under some name, with a Parameter beside it where one is named."""
+
+    def __init__(self, name: str, parameter: str = "") -> None:
+        super().__init__()
+        self.add_module(name, layer(batch_first=True))
+        if parameter:
+            self.register_parameter(parameter, nn.Parameter(torch.zeros(1, 1, DIM)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameter", "cross"),
+    [
+        ("SiglipMultiheadAttentionPoolingHead", "attention", "", True),
+        ("AttnPooler", "attn", "", True),
+        ("AriaCrossAttention", "attn", "", True),
+        ("OneFormerTransformerDecoderLayer", "multihead_attn", "", True),
+        ("TransformerDecoderLayerOptimal", "multihead_attn", "", True),
+        ("Reader", "attn", "probe", True),
+        ("Reader", "attn", "queries", True),
+        ("Reader", "attn", "position", False),
+        ("Reader", "self_attn", "query", False),
+        ("OneFormerTransformerDecoderLayer", "self_attn", "", False),
+        ("EncoderBlock", "multihead_attn", "", False),
+        ("CrossFormerBlock", "attn", "", False),
+        ("MeanPoolingTransformer", "attn", "", False),
+    ],
+)
+def test_a_layer_with_a_query_of_its_own_counts_as_cross_attention(kind, name, parameter, cross) -> None:
+    around = type(kind, (Around,), {})(name, parameter)
+    model = nn.ModuleDict({"head": around, "body": layer(batch_first=True)})
+    report = swap_attention(model, "symmetric")
+    assert [row.name for row in report] == ([] if cross else [f"head.{name}"]) + ["body"]
+    assert [skipped.reason.partition(":")[0] for skipped in report.skipped] == ["cross-attention"] * cross
+    restore_attention(model)
+    swap_attention(model, "softmax", where=f"head.{name}")  # whoever names it gets it
+
+
+def test_the_pooling_head_of_siglip_stays_as_it_is() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": DIM, "intermediate_size": DIM, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+    model = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(image_size=16, patch_size=8, **sizes))
+    report = swap_attention(model, "symmetric")
+    assert [skipped.name for skipped in report.skipped] == ["head.attention"]
+    assert model(torch.randn(BATCH, 3, 16, 16)).pooler_output.shape == (BATCH, DIM)
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_cross_attention_takes_a_mechanism_or_refuses_it_before_anything_changes(mechanism: str) -> None:
     model, (name, options) = HOSTS["decoder"].build().eval(), MECHANISMS[mechanism]

@@ -27,6 +27,26 @@ def test_gates_of_nan_are_not_shut():
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "rpc",
+            {"iterations": 10**9},
+            "softmax passes, must be an integer of at most 1,000, got 1,000,000,000",
+        ),
+        ("sinkhorn", {"iterations": 10**9 + 1}, "iterations must be an integer of at most 1,000, got 1,000,000,001"),
+        ("mom", {"subsets": 10**9}, "subsets must be an integer of at most 1,000"),
+        ("scaled", {"num_tokens": 10**6}, r"num_tokens=1,000,000 needs a table of 3 x .*variant='scalar'"),
+        ("position_bias", {"num_tokens": 10**6}, r"= 3,000,000,000,000 numbers.*4,294,967,296 are the most"),
+        ("dam", {"num_tokens": 10**12}, "num_tokens=1,000,000,000,000 needs a table"),
+    ],
+)
+def test_what_would_fill_the_memory_or_never_end_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_mechanism(name, AttentionSpec(24, 3, 8), **options)
+
+
+@pytest.mark.parametrize(
     ("name", "option", "value", "message"),
     [
         ("entmax", "alpha", 1.3, "alpha must be 1, 1.5 or 2, got 1.3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -122,12 +123,12 @@ def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
         NotBuilt: if the plain model is not the same twice.
     """
     shown = Shown()
+    made = generated(model, inputs)  # first, as some models keep the positions of what they wrote (Qwen's Thinker)
     with torch.no_grad():
         plain, again = run(model, inputs), run(model, inputs)
     if difference(again, plain) > EQUAL:
         raise NotBuilt(f"run {type(model).__name__}: its output is random")
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    made = generated(model)
     keep = _kept(inputs)
     try:
         report = swap_attention(model, "softmax", where=everywhere(model))
@@ -154,10 +155,14 @@ def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
     shown.worst["forward"] = difference(softmax, plain, keep)
     given = [out.shape[-1:] != (0,) for out in softmax]  # a swapped layer gives no attention map that nobody asked for
     slopes = gradients(model, inputs, given)
-    for cache, (tokens, scores) in generated(model).items():
-        if cache in made:
-            same = torch.equal(tokens, made[cache][0])
-            shown.worst[f"generate {cache}"] = difference(scores, made[cache][1]) if same else float("inf")
+    for cache, plainly in made.items():
+        try:
+            mine = written(model, plainly.prompt, cache)
+        except Exception as error:  # the plain model could
+            shown.problems.append(f"generate {cache}: {type(error).__name__}: {str(error)[:150]}")
+            continue
+        same = torch.equal(mine.tokens, plainly.tokens)
+        shown.worst[f"generate {cache}"] = difference(mine.logits, plainly.logits) if same else float("inf")
     restore_attention(model)
     shown.worst["backward"] = difference(slopes, gradients(model, inputs, given))
     shown.problems += [f"{what} differs by {worst:.1e}" for what, worst in shown.worst.items() if not worst <= EQUAL]
@@ -196,7 +201,10 @@ def _check_symmetric(model: nn.Module, inputs: dict[str, Any], names: set[str], 
             try:
                 swap_attention(model, "symmetric", where=[layer.name])
             except AttentionSwapError as error:
-                shown.symmetric[kind] = str(error)
+                if layer.cross:  # for the class, the layers say it that are among one sequence
+                    shown.symmetric.setdefault(kind, str(error))
+                else:
+                    shown.symmetric[kind] = str(error)
             else:
                 restore_attention(model)
                 shown.symmetric[kind] = ""
@@ -239,34 +247,64 @@ def _check_restored(
         shown.problems.append("restored output differs")
 
 
-def generated(model: Any) -> dict[str, tuple[Tensor, list[Tensor]]]:
-    """Tokens and logits that a model writes greedily, by the kind of cache; of those with which it can."""
-    found: dict[str, tuple[Tensor, list[Tensor]]] = {}
-    if not hasattr(model, "can_generate") or not model.can_generate() or model.main_input_name != "input_ids":
+@dataclass
+class Written:
+    """What a model wrote greedily.
+
+    Args:
+        prompt: what it was asked to go on from.
+        tokens: all that it wrote, with the prompt.
+        logits: of each step.
+    """
+
+    prompt: dict[str, Any]
+    tokens: Tensor
+    logits: list[Tensor]
+
+
+def generated(model: Any, inputs: dict[str, Any]) -> dict[str, Written]:
+    """What a plain model writes, by the kind of cache; of those with which it can.
+
+    Args:
+        model: the plain model: what it cannot is nothing of ours, so that its errors are no faults.
+        inputs: what it is called with, from which it is asked to go on where it takes no text, or not text alone.
+    """
+    found: dict[str, Written] = {}
+    if not hasattr(model, "can_generate") or not model.can_generate():
         return found
     mask = torch.ones(BATCH, 6, dtype=torch.long)
     mask[1, :2] = 0
+    prompts = [{name: value for name, value in inputs.items() if name != "decoder_input_ids"}]
+    if model.main_input_name == "input_ids":
+        prompts.insert(0, {"input_ids": ids(2, 6), "attention_mask": mask})
     for cache in ("dynamic", "static"):
-        torch.manual_seed(0)
-        more = {"cache_implementation": "static"} if cache == "static" else {}
         begun = time.process_time()
-        try:
-            out = model.generate(
-                ids(2, 6),
-                attention_mask=mask,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                use_cache=True,
-                return_dict_in_generate=True,
-                output_logits=True,
-                eos_token_id=None,
-                pad_token_id=0,
-                **more,
-                disable_compile=True,
-            )
-        except Exception:  # many tiny models cannot, swapped or not
-            continue
-        found[cache] = (out.sequences, list(out.logits))
+        for prompt in prompts:
+            with contextlib.suppress(Exception):
+                found[cache] = written(model, prompt, cache)
+                break
         if time.process_time() - begun > 10:
             break
     return found
+
+
+def written(model: Any, prompt: dict[str, Any], cache: str) -> Written:
+    """What a model writes with a kind of cache; an error is the model's own, or the swap's."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    settings = model.generation_config
+    if model.config.is_encoder_decoder and settings.decoder_start_token_id is None and settings.bos_token_id is None:
+        more["decoder_start_token_id"] = 1  # which a tokenizer's files would bring
+    out = model.generate(
+        **prompt,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        **more,
+        disable_compile=True,
+    )
+    return Written(prompt, out.sequences, list(out.logits))

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
+from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.discovery import survey
-from tests.attention_modules.hosts.huggingface import breadth, tiny
+from tests.attention_modules.hosts.huggingface import breadth, exercise, tiny
 from tests.lightning_tasks.programs import ROOT
 
 LINES = breadth.read()
@@ -31,7 +32,26 @@ NAMED = (
 def test_a_line_is_what_its_folder_shows(folder):
     found, line = breadth.tried(folder), LINES[folder]
     assert (found.result, found.swapped, found.reason) == (line.result, line.swapped, line.reason)
+    assert sorted(found.compared.split(", ")) == sorted(line.compared.split(", "))
     assert found.result == "equal"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fails", "said"), [("swapped", ["generate dynamic: TypeError: no", "generate static: TypeError: no"]), ("all", [])]
+)
+def test_what_the_swapped_model_alone_cannot_write_is_a_fault(fails, said, monkeypatch):
+    written = exercise.written
+
+    def failing(model, prompt, cache):
+        if fails == "all" or any(isinstance(module, Swapped) for module in model.modules()):
+            raise TypeError("no")
+        return written(model, prompt, cache)
+
+    monkeypatch.setattr(exercise, "written", failing)
+    from transformers import GPT2LMHeadModel
+
+    assert exercise.exercise(*tiny.running(GPT2LMHeadModel)).problems == said
 
 
 @OF_ANOTHER_VERSION
@@ -61,8 +81,17 @@ def test_what_does_not_call_the_interface_is_named():
 def test_the_prose_counts_as_the_file_does():
     counts = Counter(line.result for line in LINES.values())
     text = " ".join((ROOT / "docs" / "how_to" / "hugging_face.md").read_text(encoding="utf-8").split())
-    sentence = r"Of the (\d+) folders .*? in (\d+) folders; (\d+) are refused by name, and of the other (\d+) no tiny"
+    sentence = (
+        r"Of the (\d+) folders .*? in (\d+) folders\. In (\d+) of these .*? and in (\d+) with the dynamic one alone.*? "
+        r"in the other (\d+) .*? (\d+) are refused by name, and of the other (\d+) no tiny"
+    )
     (said,) = re.findall(sentence, text)
-    assert [int(each) for each in said] == [len(LINES), counts["equal"], counts["refused"], counts["not tried"]]
+    caches = Counter(
+        tuple(re.findall(r"generate (\w+)", line.compared)) for line in LINES.values() if line.result == "equal"
+    )
+    writing = [caches["dynamic", "static"], caches["dynamic",], caches[()]]
+    expected = [len(LINES), counts["equal"], *writing, counts["refused"], counts["not tried"]]
+    assert [int(each) for each in said] == expected
+    assert sum(writing) == counts["equal"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"tried in {counts['equal']} of the {len(LINES)} folders" in readme

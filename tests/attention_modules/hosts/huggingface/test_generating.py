@@ -161,3 +161,16 @@ def test_layers_with_the_keys_of_others_remember_nothing_of_their_own() -> None:
     assert model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 12)
     with pytest.raises(NotImplementedError, match=r"must remember something of every token.*pass use_cache=False"):
         model.generate(prompt, max_new_tokens=3, do_sample=False)
+
+
+def test_the_warning_names_each_model_inside_that_generates_with_a_cache() -> None:
+    other = language_model()
+    model = torch.nn.ModuleDict({"net": language_model(), "plain": language_model(), "other": other})
+    with pytest.warns(UserWarning, match="TwicingAttention needs the whole sequence") as caught:
+        swap_attention(model, "twicing", where=["net.*", "other.*"])
+    (said,) = [str(each.message) for each in caught if "whole sequence" in str(each.message)]
+    assert "set model.net.generation_config.use_cache = False and model.other.generation_config" in said
+    model["net"].generation_config.use_cache = other.generation_config.use_cache = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_attention(model, "twicing", where=["net.*", "other.*"])
