@@ -15,6 +15,7 @@ from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.sharded import is_sharded
+from attention_modules.hosts.torch import encoders_around
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
@@ -178,9 +179,12 @@ class LipschitzMonitor(LayerObserver):
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._forget()  # what a batch that was skipped before its end left
-        self._hook(
-            (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
-        )
+        layers = self._chosen(pl_module)
+        hooks = self._hook((layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(layers))
+        for encoder in encoders_around(pl_module, (layer.module for layer in layers)):
+            if getattr(encoder, "use_nested_tensor", False):  # of which layers are no functions of [B, N, C]
+                encoder.use_nested_tensor = False
+                hooks.callback(setattr, encoder, "use_nested_tensor", True)
 
     def _collect(self) -> dict[int, list[LayerCall]]:
         """Unhook, and return what was seen since :meth:`_open`."""
