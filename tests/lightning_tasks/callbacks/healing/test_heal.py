@@ -170,6 +170,19 @@ def test_stages_follow_the_step_and_scale_the_rate():
     assert rates == [0.05] * 2 + [0.025] * 3 + [0.05] * 2 or rates == [0.05] * 3 + [0.025] * 3 + [0.05] * 2
 
 
+def test_the_loss_that_is_logged_is_that_of_the_stage_which_runs():
+    losses = []
+
+    class Losses(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append((trainer.logged_metrics["heal/loss"].item(), outputs["loss"].item()))
+
+    heal([Heal([{"match": "layers", "steps": 2}, {"match": "task"}]), Losses()], log_every_n_steps=1)
+    logged, taken = zip(*losses, strict=True)
+    assert logged == taken
+    assert len(logged) == 4
+
+
 @pytest.mark.parametrize("stopped", [4, 8])
 def test_a_resumed_run_ends_bitwise_identical(tmp_path, stopped):
     whole, _ = heal(Heal(THREE), "gated", max_epochs=3)
