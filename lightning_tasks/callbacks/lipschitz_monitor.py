@@ -20,6 +20,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.observer import LayerObserver
+from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.training.distributed import log_joined
 from lightning_tasks.training.eager import eager
@@ -114,6 +115,7 @@ class LipschitzMonitor(LayerObserver):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
+        warn_without_validation(trainer, self)
         self._charts.restart()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
