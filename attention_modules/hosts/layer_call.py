@@ -67,6 +67,11 @@ class LayerCall:
                 another tensor: they may depend on it all the same, and held they would leave another quantity.
         """
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is not None and given.is_nested:
+            raise ValueError(
+                "its input is a nested tensor, without [batch, tokens, features]; set use_nested_tensor of the "
+                "nn.TransformerEncoder to False"
+            )
         if given is None or given.dim() != 3 or not given.is_floating_point():
             shape = None if given is None else tuple(given.shape)
             raise ValueError(f"its input must be [batch, tokens, features], got {shape}")

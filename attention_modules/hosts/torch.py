@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,13 @@ def _separately(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tenso
     """A projection for each input."""
     biases = [None] * len(weights) if bias is None else bias.chunk(len(weights))
     return [F.linear(x, weight, each) for x, weight, each in zip(inputs, weights, biases, strict=True)]
+
+
+def encoders_around(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.TransformerEncoder]:
+    """The encoders of a model that hold any of these layers."""
+    held = {id(layer) for layer in layers}
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    return [encoder for encoder in encoders if any(id(module) in held for module in encoder.modules())]
 
 
 class MultiheadAttentionHost(Host):

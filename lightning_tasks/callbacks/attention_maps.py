@@ -17,7 +17,7 @@ from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import layer_label
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
-from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings
+from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings, warn_without_validation
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
@@ -111,6 +111,9 @@ class AttentionMapLogger(MechanismObserver):
                     f"{layer.spec.num_heads}, counted from 0"
                 )
         super()._make_observable(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        warn_without_validation(trainer, self)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

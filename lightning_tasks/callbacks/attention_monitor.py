@@ -24,7 +24,13 @@ from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord, stack_sums
 from lightning_tasks.callbacks.monitoring.names import layer_label, layer_number, log_now, to_numbers
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
-from lightning_tasks.callbacks.monitoring.warnings import FEWEST_KEYS, NOT_FINITE, SIGNS, CollapseWarnings
+from lightning_tasks.callbacks.monitoring.warnings import (
+    FEWEST_KEYS,
+    NOT_FINITE,
+    SIGNS,
+    CollapseWarnings,
+    warn_without_validation,
+)
 from lightning_tasks.runs.loggers import current_step, keeps_history
 from lightning_tasks.runs.metric_names import MetricName, in_stage
 from lightning_tasks.training.distributed import EpochSums, log_joined
@@ -126,6 +132,10 @@ class AttentionMonitor(MechanismObserver):
     def _watches(self, stage: str) -> bool:
         watched = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}
         return bool(set(self.stages) & set(watched.get(stage, ())))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if "validation" in self.stages and "train" not in self.stages:
+            warn_without_validation(trainer, self)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -60,7 +60,8 @@ class QKWeightDecay(_QKControl):
     """Decoupled weight decay on W_q and W_k alone, beside the optimizer's own: W ← W (1 - lr · weight_decay).
 
     It comes before the optimizer's update, as in AdamW (Loshchilov and Hutter, 2019), with the learning rate of the
-    weight's own group. The control of an objective that shrinks W_qᵀ W_k.
+    weight's own group. The control of an objective that shrinks W_qᵀ W_k. What is frozen at a step stays as it is, as
+    in a stage of :class:`Heal` that does not train it.
 
     Args:
         weight_decay: at least 0.
@@ -99,7 +100,7 @@ class QKWeightDecay(_QKControl):
         left = 1.0 if self.fade_steps is None else max(0.0, 1 - trainer.global_step / self.fade_steps)
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, mask in self._entries:
-            if id(parameter) in rates:
+            if id(parameter) in rates and parameter.requires_grad:
                 parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * left * mask)
 
 

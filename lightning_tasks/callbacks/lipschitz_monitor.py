@@ -15,10 +15,12 @@ from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.sharded import is_sharded
+from attention_modules.hosts.torch import encoders_around
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.observer import LayerObserver
+from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.training.distributed import log_joined
 from lightning_tasks.training.eager import eager
@@ -113,6 +115,7 @@ class LipschitzMonitor(LayerObserver):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
+        warn_without_validation(trainer, self)
         self._charts.restart()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -178,9 +181,12 @@ class LipschitzMonitor(LayerObserver):
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._forget()  # what a batch that was skipped before its end left
-        self._hook(
-            (layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(self._chosen(pl_module))
-        )
+        layers = self._chosen(pl_module)
+        hooks = self._hook((layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(layers))
+        for encoder in encoders_around(pl_module, (layer.module for layer in layers)):
+            if getattr(encoder, "use_nested_tensor", False):  # of which layers are no functions of [B, N, C]
+                encoder.use_nested_tensor = False
+                hooks.callback(setattr, encoder, "use_nested_tensor", True)
 
     def _collect(self) -> dict[int, list[LayerCall]]:
         """Unhook, and return what was seen since :meth:`_open`."""

@@ -24,6 +24,7 @@ from lightning_tasks.callbacks.monitoring.warnings import (
     NOT_FINITE,
     PURSUIT_SIGNS,
     CollapseWarnings,
+    warn_without_validation,
 )
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.runs.metric_names import MetricName, in_stage
@@ -86,6 +87,7 @@ class PursuitMonitor(LayerObserver):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pursuing(pl_module)  # warned of here, or refused where no layer matches, before anything is written
+        warn_without_validation(trainer, self)
         self._charts.restart()
         self._sparsity = {}
 

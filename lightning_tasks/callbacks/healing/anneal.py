@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attention_modules import AttentionMechanism
+from attention_modules.function import FunctionAttention
 from attention_modules.mechanism import build_mechanism
 from lightning_tasks.training.limits import check_integer, check_number, is_sequence
 
@@ -53,15 +54,11 @@ class Anneal:
             ValueError: naming the option and its layer.
         """
         for name, (first, last) in self.values.items():
-            having = {layer: found for layer, found in mechanisms.items() if _is_number(getattr(found, name, None))}
+            having = {layer: found for layer, found in mechanisms.items() if _is_number(_held(found, name))}
             if not having:
-                kinds = ", ".join(sorted({type(found).__name__ for found in mechanisms.values()}))
-                raise ValueError(
-                    f"anneal[{name!r}]: no swapped layer has a mechanism with a number of this name ({kinds}); where "
-                    "it is an option that is None by default, give the mechanism its last value"
-                )
+                raise ValueError(f"anneal[{name!r}]: {_why_none(name, [*mechanisms.values()])}")
             for layer, found in having.items():
-                own: Any = dict(found.built_with or {}).get(name, getattr(found, name))
+                own: Any = dict(found.built_with or {}).get(name, _held(found, name))
                 if float(own) != float(last):
                     raise ValueError(
                         f"anneal[{name!r}] ends at {last:g}, and the mechanism of {layer!r} was built with {own!r}, "
@@ -94,13 +91,46 @@ class Anneal:
         }
         for name, value in values.items():
             for found in mechanisms:
-                if _is_number(getattr(found, name, None)):
-                    setattr(found, name, _as_asked(found, name, value))
+                if _is_number(_held(found, name)):
+                    _hold(found, name, _as_asked(found, name, value))
         return values
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _held(mechanism: AttentionMechanism, name: str) -> object:
+    """What the mechanism has under an option's name at a call; None where it has nothing, or no value yet."""
+    if not isinstance(mechanism, FunctionAttention):
+        return getattr(mechanism, name, None)
+    option = inspect.signature(type(mechanism)).parameters.get(name)
+    return mechanism.options.get(name, None if option is None else option.default)
+
+
+def _hold(mechanism: AttentionMechanism, name: str, value: float) -> None:
+    if isinstance(mechanism, FunctionAttention):
+        mechanism.options = {**mechanism.options, name: value}
+    else:
+        setattr(mechanism, name, value)
+
+
+def _why_none(name: str, mechanisms: Sequence[AttentionMechanism]) -> str:
+    """Why none of them has a number of this name that could be brought anywhere, and what to do."""
+    taking = [found for found in mechanisms if name in inspect.signature(type(found)).parameters]
+    if not taking:
+        kinds = ", ".join(sorted({type(found).__name__ for found in mechanisms}))
+        return f"no swapped layer has a mechanism with a number of this name ({kinds})"
+    kind = type(taking[0]).__name__
+    if isinstance(taking[0], FunctionAttention) or hasattr(taking[0], name):
+        held = _held(taking[0], name)
+        return f"{name} of {kind} is {held!r}, no number" + (
+            "; give the mechanism its last value" if held is None else ""
+        )
+    return (
+        f"{kind} reads {name} once, when it is built (as an initial value does), and follows no change of it; leave it "
+        "out of anneal"
+    )
 
 
 def _as_asked(mechanism: AttentionMechanism, name: str, value: float) -> float:

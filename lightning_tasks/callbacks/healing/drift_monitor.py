@@ -20,6 +20,7 @@ from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_sh
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label
+from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.eager import eager
 
@@ -44,9 +45,9 @@ class DriftMonitor(Callback):
         logits: whether that output is logits; by default, where it is named so (``output.logits``).
 
     Raises:
-        ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers, there is
-            a second such callback, or the strategy is FSDP1 or DeepSpeed; on resuming, if the teacher is another one
-            than the checkpoint's.
+        ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers or is
+            never called (as a ``ModuleList``), there is a second such callback, or the strategy is FSDP1 or DeepSpeed;
+            on resuming, if the teacher is another one than the checkpoint's.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -114,6 +115,7 @@ class DriftMonitor(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check_teacher(pl_module)
+        warn_without_validation(trainer, self)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":

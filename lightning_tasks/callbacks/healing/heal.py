@@ -38,8 +38,8 @@ class Heal(DriftMonitor):
 
     They take the place of the loss that ``training_step`` returns; what the module logs there stays its own. The
     teacher is as :class:`DriftMonitor` says, whose figures are logged too; it shares the weights that no stage trains.
-    ``heal/loss`` and ``heal/stage`` (from 0) are logged as well. A resumed run goes on in the stage of its step, beside
-    the same teacher.
+    ``heal/loss`` (of the stage) and ``heal/stage`` (from 0) are logged as well. A resumed run goes on in the stage of
+    its step, beside the same teacher.
 
     The optimizer is the module's, over all stages; give it the learning rate of the last stage, and others
     ``lr_scale``. For LoRA, make the module's network a peft model after the swap, and let stage "task" train "all".
@@ -103,7 +103,7 @@ class Heal(DriftMonitor):
         return lambda name: id(every[name]) in ids
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
+        self._check_teacher(pl_module)
         if not pl_module.automatic_optimization:
             raise ValueError("Heal puts its loss in place of what training_step returns: optimize automatically")
         looks = getattr(trainer.strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
@@ -202,6 +202,8 @@ class Heal(DriftMonitor):
                 f"Heal: the fit ended at step {trainer.global_step}, before the last of {self.anneal.steps} steps of "
                 "anneal=: the mechanism is not yet what a checkpoint is loaded with"
             )
+        elif self.anneal is not None:  # which the last step's batch, where it has just as many, did not begin with
+            self.anneal.apply([*self._mechanisms(pl_module).values()], trainer.global_step)
         self._stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -220,16 +222,20 @@ class Heal(DriftMonitor):
         self, pl_module: pl.LightningModule, previous: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The module's own step, with this stage's loss in place of its own."""
-        stage = self.stages[self._stage or 0]
-        if stage.match == "task" or not pl_module.trainer.training:  # a validation_step may call it too
+        if not pl_module.trainer.training:  # a validation_step may call it too
             return previous(*args, **kwargs)
-        self._watch(pl_module, stage)
+        stage = self.stages[self._stage or 0]
+        if stage.match != "task":
+            self._watch(pl_module, stage)
         returned = previous(*args, **kwargs)
-        if returned is None:
-            return None
-        own = returned["loss"] if isinstance(returned, Mapping) else returned
-        loss = self._loss(pl_module, stage, own)
+        own = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not isinstance(own, Tensor):
+            return returned
+        loss = own if stage.match == "task" else self._loss(pl_module, stage, own)
+        # In every stage, as Lightning writes what is logged no more again and again until the epoch ends.
         pl_module.log("heal/loss", loss.detach())
+        if loss is own:
+            return returned
         return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
 
     def _watch(self, pl_module: pl.LightningModule, stage: Stage) -> None:

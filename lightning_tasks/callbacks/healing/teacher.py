@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.report import swapped_mechanisms
-from attention_modules.hosts.torch import same_view
+from attention_modules.hosts.torch import encoders_around, same_view
 from attention_modules.hosts.trained import forget_made
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
+from lightning_tasks.callbacks.monitoring.observer import is_watched
 from lightning_tasks.checkpoints.swaps import _PLANS
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
@@ -67,6 +68,9 @@ class Teacher:
         own += [name for name, _ in student.named_buffers(remove_duplicate=False)]
         self.network = shared_copy(student, own).eval()
         restore_attention(self.network)
+        # The swap turned nested tensors off in these encoders, and the student is given what the teacher's layers get.
+        for encoder in encoders_around(self.network, map(self.network.get_submodule, self.layers)):
+            encoder.use_nested_tensor = False
         forget_made(self.network)
         self.digest = _digest(self.network)
 
@@ -184,10 +188,17 @@ class Lesson:
 
 
 def swapped_layers(pl_module: pl.LightningModule) -> list[str]:
-    """The names of layers that a swap was asked for, softmax among the mechanisms, in module order."""
+    """The names of layers that a swap was asked for, softmax among the mechanisms, in module order.
+
+    What a monitor alone has made observable is not among them, so that watching changes nothing here either.
+    """
     names = {name for plan in vars(pl_module).get(_PLANS, []) for name in plan["layers"]}
     names |= swapped_mechanisms(pl_module).keys()
-    return [name for name, module in pl_module.named_modules() if name in names or isinstance(module, Swapped)]
+
+    def asked(module: nn.Module) -> bool:
+        return isinstance(module, Swapped) and not is_watched(module)
+
+    return [name for name, module in pl_module.named_modules() if name in names or asked(module)]
 
 
 def _network_name(owner: str, pl_module: pl.LightningModule, network: str | None, layers: list[str]) -> str:
@@ -196,15 +207,17 @@ def _network_name(owner: str, pl_module: pl.LightningModule, network: str | None
             f"{owner}: no layer is swapped, so that there is nothing to compare with what it was; list SwapAttention "
             f"before {owner}, or call swap_attention() before the fit"
         )
+    parts = dict(pl_module.named_modules())
+    fitting = [name for name in _around(layers) if _is_called(parts[name])]
+    if not fitting:
+        raise ValueError(
+            f"{owner}: no part of {type(pl_module).__name__} that is called holds all swapped layers "
+            f"({', '.join(layers[:3])}), and {owner} compares what one call of such a part gives: put the network into "
+            "a module of its own, and call that"
+        )
     if network is None:
-        children = sorted({name.partition(".")[0] for name in layers})
-        if len(children) > 1 or children[0] in layers:
-            raise ValueError(
-                f"{owner}: the swapped layers ({', '.join(layers[:3])}) are not all within one child of "
-                f"{type(pl_module).__name__}; name the part whose output is the model's by network="
-            )
-        return children[0]
-    if network not in dict(pl_module.named_modules()):
+        network = layers[0].partition(".")[0]
+    if network not in parts:
         children = [name for name, _ in pl_module.named_children()]
         raise ValueError(
             f"{owner}: network={network!r} is no part of {type(pl_module).__name__}; it has {', '.join(children)}"
@@ -215,7 +228,24 @@ def _network_name(owner: str, pl_module: pl.LightningModule, network: str | None
             f"{owner}: network={network!r} must be a part of the module that holds all swapped layers"
             + (f", and {outside[0]!r} is outside" if outside else "")
         )
+    if network not in fitting:
+        raise ValueError(
+            f"{owner}: {network!r} is a {type(parts[network]).__name__}, which is never called; name the part whose "
+            f"output is the model's by network= ({', '.join(map(repr, fitting))})"
+        )
     return network
+
+
+def _around(layers: Sequence[str]) -> list[str]:
+    """The names of modules that hold all of these layers, but for the outermost, from the outer to the inner."""
+    parts = layers[0].split(".")
+    around = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    return [outer for outer in around if all(name.startswith(f"{outer}.") for name in layers)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward: an nn.ModuleList and an nn.ModuleDict have none."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _digest(network: nn.Module) -> str:

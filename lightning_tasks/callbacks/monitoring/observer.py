@@ -53,12 +53,14 @@ class LayerObserver(Callback):
     def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
         return attention_layers(pl_module, self.where, self.layers, self.exclude)
 
-    def _hook(self, hooks: Iterable[tuple[nn.Module, ForwardPreHook]]) -> None:
+    def _hook(self, hooks: Iterable[tuple[nn.Module, ForwardPreHook]]) -> ExitStack:
+        """Hook modules; what is returned is closed by :meth:`_unhook`."""
         self._unhook()  # of a batch that was skipped before its end
-        self._hooks = ExitStack()
+        self._hooks = opened = ExitStack()
         for module, hook in hooks:
-            self._hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        self._hooks.enter_context(eager())
+            opened.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        opened.enter_context(eager())
+        return opened
 
     def _unhook(self) -> None:
         hooks, self._hooks = self._hooks, None
@@ -78,6 +80,12 @@ class LayerObserver(Callback):
 # Weak, so that no model, callback or trainer that is gone without an end counts.
 Watchers = WeakKeyDictionary["MechanismObserver", "ref[Any]"]
 _WATCHED: WeakKeyDictionary[AttentionMechanism, Watchers] = WeakKeyDictionary()
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Whether an observer alone put softmax attention into the layer, which nobody asked to swap."""
+    mechanism = getattr(layer, "mechanism", None)
+    return isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED
 
 
 class MechanismObserver(LayerObserver):
@@ -121,10 +129,10 @@ class MechanismObserver(LayerObserver):
         forget_actions(pl_module, self)
         alone: list[str] = []
         for name, module in pl_module.named_modules():
-            mechanism = getattr(module, "mechanism", None)
-            if isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED:
-                _WATCHED[mechanism].pop(self, None)
-                if not _WATCHED[mechanism]:
+            if is_watched(module):
+                watchers = _WATCHED[module.mechanism]
+                watchers.pop(self, None)
+                if not watchers:
                     alone.append(name)
         if alone:
             make_plain(pl_module, alone)

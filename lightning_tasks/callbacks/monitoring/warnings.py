@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+
+
+def warn_without_validation(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Warn, when a fit starts, that a callback which acts at validations alone will have none."""
+    if not trainer.enable_validation:
+        rank_zero_warn(
+            f"{type(callback).__name__} acts at validations alone, and this fit has none: give it validation data, a "
+            "validation_step and limit_val_batches above 0, or leave this callback out"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
-from attention_modules import restore_attention, swap_attention
-from lightning_tasks.callbacks import DriftMonitor, Heal, SwapAttention
+from attention_modules import SelfAttention, restore_attention, swap_attention
+from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKWeightDecay, SwapAttention
 from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 
@@ -170,6 +170,19 @@ def test_stages_follow_the_step_and_scale_the_rate():
     assert rates == [0.05] * 2 + [0.025] * 3 + [0.05] * 2 or rates == [0.05] * 3 + [0.025] * 3 + [0.05] * 2
 
 
+def test_the_loss_that_is_logged_is_that_of_the_stage_which_runs():
+    losses = []
+
+    class Losses(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append((trainer.logged_metrics["heal/loss"].item(), outputs["loss"].item()))
+
+    heal([Heal([{"match": "layers", "steps": 2}, {"match": "task"}]), Losses()], log_every_n_steps=1)
+    logged, taken = zip(*losses, strict=True)
+    assert logged == taken
+    assert len(logged) == 4
+
+
 @pytest.mark.parametrize("stopped", [4, 8])
 def test_a_resumed_run_ends_bitwise_identical(tmp_path, stopped):
     whole, _ = heal(Heal(THREE), "gated", max_epochs=3)
@@ -199,6 +212,47 @@ def test_watching_changes_nothing():
     torch.manual_seed(1)
     fit(watched, [SwapAttention("dam", num_tokens=6), DriftMonitor()], data(), data(), max_epochs=2)
     assert torch.equal(weights_of(plain), weights_of(watched))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_monitor_of_plain_layers_changes_neither_what_is_healed_nor_its_logs(place):
+    def healed(*monitors):
+        callbacks = [SwapAttention("gated", layers=[0]), Heal([{"match": "layers"}])]
+        module, trainer = heal([*callbacks[:place], *monitors, *callbacks[place:]], None)
+        logged = {name: value for name, value in trainer.callback_metrics.items() if "logit" not in name}
+        return weights_of(module), logged
+
+    weights, logged = healed()
+    watched_weights, watched = healed(LogitMonitor(every_n_steps=1))
+    assert torch.equal(weights, watched_weights)
+    torch.testing.assert_close(watched, logged)  # the encoder's fused path, which it evaluates by, rounds otherwise
+
+
+def test_decay_of_weights_that_no_stage_trains_leaves_them_and_the_teacher():
+    callback = Heal([{"match": "output", "train": "new"}])
+    module, _ = heal([callback, QKWeightDecay(1.0)], "gated")
+    for network in (callback.teacher.network, module.net):
+        held = network.encoder.layers[0].self_attn.in_proj_weight
+        assert torch.equal(held, Task().net.encoder.layers[0].self_attn.in_proj_weight)
+
+
+class Padded(Task):
+    """Its encoder evaluates with nested tensors, as PyTorch's do by default; its last tokens are hidden."""
+
+    def __init__(self, lr=0.05):
+        super().__init__(lr)
+        self.net.encoder.use_nested_tensor = True
+
+    def forward(self, x):
+        hidden = (torch.arange(x.shape[1]) >= x.shape[1] - 2).expand(x.shape[:2])
+        return self.net.encoder(x, src_key_padding_mask=hidden)[:, :1].flatten(1)
+
+
+@pytest.mark.parametrize("make", [DriftMonitor, functools.partial(Heal, THREE)])
+def test_an_encoder_whose_tokens_are_padded(make):
+    _, trainer = heal(make(network="net.encoder"), "softmax", Padded(lr=0.0), max_epochs=2)
+    assert trainer.callback_metrics["val/drift/relative_error/mean"] < 1e-5
+    assert trainer.callback_metrics["val/drift/output_error"] < 1e-5
 
 
 def test_a_second_fit_keeps_the_teacher():
@@ -344,6 +398,24 @@ class HeadAlone(Task):
         return torch.optim.SGD(self.net.head.parameters(), 0.1)
 
 
+class OwnBlocks(TinyLM):
+    """Its own forward runs the layers, one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([SelfAttention(DIM, 2) for _ in range(2)])
+
+    def training_step(self, batch, batch_idx):
+        return self.net[1](self.net[0](batch[0])).square().mean()
+
+
+class TwoParts(OwnBlocks):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.net
+        del self.net
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -351,10 +423,14 @@ class HeadAlone(Task):
         (lambda: heal(Heal(THREE, network="model")), "network='model' is no part of Task; it has net"),
         (lambda: heal(Heal(THREE, network="net.head")), "'net.encoder.layers.0.self_attn' is outside"),
         (lambda: heal(Heal(THREE, network="")), "must be a part of the module"),
+        (lambda: heal(Heal(THREE), module=OwnBlocks()), "no part of OwnBlocks that is called holds all swapped layers"),
+        (lambda: heal(DriftMonitor(network="net"), module=OwnBlocks()), "put the network into a module of its own"),
+        (lambda: heal(DriftMonitor(), module=TwoParts()), "no part of TwoParts .*\\(first, second\\)"),
+        (lambda: heal(Heal(THREE), module=TinyLM()), "'net' is a ModuleDict, .* by network= \\('net.encoder'\\)"),
         (lambda: heal(Heal(THREE), module=Elsewhere()), "does not call 'net'.*network="),
         (lambda: heal(DriftMonitor(), module=Elsewhere()), "does not call 'net'.*network="),
         (lambda: heal(Heal(THREE), module=Twice()), "calls the network twice"),
-        (lambda: heal(Heal(THREE, network="net"), module=TwoOptimizers()), "optimize automatically"),
+        (lambda: heal(Heal(THREE, network="net.encoder"), module=TwoOptimizers()), "optimize automatically"),
         (lambda: heal(Heal(THREE), None, Compiled()), "compile it in place, net.compile\\(\\)"),
         (lambda: heal(Heal(THREE), module=HeadAlone()), "stage 0 trains .* and no optimizer holds any of them"),
         (lambda: heal(Heal([{"match": "task", "train": "head*"}])), "'head\\*' matches no Parameter"),

@@ -1,6 +1,8 @@
 """Stages and annealing as plain data."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from attention_modules.base import AttentionSpec
 from attention_modules.mechanism import build_mechanism
@@ -69,6 +71,21 @@ def test_what_is_no_annealing_is_refused(given, said):
         Heal([{"match": "task"}], anneal=given)
 
 
+def tempered(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None, *, temperature=2.0):
+    return F.scaled_dot_product_attention(q / temperature, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}])
+def test_the_option_of_a_function_goes_from_the_first_value_to_the_last(options):
+    mechanism = build_mechanism(tempered, AttentionSpec(dim=8, num_heads=2, head_dim=4), **options)
+    anneal = Anneal.of({"temperature": [1.0, 2.0], "steps": 4})
+    anneal.check({"attn": mechanism})
+    x = torch.randn(3, 1, 2, 5, 4)
+    for step, value in enumerate([1.0, 1.25, 1.5, 1.75, 2.0, 2.0]):
+        anneal.apply([mechanism], step)
+        torch.testing.assert_close(mechanism(*x), tempered(*x, temperature=value))
+
+
 def test_values_go_from_the_first_to_the_last():
     spec = AttentionSpec(dim=8, num_heads=2, head_dim=4)
     mechanism = build_mechanism("rpc", spec, iterations=6, lam=2.0)
@@ -87,14 +104,13 @@ def test_values_go_from_the_first_to_the_last():
     [
         ("rpc", {"lam": 2.0}, {"lam": [0.5, 1.0]}, "ends at 1, and the mechanism of 'net.encoder.*was built with 2.0"),
         ("rpc", {"lam": 2.0}, {"lam": [-1.0, 2.0]}, "lam must be"),
-        (
-            "rpc",
-            {},
-            {"lam": [0.5, 1.0]},
-            "no swapped layer has a mechanism with a number of this name",
-        ),
         ("entmax", {"alpha": 2.0}, {"alpha": [1.5, 2.0]}, "EntmaxAttention does not take 1.66667 on the way: alpha"),
         ("sink", {}, {"alpha": [0.5, 1.0]}, "no swapped layer has"),
+        ("rpc", {}, {"lam": [0.5, 1.0]}, "lam of RPCAttention is None, no number; give the mechanism its last value"),
+        ("sink", {}, {"start": [-1.0, 0.0]}, "SinkAttention reads start once, when it is built .as an initial value"),
+        ("gated", {}, {"bias": [-1.0, 0.0]}, "GatedAttention reads bias once, when it is built"),
+        (tempered, {}, {"temperature": [0.5, 1.0]}, "of 'net.encoder.*was built with 2.0.*temperature=1"),
+        (tempered, {}, {"scale": [0.5, 1.0]}, r"a number of this name \(tempered\)"),
     ],
 )
 def test_annealing_that_no_mechanism_takes_is_refused(mechanism, options, anneal, said):
@@ -110,5 +126,5 @@ def test_a_fit_anneals_logs_and_warns_where_it_stops_early():
         trainer = fit(module, [SwapAttention("rpc", lam=2.0), heal], data(), max_steps=3)
     assert trainer.callback_metrics["heal/lam"] == 6.0
     assert module.net.encoder.layers[0].self_attn.mechanism.lam == 6.0
-    fit(module, [heal], data(8), max_steps=8)
+    fit(module, [heal], data(8), max_steps=6)  # after whose last step comes no batch with the last value
     assert module.net.encoder.layers[0].self_attn.mechanism.lam == 2.0

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import SelfAttention
 from attention_modules.analysis import local_lipschitz
+from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.callbacks import LipschitzMonitor
 from tests.lightning_tasks.callbacks.modules import VOCABULARY, TinyLM, batches
 
@@ -112,6 +113,37 @@ def test_torch_attention_in_both_layouts(tmp_path, batch_first, max_tokens):
 
     expected = local_lipschitz(fn, x[:, :max_tokens], tol=1e-4).value.mean()
     torch.testing.assert_close(metrics["val/lipschitz/layer_00"], expected, rtol=1e-3, atol=0)
+
+
+class Padded(pl.LightningModule):
+    """An encoder that evaluates with nested tensors, as PyTorch's do by default; the last token is hidden."""
+
+    def __init__(self, nested):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(DIM, 2, DIM, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def validation_step(self, batch, batch_idx):
+        padding = (torch.arange(TOKENS) == TOKENS - 1).expand(len(batch[0]), TOKENS)
+        self.log("val/loss", self.encoder(batch[0], src_key_padding_mask=padding)[:, 0].square().mean())
+
+
+def test_layers_that_get_nested_tensors_are_measured_on_padded_ones(tmp_path):
+    nested = Padded(True)
+    metrics = validate(nested, tmp_path, max_iter=8)
+    wanted = validate(Padded(False), tmp_path, max_iter=8)
+    torch.testing.assert_close(metrics, wanted)
+    assert "val/lipschitz/layer_01" in metrics
+    assert nested.encoder.use_nested_tensor
+
+
+def test_a_nested_tensor_from_elsewhere_is_refused():
+    x = torch.nested.nested_tensor([torch.randn(count, DIM) for count in (2, 3)])
+    with pytest.raises(
+        ValueError, match=r"nested tensor.*set use_nested_tensor of the nn\.TransformerEncoder to False"
+    ):
+        LayerCall.of(nn.MultiheadAttention(DIM, 2, batch_first=True), (x, x, x), {})
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -9,6 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
+    DriftMonitor,
+    Heal,
     LipschitzMonitor,
     PredictionTable,
     PursuitMonitor,
@@ -55,6 +57,33 @@ def test_a_second_monitor_of_a_kind_is_refused(tmp_path, kind, derived):
         fit(module, callbacks, batches(1), batches(1), logger=CSVLogger(tmp_path, name="", version=""))
     assert "configure_model" not in vars(module)
     assert not list(tmp_path.iterdir())
+
+
+def drift():
+    return DriftMonitor(network="net.encoder")
+
+
+def heal():
+    return Heal([{"match": "task"}], network="net.encoder")
+
+
+def evaluated():
+    return AttentionMonitor(stages=("validation",))
+
+
+@pytest.mark.parametrize("make", [LipschitzMonitor, PursuitMonitor, AttentionMapLogger, drift, evaluated])
+@pytest.mark.parametrize("given", [(None, {}), (batches(1), {"limit_val_batches": 0})])
+def test_a_fit_without_validations_says_who_has_nothing_to_do(make, given):
+    loader, limit = given
+    monitor = make()
+    with pytest.warns(UserWarning, match=f"^{type(monitor).__name__} acts at validations alone, and this fit has none"):
+        fit(TinyLM(), [SwapAttention("rpc", {"iterations": 2}), monitor], batches(1), loader, **limit)
+
+
+@pytest.mark.parametrize(("make", "loader"), [(AttentionMonitor, None), (heal, None), (drift, batches(1))])
+def test_who_acts_in_training_too_says_no_such_thing(recwarn, make, loader):
+    fit(TinyLM(), [SwapAttention("rpc", {"iterations": 2}), make()], batches(1), loader)
+    assert not any("at validations alone" in str(warning.message) for warning in recwarn)
 
 
 @pytest.mark.parametrize("kind", [RunSummary, PredictionTable, SegmentationOverlay])
