@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.discovery import survey
+from attention_modules.pretrained import load_pretrained
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.huggingface.tiny import BATCH, NotBuilt, ids, run
 
@@ -154,7 +157,7 @@ def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
     shown.layers = {kinds[name] for name in names}
     shown.worst["forward"] = difference(softmax, plain, keep)
     given = [out.shape[-1:] != (0,) for out in softmax]  # a swapped layer gives no attention map that nobody asked for
-    slopes = gradients(model, inputs, given)
+    slopes, of_writing = gradients(model, inputs, given), {}
     for cache, plainly in made.items():
         try:
             mine = written(model, plainly.prompt, cache)
@@ -162,9 +165,10 @@ def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
             shown.problems.append(f"generate {cache}: {type(error).__name__}: {str(error)[:150]}")
             continue
         same = torch.equal(mine.tokens, plainly.tokens)
-        shown.worst[f"generate {cache}"] = difference(mine.logits, plainly.logits) if same else float("inf")
+        of_writing[f"generate {cache}"] = difference(mine.logits, plainly.logits) if same else float("inf")
     restore_attention(model)
     shown.worst["backward"] = difference(slopes, gradients(model, inputs, given))
+    shown.worst |= of_writing
     shown.problems += [f"{what} differs by {worst:.1e}" for what, worst in shown.worst.items() if not worst <= EQUAL]
     with torch.no_grad():
         _check_sink(model, inputs, plain, names, shown)
@@ -189,7 +193,23 @@ def _check_sink(model: nn.Module, inputs: dict[str, Any], plain: list[Tensor], n
         sink -= slope / slope.norm().clamp_min(1e-12)
     if difference(run(model, inputs), first) == 0:
         shown.problems.append("sink does not train")
+    _check_saved(model, inputs, "sink", shown)
     restore_attention(model)
+
+
+def _check_saved(model: Any, inputs: dict[str, Any], name: str, shown: Shown) -> None:
+    """The swapped model is the same when it is saved and loaded."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that swapped layers are saved
+        try:
+            model.save_pretrained(folder)
+            loaded = load_pretrained(type(model), folder).train(model.training)
+            worst = difference(run(loaded, inputs), run(model, inputs))
+        except Exception as error:
+            shown.problems.append(f"{name} saved and loaded: {type(error).__name__}: {str(error)[:150]}")
+        else:
+            if not worst <= EQUAL:
+                shown.problems.append(f"{name} saved and loaded differs by {worst:.1e}")
 
 
 def _check_symmetric(model: nn.Module, inputs: dict[str, Any], names: set[str], shown: Shown) -> None:
@@ -232,6 +252,7 @@ def _check_symmetric(model: nn.Module, inputs: dict[str, Any], names: set[str], 
     else:
         if not worst <= EQUAL:
             shown.problems.append(f"symmetric differs from softmax of equal projections by {worst:.1e}")
+        _check_saved(model, inputs, "symmetric", shown)
     restore_attention(model)
 
 
