@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
-from attention_modules import SelfAttention, restore_attention, swap_attention
+from attention_modules import SelfAttention, load_pretrained, restore_attention, swap_attention
 from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKWeightDecay, SwapAttention
-from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, Task, data, heal
+from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 
 THREE = [
@@ -447,3 +447,32 @@ def test_refusals_and_what_is_allowed(make, said):
     else:
         with pytest.raises((ValueError, TypeError), match=said):
             make()
+
+
+def test_a_model_that_was_saved_and_loaded_heals_on(tmp_path):
+    """Its folder holds the query rows, so that it has a teacher."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": DIM, "num_attention_heads": 2, "intermediate_size": DIM, "num_hidden_layers": 1}
+
+    class Bert(TinyLM):
+        def __init__(self, net):
+            super().__init__(0.05)
+            self.net = net
+
+        def forward(self, x):
+            return self.net(inputs_embeds=x).last_hidden_state
+
+        def training_step(self, batch, batch_idx):
+            return self(batch[0]).square().mean()
+
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=10))
+    before = copy.deepcopy(model).eval()
+    swap_attention(model, "symmetric")
+    with pytest.warns(UserWarning, match="load_pretrained"):
+        model.save_pretrained(tmp_path)
+    healing = Heal([{"match": "output"}])
+    heal(healing, None, Bert(load_pretrained(transformers.BertModel, tmp_path)))
+    x = torch.randn(1, TOKENS, DIM)
+    torch.testing.assert_close(
+        healing.teacher.network(inputs_embeds=x).last_hidden_state, before(inputs_embeds=x).last_hidden_state
+    )
