@@ -28,8 +28,8 @@ class EntropyRegularizer(MapPenalty):
         weight: factor of the penalty, at least 0; 0 only logs.
         floor: what h should not fall below, from 0 to 1; 0.2 where neither it nor ``target`` is given.
         target: what h should be, from 0 to 1, in place of a floor.
-        max_rows: more rows of a map than these are looked at in so many that lie evenly from the first to the last,
-            which keeps the cost small; null for all.
+        max_rows: more rows of a map than these are looked at in so many that lie evenly from the first to the last
+            (one: the last), which keeps the cost small; null for all.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
