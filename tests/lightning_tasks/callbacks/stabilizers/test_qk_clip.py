@@ -286,6 +286,7 @@ def test_layers_that_cannot_be_clipped_are_refused_by_name():
     [
         ({"tau": 0}, "tau must be above 0, got 0"),
         ({"tau": -1.0}, "tau .* at least 0, got -1.0"),
+        ({"tau": 10**400}, "tau .* at least 0, got 1000"),
         ({"alpha": 1.5}, "alpha .* at most 1, got 1.5"),
         ({"every_n_steps": 0}, "every_n_steps .* got 0"),
     ],
