@@ -17,6 +17,7 @@ from attention_modules.hosts.base import (
     AttentionLayer,
     AttentionSwapError,
     Swapped,
+    acting_mechanism,
     hook_refusal,
     plain_type,
     swapped_class,
@@ -64,9 +65,9 @@ def swap_attention(
         model: a model of any known host, or an attention layer itself.
         mechanism: short name; your own function of ``(q, k, v, ...)`` with the signature of
             :func:`torch.nn.functional.scaled_dot_product_attention`; a subclass of ``AttentionMechanism``; the import
-            path of either; or a callable that takes an ``AttentionSpec``. A function need not take every one of
-            ``attn_mask``, ``is_causal``, ``dropout_p`` and ``scale``: a layer that gives what it does not take is an
-            error, when the model runs.
+            path of either; or a callable that takes an ``AttentionSpec`` and returns a new mechanism for each layer. A
+            function need not take every one of ``attn_mask``, ``is_causal``, ``dropout_p`` and ``scale``: a layer that
+            gives what it does not take is an error, when the model runs.
         where: glob (``"blocks.*.attn"``), list of globs, or callable ``(name, module) -> bool``; None = every
             self-attention. Cross-attention is swapped only where a pattern spells the last part of its name.
         layers: positions among the self-attention layers that match, negative ones from the end; None = all.
@@ -77,9 +78,9 @@ def swap_attention(
         What was swapped, and every attention-like module that was not, with the reason.
 
     Raises:
-        AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, or the model is
-            wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and the mechanism would change which
-            Parameters it has. The model is then unchanged.
+        AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, a callable returns
+            one for two layers, or the model is wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and
+            the mechanism would change which Parameters it has. The model is then unchanged.
         ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
             model is then unchanged.
 
@@ -152,7 +153,7 @@ def _swap(
 ) -> SwapReport:
     found = survey(model)
     chosen, skipped = select(found, where, layers, exclude)
-    plan = _build(model, [describe(found, layer) for layer in chosen], mechanism, mechanism_options)
+    plan = _build(model, found, chosen, mechanism, mechanism_options)
     _validate(model, found, chosen, plan)
     before = [_count(layer.module) for layer, _ in plan]
     modules = {layer.name: layer.module for layer, _ in plan}
@@ -274,11 +275,35 @@ def _refuse_wrapped(model: nn.Module, compiled: bool = True) -> None:
 Plan = list[tuple[AttentionLayer, AttentionMechanism]]
 
 
-def _build(model: nn.Module, layers: list[AttentionLayer], mechanism: Mechanism, options: dict[str, object]) -> Plan:
+def _build(
+    model: nn.Module, found: Survey, chosen: list[Found], mechanism: Mechanism, options: dict[str, object]
+) -> Plan:
     """The mechanisms, each where and how its layer is, without moving the global random state."""
+    layers = [describe(found, layer) for layer in chosen]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
-        return [(layer, _alike(_build_one(layer, mechanism, options), layer.module)) for layer in layers]
+        plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
+    _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
+    return [(layer, _alike(built, layer.module)) for layer, built in plan]
+
+
+def _refuse_shared(found: Survey, plan: Plan) -> None:
+    """Refuse a mechanism that would act in two layers, as a callable may return one again and again."""
+    swapped = {layer.name for layer, _ in plan}
+    holders = {
+        id(held): place.name
+        for place in found.layers
+        if place.name not in swapped
+        and (held := acting_mechanism(getattr(place.module, "mechanism", None))) is not None
+    }
+    for layer, built in plan:
+        if (other := holders.setdefault(id(built), layer.name)) != layer.name:
+            _raise_for(
+                layer.name,
+                f"the callable returned the {type(built).__name__} of {other!r}, and one for several layers would mix "
+                "up what is seen and penalized of each; return a new one for each layer, which may hold the same "
+                "Parameter",
+            )
 
 
 def _build_one(layer: AttentionLayer, mechanism: Mechanism, options: dict[str, object]) -> AttentionMechanism:

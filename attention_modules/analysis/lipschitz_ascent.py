@@ -17,6 +17,7 @@ from attention_modules.analysis.lipschitz import (
     start_vectors,
     twice_differentiable,
 )
+from attention_modules.mechanisms.shared.options import as_float
 
 
 def ascend_lipschitz(
@@ -60,7 +61,7 @@ def ascend_lipschitz(
         raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")
     if isinstance(length, bool) or not isinstance(length, Real):
         raise TypeError(f"length must be a number, got {length!r}")
-    if not (length > 0 and math.isfinite(length)):
+    if not 0 < as_float(length) < math.inf:
         raise ValueError(f"length must be a finite number above 0, got {length!r}")
     check_generator(generator)
     check_input(x)

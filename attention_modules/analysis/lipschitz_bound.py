@@ -13,6 +13,7 @@ from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.mechanisms.shared.options import as_float
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.precision import to_float64
 
@@ -172,9 +173,10 @@ def _number(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    number = as_float(value)
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    return number
 
 
 def _bias(projection: Any) -> Tensor | None:

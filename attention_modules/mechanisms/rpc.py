@@ -12,7 +12,7 @@ from attention_modules.kernels import autocast, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.pursuit import pursue
-from attention_modules.mechanisms.shared.options import MOST_REPEATS, check_integer
+from attention_modules.mechanisms.shared.options import MOST_REPEATS, as_float, check_integer
 from attention_modules.mechanisms.symmetric import check_self_attention, keys_and_values
 
 Threshold = Literal["released", "ratio"]
@@ -29,8 +29,7 @@ def check_rpc_options(iterations: int, lam: float | None, threshold: str) -> Non
         ValueError: if ``iterations`` is none of 1 to 1,000, ``lam`` is negative or NaN, or ``threshold`` is unknown.
     """
     check_integer("iterations, the number of softmax passes,", iterations, at_least=1, at_most=MOST_REPEATS)
-    number = isinstance(lam, (int, float)) and not isinstance(lam, bool)
-    if lam is not None and not (number and lam >= 0):  # NaN is not >= 0
+    if lam is not None and not (isinstance(lam, (int, float)) and as_float(lam) >= 0):  # NaN is not >= 0
         raise ValueError(f"lam must be a number of at least 0 (inf: no sparse part), got {lam!r}")
     if threshold not in _THRESHOLDS:
         raise ValueError(f"threshold must be one of {', '.join(map(repr, _THRESHOLDS))}, got {threshold!r}")

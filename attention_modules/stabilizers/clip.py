@@ -59,6 +59,11 @@ def clip_refusal(layer: AttentionLayer) -> str | None:
     return None
 
 
+def query_key_weights(layer: AttentionLayer) -> list[nn.Parameter]:
+    """W_q and W_k of a layer, without biases; one Parameter may be both, and where there is no query, W_k alone."""
+    return [getattr(rows.owner, rows.tensor) for rows, *_ in _sides(layer)]
+
+
 def shared_elsewhere(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[str, str]:
     """Layers whose query's or key's weights act elsewhere in a model too, each with the reason not to scale them.
 

@@ -11,6 +11,7 @@ from attention_modules.analysis.kernels import lse_and_mean_key
 from attention_modules.kernels import attend, recomputed, without_autocast
 from attention_modules.masks import combine_masks, visible
 from attention_modules.mechanisms.shared.chunks import CHUNK
+from attention_modules.mechanisms.shared.options import check_integer
 
 # So low that p is 0, and finite, as p ln p is then: no second mask is needed. Times a gradient scaler's scale, too.
 _HIDDEN = -1e15
@@ -141,13 +142,15 @@ def entropy_penalty(
         q, k, attn_mask, is_causal, scale: as :func:`row_entropy`.
         floor: what h should not fall below, from 0 to 1; or
         target: what h should be.
-        max_rows: more rows than these are looked at in so many that lie evenly from the first to the last.
+        max_rows: more rows than these are looked at in so many that lie evenly from the first to the last; one is the
+            last.
 
     Returns:
         A scalar; 0 where no row sees two keys.
 
     Raises:
-        ValueError: if both or neither of ``floor`` and ``target`` are given, or shapes do not fit.
+        ValueError: if both or neither of ``floor`` and ``target`` are given, ``max_rows`` is below 1, or shapes do not
+            fit.
 
     Example:
         >>> import torch
@@ -156,12 +159,14 @@ def entropy_penalty(
         >>> entropy_penalty(q * 0, k, floor=0.5)  # uniform attention is above every floor
         tensor(0.)
     """
+    if max_rows is not None:
+        check_integer("max_rows", max_rows, at_least=1)
     if (floor is None) == (target is None):
         raise ValueError(f"give one of floor and target, got floor={floor!r} and target={target!r}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     number, columns = q.shape[-2], k.shape[-2]
     if max_rows is not None and number > max_rows:
-        kept = torch.arange(max_rows, device=q.device) * (number - 1) // max(max_rows - 1, 1)
+        kept = _some_rows(number, max_rows, q.device)
         q = q[..., kept, :]
         if is_causal:
             attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)
@@ -177,3 +182,9 @@ def entropy_penalty(
     miss = normalized - target if target is not None else F.relu(floor - normalized)  # type: ignore[operator]
     counted = several.any(-1)
     return (torch.where(counted, miss.square(), 0.0).sum(0) / counted.sum(0).clamp(min=1)).sum()
+
+
+def _some_rows(number: int, wanted: int, device: torch.device) -> Tensor:
+    """So many rows of a map, evenly from the first to the last; one is the last, as a causal first row sees one key."""
+    index = torch.arange(wanted, device=device)
+    return index * (number - 1) // (wanted - 1) if wanted > 1 else index + number - 1

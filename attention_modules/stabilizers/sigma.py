@@ -18,6 +18,7 @@ from attention_modules.mechanism import AttentionMechanism
 
 _ORIGINAL = re.compile(r"(?P<owner>(?:.*\.)?)parametrizations\.(?P<tensor>\w+)\.original", re.DOTALL)
 _PARTS = ("gamma", "u", "v")
+_ROUNDING = 1e-5  # relative, of uᵀ W v in float32
 
 
 class SigmaReparametrization(nn.Module):
@@ -70,11 +71,20 @@ class SigmaReparametrization(nn.Module):
 
     @torch.no_grad()
     def step(self, weight: Tensor) -> None:
-        """One step of the power iteration, in place."""
+        """One step of the power iteration, in place.
+
+        Where the weight takes no gradient, only if σ grows by more than rounding: u and v of a frozen weight rest, and
+        those of one that changes all the same, as a momentum encoder's, follow it.
+        """
         with without_autocast(weight.device):
             matrix = _matrix(weight)
-            self.v.copy_(nn.functional.normalize(torch.mv(matrix.t(), self.u.to(matrix.dtype)), dim=0))
-            self.u.copy_(nn.functional.normalize(torch.mv(matrix, self.v.to(matrix.dtype)), dim=0))
+            v = nn.functional.normalize(torch.mv(matrix.t(), self.u.to(matrix.dtype)), dim=0).to(self.v.dtype)
+            u = nn.functional.normalize(torch.mv(matrix, v.to(matrix.dtype)), dim=0).to(self.u.dtype)
+            if not weight.requires_grad:
+                grows = _sigma(weight, u, v) > (1 + _ROUNDING) * self.sigma(weight)
+                u, v = torch.where(grows, u, self.u), torch.where(grows, v, self.v)
+            self.v.copy_(v)
+            self.u.copy_(u)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SigmaReparametrization:
         """As every module's, for ``half()`` and ``to()``; to half precision, that moves and does not cast."""

@@ -69,7 +69,8 @@ class NonFiniteGuard(Callback):
     before each validation and checkpoint, so that no checkpoint has such weights; those in memory took that one step.
     ``"skip"`` leaves the step out: parameters and optimizer state stay, the schedule goes on. On devices it waits for
     the gradients at each step, as ``torch.amp.GradScaler`` does. Buffers that the forward pass writes (running means
-    of batch norm) are not protected. Steps that were skipped are logged as ``non_finite/skipped``.
+    of batch norm) are not protected, nor are u and v of ``SigmaReparam``, which move before it. Steps that
+    were skipped are logged as ``non_finite/skipped``.
 
     With fp16 mixed precision gradients that overflow are the scaler's, which skips such steps itself; the guard acts
     where the loss is not finite, and where 20 steps in a row overflowed. On several processes the gradients alone

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
+
+from attention_modules.mechanisms.shared.options import as_float
 
 
 def check_integer(name: str, value: object, limit: int) -> int:
@@ -55,7 +57,7 @@ def check_number(name: str, value: object, minimum: float = -math.inf, maximum: 
     Raises:
         ValueError: if it is no finite number from ``minimum`` to ``maximum``.
     """
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    number = as_float(value)
     if not (minimum <= number <= maximum and math.isfinite(number)):
         limits = "" if minimum == -math.inf else f" of at least {minimum:g}"
         limits += "" if maximum == math.inf else f" and at most {maximum:g}"

@@ -11,6 +11,7 @@ from attention_modules.kernels import attend, transforms_active
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.mechanisms.shared.options import as_float
 from attention_modules.mechanisms.shared.rows import mapped
 
 ALPHAS = (1.0, 1.5, 2.0)
@@ -24,9 +25,10 @@ def check_alpha(alpha: float) -> float:
     Raises:
         ValueError: if it is none of them.
     """
-    if alpha not in ALPHAS:
+    order = as_float(alpha)
+    if order not in ALPHAS:
         raise ValueError(f"alpha must be 1, 1.5 or 2, got {alpha!r}")
-    return float(alpha)
+    return order
 
 
 def entmax(z: Tensor, alpha: float) -> Tensor:
@@ -146,7 +148,7 @@ def entmax_attention(
         >>> entmax_attention(q, k, v, alpha=2.0).shape
         torch.Size([1, 3, 5, 8])
     """
-    check_alpha(alpha)
+    alpha = check_alpha(alpha)
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     if alpha == 1.0:
         return attend(q, k, v, hide(attn_mask), is_causal, dropout_p, scale)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
-from attention_modules.mechanisms.shared.options import check_choice, check_number
+from attention_modules.mechanisms.shared.options import check_choice, check_flag, check_number
 
 Pairs = Literal["features", "heads"]
 
@@ -129,7 +129,7 @@ class DifferentialAttention(AttentionMechanism):
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
         value = spec.value_dim or spec.head_dim
-        affine = pairs == "features" if affine is None else affine
+        affine = pairs == "features" if affine is None else check_flag("affine", affine)
         size = value if pairs == "features" else 2 * value
         self.norm = nn.RMSNorm(size, check_number("eps", eps, above=0.0), elementwise_affine=affine)
 

@@ -36,6 +36,16 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def as_float(value: object) -> float:
+    """The float of a real number; NaN of what is none, as a bool or a tensor, and of one that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
 def check_number(
     name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf
 ) -> float:
@@ -52,7 +62,7 @@ def check_number(
         ValueError: if it is no finite number, or out of its limits.
     """
     limits = {"of at least": at_least, "of at most": at_most, "above": above}
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    number = as_float(value)
     if not (math.isfinite(number) and at_least <= number <= at_most and number > above):
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
         raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}")

@@ -22,14 +22,18 @@ class EntropyRegularizer(MapPenalty):
     where accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not
     hold it. No map is held (:func:`attention_modules.stabilizers.entropy.row_entropy`).
 
+    With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
+    divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it away
+    though a second optimizer trains by the same forward pass.
+
     Logs ``entropy_regularizer/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 
     Args:
         weight: factor of the penalty, at least 0; 0 only logs.
         floor: what h should not fall below, from 0 to 1; 0.2 where neither it nor ``target`` is given.
         target: what h should be, from 0 to 1, in place of a floor.
-        max_rows: more rows of a map than these are looked at in so many that lie evenly from the first to the last,
-            which keeps the cost small; null for all.
+        max_rows: more rows of a map than these are looked at in so many that lie evenly from the first to the last
+            (one: the last), which keeps the cost small; null for all.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.

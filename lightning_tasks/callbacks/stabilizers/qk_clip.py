@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import largest_logit, logit_bound
-from attention_modules.stabilizers.clip import LogitScaler, clip_factors, clip_refusal, shared_elsewhere
+from attention_modules.hosts import AttentionLayer
+from attention_modules.stabilizers.clip import (
+    LogitScaler,
+    clip_factors,
+    clip_refusal,
+    query_key_weights,
+    shared_elsewhere,
+)
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
@@ -31,7 +41,12 @@ class QKClip(QueryKeyObserver):
     biases, the logits of the same tokens are at most tau after the clip. The loss and its gradients are not touched,
     and neither is the optimizer's state.
 
-    Logs ``qk_clip/clipped_heads``, how many key heads were clipped in the step.
+    Of several optimizers each clips the layers whose W_q and W_k it holds, after its own steps, those without
+    Lightning's wrapper (``self.optimizers(use_pl_optimizer=False)``) too. Weights that a step leaves as they are, as
+    they were frozen meanwhile, have no gradient, or a gradient scaler or ``NonFiniteGuard`` skips the step, are not
+    clipped, and what was seen before it counts in no later step.
+
+    Logs ``qk_clip/clipped_heads``, how many key heads were clipped after the steps of a batch.
 
     On the CPU a layer whose queries and keys are too short for such a logit is not looked at further; on other devices
     the product of queries and keys is computed at every observed step, without waiting for the device. An observed step
@@ -49,7 +64,7 @@ class QKClip(QueryKeyObserver):
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
             (q/k norm, ``l2`` and further mechanisms), or these weights are frozen, computed, sharded or shared with
-            what is not clipped.
+            what is not clipped. Weights that no optimizer of the trainer holds are never clipped: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -72,8 +87,12 @@ class QKClip(QueryKeyObserver):
             raise ValueError("tau must be above 0, got 0: no logit could be positive")
         self.alpha = check_number("alpha", alpha, minimum=0.0, maximum=1.0)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
-        self._largest: list[Tensor | None] = []  # of each layer, [H], since the last step of this process
-        self._joined: Tensor | None = None  # of all processes, [layers, H]
+        self._largest: list[Tensor | None] = []  # of each layer, [H], since its last step, in this process
+        self._awaited: set[int] = set()  # layers that were looked at since their last step, in any process
+        self._stepped: set[int] = set()  # those whose weights were stepped in this batch
+        self._left: set[int] = set()  # those whose step began in this batch, and was not taken
+        self._clipped: list[Tensor] = []  # how many key heads, in each step of this batch
+        self._on_step = ExitStack()  # the hooks of optimizers
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,7 +102,14 @@ class QKClip(QueryKeyObserver):
         super().on_train_start(trainer, pl_module)
         self._check(pl_module)  # again: the module may have frozen weights since
         self._scaler = None
-        self._start_step()
+        self._largest, self._clipped = [None] * len(self._layers), []
+        self._awaited, self._stepped, self._left = set(), set(), set()
+        held = set().union(*map(self._held_by, trainer.optimizers))
+        if idle := {layer.name: "" for index, layer in enumerate(self._layers) if index not in held}:
+            rank_zero_warn(
+                f"QKClip clips after a step of one of the trainer's optimizers, and none holds the weights of "
+                f"{listed(idle)}: return an optimizer of them from configure_optimizers(), or name them in exclude="
+            )
 
     def _check(self, pl_module: pl.LightningModule) -> None:
         layers = self._chosen(pl_module)
@@ -96,6 +122,15 @@ class QKClip(QueryKeyObserver):
     ) -> None:
         if current_step(trainer) % self.every_n_steps == 0:
             self._open()
+            self._awaited = set(range(len(self._layers)))
+        else:
+            self._forget_largest(set(range(len(self._layers))) - self._awaited)  # seen behind the last step
+        self._on_step.close()  # of a batch that was skipped before its end
+        for optimizer in trainer.optimizers if self._awaited else []:
+            # Hooks of the optimizer, as Lightning has none after a step: a step by whomever is seen, and one that a
+            # gradient scaler leaves out is not.
+            after = partial(self._after_step, trainer, pl_module)
+            self._on_step.callback(optimizer.register_step_post_hook(after).remove)
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
         if self._in_backward or not len(query):
@@ -109,17 +144,54 @@ class QKClip(QueryKeyObserver):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if self._awaited:
+            self._left |= self._held_by(optimizer)
+
+    def _after_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        """Clip the layers whose weights an optimizer has stepped."""
+        held = self._held_by(optimizer) & self._awaited
+        if not held:
+            return
+        stepped = [index for index in held if _takes_steps(self._layers[index])]
         # Here and not in a hook of batches: every process comes to a step together.
-        if self._hooks is not None:
-            self._joined = trainer.strategy.reduce(self._stacked(pl_module.device), reduce_op="max")  # type: ignore[assignment]
+        largest = trainer.strategy.reduce(self._stacked(stepped, pl_module.device), reduce_op="max")
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves out steps of a scaler by itself
+        if overflow is not None:
+            largest = torch.where(overflow.to(pl_module.device) > 0, float("-inf"), largest)  # type: ignore[arg-type]
+        self._clipped.append(self._clip(largest))  # type: ignore[arg-type]
+        self._forget_largest(held)
+        self._stepped |= held
+        self._left -= held
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._unhook()
-        if self._joined is not None:
-            pl_module.log("qk_clip/clipped_heads", self._clip(self._joined))
-            self._start_step()
+        self._forget_largest(self._left)
+        self._awaited -= self._left | self._stepped
+        self._left, self._stepped = set(), set()
+        if self._clipped:
+            pl_module.log("qk_clip/clipped_heads", torch.stack(self._clipped).sum())
+        self._clipped = []
+
+    def _unhook(self) -> None:
+        super()._unhook()
+        self._on_step.close()
+
+    def _held_by(self, optimizer: Optimizer) -> set[int]:
+        """The layers whose weights an optimizer holds."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {
+            index
+            for index, layer in enumerate(self._layers)
+            if any(id(weight) in own for weight in query_key_weights(layer))
+        }
+
+    def _forget_largest(self, layers: set[int]) -> None:
+        for index in layers:
+            self._largest[index] = None
 
     def _clip(self, largest: Tensor) -> Tensor:
         """Clip every layer by its heads' largest logits, ``[layers, H]``; the number of key heads that were clipped."""
@@ -133,14 +205,18 @@ class QKClip(QueryKeyObserver):
             self._scaler = mechanisms, LogitScaler(self._layers, self.alpha)
         return self._scaler[1].scale(factors).sum().to(largest.dtype)
 
-    def _stacked(self, device: torch.device) -> Tensor:
-        """``[layers, H]``, -inf where nothing was seen that could pass the limit."""
+    def _stacked(self, chosen: Sequence[int], device: torch.device) -> Tensor:
+        """``[layers, H]``, -inf in layers that are not chosen, and where nothing was seen that could pass the limit."""
         heads = max(layer.spec.num_heads for layer in self._layers)
         stacked = torch.full((len(self._layers), heads), float("-inf"), device=device)
-        for row, seen in zip(stacked, self._largest, strict=True):
+        for index in chosen:
+            seen = self._largest[index]
             if seen is not None:
-                row[: len(seen)] = seen
+                stacked[index, : len(seen)] = seen
         return stacked
 
-    def _start_step(self) -> None:
-        self._largest, self._joined = [None] * len(self._layers), None
+
+def _takes_steps(layer: AttentionLayer) -> bool:
+    """Whether an optimizer changes a layer's weights: one that is frozen, or has no gradient, is left as it is."""
+    weights = query_key_weights(layer)
+    return all(weight.requires_grad for weight in weights) and any(weight.grad is not None for weight in weights)

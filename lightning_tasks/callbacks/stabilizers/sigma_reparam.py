@@ -31,7 +31,8 @@ class SigmaReparam(Callback):
 
     σReparam (Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, ICML 2023): σ(W)
     is the largest singular value, γ a learned scalar. u and v of σ = uᵀ W v come from an SVD when the model is built,
-    and take one step of the power iteration before each training batch. A fused projection of queries, keys and values
+    and take one step of the power iteration before each training batch, also one whose step ``NonFiniteGuard`` skips;
+    those of frozen weights rest. A fused projection of queries, keys and values
     has one σ, and so have weights that are one Parameter. σ, γ, u and v are float32 in a model of half precision. They
     are put on by :mod:`torch.nn.utils.parametrize` at the end of ``configure_model``, before checkpoints are read and
     optimizers built, in every stage; hosts, ``LocAteR`` and ``SpectrumMonitor`` read Ŵ.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attention_modules.mechanisms.shared.options import as_float
 from lightning_tasks.robustness.tested_model import Model
 
 GRADIENT = 3.0
@@ -57,7 +58,7 @@ def _name(model: Model) -> str:
 
 def is_share(value: Any) -> TypeGuard[float]:
     """Whether it is a real number in [0, 1], numpy's and fractions among them; bool and nan are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+    return 0 <= as_float(value) <= 1
 
 
 def check_eps(eps: Any) -> float:
@@ -222,7 +223,7 @@ def _whole(value: Any, least: int) -> bool:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return 0 < as_float(value) < math.inf
 
 
 _OF_AUTOATTACK = {"apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square"}

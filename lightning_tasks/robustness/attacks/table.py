@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from attention_modules.mechanisms.shared.options import as_float
 from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options
 
 _NO_OPTIONS = ("model", "images", "labels", "eps", "seed", "source", "attack", "options")
@@ -134,7 +135,7 @@ def read_eps(given: str | float) -> tuple[str, float]:
         ValueError: if it is no number or fraction, or not in [0, 1].
     """
     try:
-        value = float(_fraction(given)) if isinstance(given, str) else given
+        value = as_float(_fraction(given)) if isinstance(given, str) else given
     except (ValueError, ZeroDivisionError):
         value = math.nan
     try:

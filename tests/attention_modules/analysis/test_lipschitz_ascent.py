@@ -65,7 +65,7 @@ def test_sizes_whose_squares_are_out_of_range(size):
 
 def test_refusals():
     x = torch.randn(1, 2, 3)
-    for options in ({"steps": -1}, {"steps": True}, {"length": 0.0}, {"length": torch.inf}):
+    for options in ({"steps": -1}, {"steps": True}, {"length": 0.0}, {"length": torch.inf}, {"length": 10**400}):
         with pytest.raises(ValueError, match="must be"):
             ascend_lipschitz(torch.tanh, x, **options)
     for options in ({"length": "1"}, {"generator": 3}):

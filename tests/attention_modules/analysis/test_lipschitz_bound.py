@@ -177,6 +177,7 @@ W = torch.ones(2, 3, 6)
 BAD = {
     "radius": ({"radius": -1.0, "num_tokens": 1}, (W, W, W), "radius must be .* got -1.0"),
     "infinite": ({"radius": math.inf, "num_tokens": 1}, (W, W, W), "got inf"),
+    "beyond a float": ({"radius": 10**400, "num_tokens": 1}, (W, W, W), "radius must be a finite number, got 1000"),
     "large": ({"radius": 1e100, "num_tokens": 1}, (W, W, W), "beyond float64 at radius 1e.100"),
     "scale": ({"radius": 1.0, "num_tokens": 1, "scale": math.nan}, (W, W, W), "scale must be a finite .* got nan"),
     "tokens": ({"radius": 1.0, "num_tokens": 0}, (W, W, W), "num_tokens must be .* got 0"),

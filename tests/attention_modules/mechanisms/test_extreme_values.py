@@ -50,6 +50,9 @@ def test_what_would_fill_the_memory_or_never_end_is_refused(name, options, messa
     ("name", "option", "value", "message"),
     [
         ("entmax", "alpha", 1.3, "alpha must be 1, 1.5 or 2, got 1.3"),
+        ("entmax", "alpha", True, "alpha must be 1, 1.5 or 2, got True"),
+        ("entmax", "alpha", torch.tensor(1.5), r"alpha must be 1, 1.5 or 2, got tensor\(1.5"),
+        ("entmax", "alpha", torch.tensor([1.5, 2.0]), r"alpha must be 1, 1.5 or 2, got tensor\(\["),
         ("sinkhorn", "iterations", 2, "iterations must be odd"),
         ("sinkhorn", "iterations", 0, "iterations"),
         ("differential", "pairs", "feature", "'feature'"),
@@ -70,6 +73,20 @@ def test_a_function_refuses_what_its_class_refuses(name, option, value, message)
         getattr(found, f"{name}_attention")(**inputs, **{option: value})
     with pytest.raises(ValueError, match=message):
         build_mechanism(name, AttentionSpec(24, 3, 8), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("differential", "affine", "false", "affine must be True or False, got 'false'"),
+        ("differential", "affine", 3, "affine must be True or False, got 3"),
+        pytest.param("dam", "start", 10**400, "start must be a finite number, got 1000", id="dam"),
+        pytest.param("rpc", "lam", 10**400, "lam must be a number of at least 0 .*got 1000", id="rpc"),
+    ],
+)
+def test_a_class_refuses_an_option_of_another_type_or_beyond_a_float(name, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=9), **{option: value})
 
 
 LARGE = [(name, size) for name in ("kde", "rkde") for size in (1e-6, 30.0, 3e4)] + [("l2", 30.0), ("l2", 100.0)]

@@ -103,11 +103,13 @@ def naive_penalty(q, k, floor, target, given, is_causal, kept):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ["none", "padding", "matrix"])
-@pytest.mark.parametrize(("floor", "target", "max_rows"), [(0.8, None, None), (None, 0.4, None), (0.8, None, 3)])
+@pytest.mark.parametrize(
+    ("floor", "target", "max_rows"), [(0.8, None, None), (None, 0.4, None), (0.8, None, 3), (0.99, None, 1)]
+)
 def test_penalty_equals_its_definition_with_gradients(name, is_causal, floor, target, max_rows):
     q, k = inputs(N, N)
     given = mask(name, N, N)
-    kept = range(N) if max_rows is None else (0, 3, 6)
+    kept = {None: range(N), 3: (0, 3, 6), 1: (6,)}[max_rows]
     options = {"attn_mask": given, "is_causal": is_causal, "floor": floor, "target": target, "max_rows": max_rows}
     found, expected = entropy_penalty(q, k, **options), naive_penalty(q, k, floor, target, given, is_causal, kept)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
@@ -123,6 +125,8 @@ def test_nothing_to_look_at_is_no_penalty():
     assert all((grad == 0).all() for grad in torch.autograd.grad(found, (q, k)))
     with pytest.raises(ValueError, match="one of floor and target, got floor=None and target=None"):
         entropy_penalty(q, k)
+    with pytest.raises(ValueError, match="max_rows must be an integer of at least 1, got 0"):
+        entropy_penalty(q, k, floor=0.9, max_rows=0)
 
 
 def test_no_map_is_held():

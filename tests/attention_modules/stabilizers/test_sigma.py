@@ -207,6 +207,21 @@ def test_a_cast_leaves_sigma_in_single_precision(dtype, cast):
     assert {part.u.dtype, part.gamma.dtype, layer.weight.dtype} == {torch.float64}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_weight_rests_and_one_that_changes_all_the_same_is_followed(dtype):
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 30).to(dtype).requires_grad_(False)
+    sigma_reparametrize(layer, "weight", gamma=1.3)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for _ in range(50):
+        power_step(layer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    layer.parametrizations.weight.original.data = torch.randn(30, 40).to(dtype)  # as momentum encoders do
+    for _ in range(500):
+        power_step(layer)
+    assert torch.linalg.matrix_norm(layer.weight.float(), 2).item() == pytest.approx(1.3, rel=1e-2)
+
+
 def test_a_tiny_weight_of_half_precision_stays_finite():
     layer = nn.Linear(8, 8).half()
     with torch.no_grad():

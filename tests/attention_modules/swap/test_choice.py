@@ -216,6 +216,19 @@ def test_a_callable_and_its_spec() -> None:
     assert specs == [AttentionSpec(DIM, HEADS, DIM // HEADS, layer_index=1)]
 
 
+@pytest.mark.parametrize(("layers", "other"), [(None, 0), ([1], 2)], ids=["twice", "of another layer"])
+def test_a_callable_returns_a_mechanism_for_each_layer(layers: list[int] | None, other: int) -> None:
+    model = Pyramid()
+    swap_attention(model, Noisy, layers=[2])
+    one = model.blocks[2].attn.mechanism.half()
+    before = state_of(model)
+    with pytest.raises(AttentionSwapError, match=rf"cannot swap 'blocks\.1.*returned the Noisy of 'blocks\.{other}"):
+        swap_attention(model, lambda spec: one, layers=layers)
+    assert state_of(model) == before
+    swap_attention(model, lambda spec: one, layers=[2])  # its own
+    assert model.blocks[2].attn.mechanism is one
+
+
 @pytest.mark.parametrize("argument", [{"layers": 0.5}, {"where": 1}, {"exclude": 5}], ids=str)
 def test_selectors_of_the_wrong_type_are_named(argument: dict) -> None:
     ((name, value),) = argument.items()

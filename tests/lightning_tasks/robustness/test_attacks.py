@@ -389,6 +389,7 @@ def test_bad_batches_are_named(attack, change, error, says):
         (pgd, {"restarts": 0}, "restarts=0"),
         (spsa, {"samples": 3}, "samples=3"),
         (spsa, {"delta": 0.0}, "delta=0.0"),
+        pytest.param(spsa, {"delta": 10**400}, "delta=1000", id="beyond a float"),
         (square, {"queries": 0}, "queries=0"),
         (square, {"initial_share": 1.5}, "initial_share=1.5"),
         (square, {"queries": 1e3}, r"queries=1000.0 must be an integer of at least 1; write 1000"),

@@ -135,6 +135,9 @@ def test_as_configurations_name_it():
         with pytest.raises(ValueError, match="must be a list of apgd-ce"):
             read_attacks([{"name": "autoattack", "attacks": attacks}])
     assert read_eps("0.25/255") == ("0.25/255", 0.25 / 255)
+    for beyond in ("1e400", 10**400):
+        with pytest.raises(ValueError, match=r"eps is .*: it must be a number in \[0, 1\]"):
+            read_eps(beyond)
 
 
 def test_without_the_library(monkeypatch):

@@ -3,10 +3,12 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.functional import linear
+from torch.utils.data import DataLoader
 
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import QKClip
+from lightning_tasks.callbacks import NonFiniteGuard, QKClip
 from lightning_tasks.callbacks.stabilizers import qk_clip
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, TwoOptimizers, batches, fit, weights_of
 from tests.lightning_tasks.callbacks.stabilizers.ranks import TAU
@@ -14,6 +16,16 @@ from tests.lightning_tasks.callbacks.stabilizers.ranks import TAU
 
 def attentions(module):
     return [layer.self_attn for layer in module.net["encoder"].layers]
+
+
+def in_turn(*batches):
+    """A loader of these batches."""
+    return DataLoader(batches, batch_size=None)
+
+
+def rows_of(module):
+    """The rows of queries and keys of each layer."""
+    return [layer.in_proj_weight[: 2 * DIM] for layer in attentions(module)]
 
 
 class ClipsItself(TinyLM):
@@ -123,6 +135,130 @@ def test_with_manual_optimization():
     assert (weights_of(found) - weights_of(plain)).abs().max() > 1e-3
 
 
+class TwoPaces(TinyLM):
+    """Manual optimization: an optimizer of the head steps in every batch, that of all else in every second one."""
+
+    def __init__(self, wrapped=True):
+        super().__init__()
+        self.automatic_optimization = False
+        self.wrapped = wrapped
+
+    def configure_optimizers(self):
+        rest = [*self.net["embed"].parameters(), *self.net["encoder"].parameters()]
+        return [torch.optim.SGD(self.net["head"].parameters(), lr=0.0), torch.optim.SGD(rest, lr=0.0)]
+
+    def training_step(self, batch, batch_idx):
+        of_head, of_rest = self.optimizers(use_pl_optimizer=self.wrapped)
+        self.manual_backward(self.net["head"].weight.square().sum())
+        of_head.step()
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            of_rest.step()
+            of_rest.zero_grad()
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "bare"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_clips_by_all_batches_of_the_step_of_the_optimizer_that_holds_the_weights(order, wrapped):
+    loader = in_turn(*list(batches(2))[::order])
+    found, expected = TwoPaces(wrapped), TinyLM(lr=0.0)
+    fit(found, [QKClip(TAU)], loader)
+    fit(expected, [QKClip(TAU)], loader, accumulate_grad_batches=2)
+    assert torch.equal(weights_of(found), weights_of(expected))
+    assert not torch.equal(weights_of(found), weights_of(TinyLM()))
+
+
+def test_a_look_is_used_by_the_step_that_follows_though_no_look_is_taken_there():
+    found, expected = TwoPaces(), TinyLM(lr=0.0)
+    fit(found, [QKClip(TAU, every_n_steps=2)], batches(2))
+    fit(expected, [QKClip(TAU)], in_turn(next(iter(batches()))))
+    assert torch.equal(weights_of(found), weights_of(expected))
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_what_is_seen_behind_a_step_counts_for_the_next_alone(every_n_steps):
+    """The next one clips by it, unless no look is taken there: later ones do not."""
+
+    class LooksAgain(TwoPaces):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, 1)
+            if batch_idx == 0:
+                with torch.no_grad():
+                    self(torch.cat([inputs for inputs, _ in batches()]))
+
+    first, second, third = batches(3)
+    looks, expected = LooksAgain(), TinyLM(lr=0.0)
+    fit(looks, [QKClip(TAU, every_n_steps=every_n_steps, layers=[0])], in_turn(first, second, third))
+    if every_n_steps == 1:
+        fit(expected, [QKClip(TAU, layers=[0])], in_turn(first))
+        every = [torch.cat(parts) for parts in zip(*batches(), strict=True)]
+        fit(expected, [QKClip(TAU, layers=[0])], in_turn(every))
+    else:
+        fit(expected, [QKClip(TAU, layers=[0])], in_turn(first, third))
+    torch.testing.assert_close(weights_of(looks), weights_of(expected), atol=0, rtol=1e-5)
+
+
+def test_each_of_several_steps_in_a_batch_clips():
+    class ASampleAStep(TwoPaces):
+        def training_step(self, batch, batch_idx):
+            for sample in zip(*(part.split(1) for part in batch), strict=True):
+                super().training_step(sample, 1)
+
+    found, expected = ASampleAStep(), TinyLM(lr=0.0)
+    fit(found, [QKClip(TAU)], batches(1))
+    fit(expected, [QKClip(TAU)], batches(2, 1))
+    assert torch.equal(weights_of(found), weights_of(expected))
+
+
+class Poisoned(TinyLM):
+    """Its second loss is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx == 1 else loss
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["scaler's step", "fused step"])
+@pytest.mark.parametrize("by", ["guard before", "guard after", "scaler"])
+@pytest.mark.filterwarnings("ignore:skipped step")
+def test_a_step_that_is_skipped_clips_nothing(by, fused):
+    found, expected = Poisoned(lr=0.0, fused=fused), TinyLM(lr=0.0, fused=fused)
+    guard, options = NonFiniteGuard("skip"), []
+    callbacks = {"guard before": [guard, QKClip(TAU)], "guard after": [QKClip(TAU), guard], "scaler": [QKClip(TAU)]}
+    for _ in range(2):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        options.append({"plugins": [MixedPrecision("16-mixed", "cpu", scaler)] if by == "scaler" else []})
+    first, second, third = batches(3)
+    fit(found, callbacks[by], in_turn(first, second, third), **options[0])
+    fit(expected, [QKClip(TAU)], in_turn(first, third), **options[1])
+    assert torch.equal(weights_of(found), weights_of(expected))
+    assert not torch.equal(weights_of(found), weights_of(TinyLM()))
+
+
+def test_weights_that_are_frozen_later_are_left_alone():
+    class Freezes(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                attentions(pl_module)[0].requires_grad_(False)
+
+    found, earlier = TinyLM(), TinyLM()
+    fit(found, [Freezes(), QKClip(TAU)], max_steps=2)
+    fit(earlier, [QKClip(TAU)], max_steps=1)
+    stays, moves = (torch.equal(*pair) for pair in zip(*map(rows_of, (found, earlier)), strict=True))
+    assert (stays, moves) == (True, False)
+
+
+def test_weights_that_no_optimizer_holds_are_warned_of():
+    class HeadAlone(TinyLM):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net["head"].parameters(), lr=0.0)
+
+    module = HeadAlone()
+    with pytest.warns(UserWarning, match=r"none holds the weights of 'net.encoder.layers.0.self_attn'.*exclude="):
+        fit(module, [QKClip(TAU)], max_steps=1)
+    assert torch.equal(weights_of(module), weights_of(TinyLM()))
+
+
 def test_a_resumed_run_is_the_same_run(tmp_path):
     straight, resumed = TinyLM(), TinyLM()
     fit(straight, [QKClip(TAU)], max_epochs=4)
@@ -150,6 +286,7 @@ def test_layers_that_cannot_be_clipped_are_refused_by_name():
     [
         ({"tau": 0}, "tau must be above 0, got 0"),
         ({"tau": -1.0}, "tau .* at least 0, got -1.0"),
+        ({"tau": 10**400}, "tau .* at least 0, got 1000"),
         ({"alpha": 1.5}, "alpha .* at most 1, got 1.5"),
         ({"every_n_steps": 0}, "every_n_steps .* got 0"),
     ],
