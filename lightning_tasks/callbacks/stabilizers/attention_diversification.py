@@ -25,6 +25,10 @@ class AttentionDiversification(MapPenalty):
     In the backward pass it computes every attention map once more, and holds the N × N map of the mean over heads of
     each sample, of one layer at a time: unlike other callbacks it costs memory that grows with N², and time.
 
+    With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
+    divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
+    away, though a second optimizer trains by the same forward pass.
+
     Logs ``attention_diversification/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 
     Args:

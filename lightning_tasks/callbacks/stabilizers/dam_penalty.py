@@ -25,6 +25,10 @@ class DAMPenalty(LossPenalty):
     gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling and DDP treat it as
     the loss's own; the loss that is logged does not hold it.
 
+    With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
+    divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
+    away, though a second optimizer trains by the same forward pass.
+
     Logs ``dam_penalty/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 
     Args:

@@ -22,6 +22,10 @@ class EntropyRegularizer(MapPenalty):
     where accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not
     hold it. No map is held (:func:`attention_modules.stabilizers.entropy.row_entropy`).
 
+    With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
+    divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
+    away, though a second optimizer trains by the same forward pass.
+
     Logs ``entropy_regularizer/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 
     Args:

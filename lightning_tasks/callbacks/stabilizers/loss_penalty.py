@@ -32,6 +32,9 @@ class LossPenalty(QueryKeyObserver):
     DDP and activation checkpointing treat it as the loss's own. That is the first backward pass of Lightning's
     (``manual_backward`` with manual optimization) through a call: gradients that the module takes itself, as for a
     gradient penalty, are without it. The loss that is logged does not hold it.
+
+    With manual optimization nobody says how many batches a step has, nor which backward pass trains the layer: each
+    call's penalty enters whole, in the first ``manual_backward`` through it.
     """
 
     metric: ClassVar[str]

@@ -96,6 +96,13 @@ class TwoBackwards(Manual):
         self.manual_backward(loss.square())
 
 
+class Accumulates(Manual):
+    """Half of a loss, as for accumulation by hand: each backward pass has the whole penalty."""
+
+    def step(self, x, loss_of):
+        self.manual_backward(self.penalized(loss_of(x) / 2))
+
+
 class SecondOrder(Manual):
     """The gradient's own gradient, penalty included, is what trains."""
 
@@ -151,6 +158,7 @@ STEPS = [
     TwoForwards,
     Evaluates,
     TwoBackwards,
+    Accumulates,
     SecondOrder,
     LooksBefore,
     BackwardTwice,
