@@ -27,7 +27,7 @@ class DAMPenalty(LossPenalty):
 
     With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
     divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
-    away though a second optimizer trains by the same forward pass.
+    away, though a second optimizer trains by the same forward pass.
 
     Logs ``dam_penalty/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 

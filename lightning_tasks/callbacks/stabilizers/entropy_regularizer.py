@@ -24,7 +24,7 @@ class EntropyRegularizer(MapPenalty):
 
     With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
     divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
-    away though a second optimizer trains by the same forward pass.
+    away, though a second optimizer trains by the same forward pass.
 
     Logs ``entropy_regularizer/penalty``, weight included, of each batch. Training runs without ``torch.compile``.
 
