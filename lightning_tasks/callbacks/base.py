@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 try:
     from pytorch_lightning import Callback as _StandaloneCallback
@@ -57,7 +60,7 @@ def check_alone(trainer: pl.Trainer, callback: pl.Callback) -> None:
     if any(other is not callback and isinstance(other, type(callback)) for other in others):
         name = type(callback).__name__
         raise ValueError(
-            f"the trainer has two callbacks {name}, which would log the same names and overwrite each other's files: "
+            f"the trainer has two callbacks {name}, which would log the same names and write the same files, if any: "
             "keep one, with the options of both. Where a recipe has it already, change its options there: in a copy "
             "of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is the whole list "
             f"and replaces that of RECIPE (--trainer.callbacks+={name} adds to the list, and "
@@ -79,3 +82,9 @@ def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
     for name, cure in _CURES.items():
         if is_strategy(trainer, name):
             raise ValueError(f"{what} here: {cure}")
+
+
+def held_parameters(optimizers: Iterable[Optimizer]) -> dict[int, nn.Parameter]:
+    """The Parameters that optimizers train, by their identity."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(parameter): parameter for group in groups for parameter in group["params"]}

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_flag
-from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards, reshard, whole
+from lightning_tasks.callbacks.base import Callback, Where, held_parameters, refuse_flat_shards, reshard, whole
 from lightning_tasks.callbacks.monitoring.names import warn_of_caveats
 from lightning_tasks.training.limits import check_choice, check_number
 
@@ -29,8 +30,9 @@ class LocAteR(Callback):
     Lightning clips afterwards, and a short last accumulation window gets its share. The module needs no change, and
     layers sharded by FSDP2 are gathered.
 
-    With manual optimization a step counts in full however many backward passes it gathers, and gradients that the
-    module clips itself, before ``step``, are clipped without the penalty.
+    With manual optimization a step counts in full however many backward passes it gathers, gradients that the module
+    clips itself, before ``step``, are clipped without the penalty, and steps of ``self.optimizers(
+    use_pl_optimizer=False)`` have none (a warning).
 
     Logs ``locater/penalty``, weight included, as of before the step. Where a trainer has several, say for other layers,
     the second logs ``locater/penalty_1`` and so on, in the order of the callbacks.
@@ -81,6 +83,7 @@ class LocAteR(Callback):
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}
         self._backward_passes = 0
+        self._reached = False  # whether a step of this fit came by
 
     @property
     def trains(self) -> bool:
@@ -112,6 +115,7 @@ class LocAteR(Callback):
         reshard(pl_module)
         self._choose(trainer, pl_module)
         self._backward_passes = 0
+        self._reached = False
         warn_of_caveats("LocAteR", self._layers)
         if self._holds_initial:
             for layer in self._layers:
@@ -130,7 +134,7 @@ class LocAteR(Callback):
         return bool(self.gamma) and self.mean_target == "initial"
 
     def _check_trained(self, trainer: pl.Trainer) -> None:
-        held = {id(parameter) for optimizer in trainer.optimizers for parameter in _parameters_of(optimizer)}
+        held = held_parameters(trainer.optimizers)
         for layer in self._layers:
             if not any(parameter.requires_grad and id(parameter) in held for parameter in layer.qk_parameters()):
                 raise ValueError(
@@ -158,6 +162,7 @@ class LocAteR(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self._reached = True
         share = self._share_of_step(trainer, pl_module)
         parameters = [] if self.observe_only else self._parameters(optimizer)
         if share == 0 or not (parameters or self.observe_only):
@@ -167,6 +172,13 @@ class LocAteR(Callback):
             if parameters and self.weight:
                 self._add_gradient(share * penalty, parameters, trainer, optimizer)
         pl_module.log(self._name(trainer), penalty.detach())
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._reached and self._backward_passes:
+            rank_zero_warn(
+                "LocAteR has seen no step of an optimizer, so that it adds and logs nothing: with manual optimization, "
+                "call step() of what self.optimizers() gives, without use_pl_optimizer=False"
+            )
 
     def _name(self, trainer: pl.Trainer) -> str:
         """Of its own in the logs, by its place among its kind."""
@@ -181,7 +193,7 @@ class LocAteR(Callback):
         return passes / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        held = held_parameters([optimizer])
         chosen = {id(p): p for layer in self._layers for p in layer.qk_parameters() if p.requires_grad}
         return [parameter for key, parameter in chosen.items() if key in held]
 
@@ -213,10 +225,6 @@ class LocAteR(Callback):
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _full_precision(weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

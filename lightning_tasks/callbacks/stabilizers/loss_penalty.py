@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.stabilizers.attach import attach_penalty
-from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.base import Where, held_parameters
+from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.training.limits import check_number
 
@@ -56,6 +57,14 @@ class LossPenalty(QueryKeyObserver):
         super().on_train_start(trainer, pl_module)
         self._with.clear()
         self._without.clear()
+        held = held_parameters(trainer.optimizers)
+        if idle := {
+            layer.name: "" for layer in self._layers if not any(id(each) in held for each in layer.module.parameters())
+        }:
+            rank_zero_warn(
+                f"{type(self).__name__}: no optimizer holds a weight of {listed(idle)}, so the penalty can change only "
+                "what comes before; train these layers, or name them in exclude="
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

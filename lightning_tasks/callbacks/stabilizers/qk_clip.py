@@ -172,8 +172,8 @@ class QKClip(QueryKeyObserver):
         self._forget_largest(self._left)
         self._awaited -= self._left | self._stepped
         self._left, self._stepped = set(), set()
-        if self._clipped:
-            pl_module.log("qk_clip/clipped_heads", torch.stack(self._clipped).sum())
+        none = torch.zeros((), dtype=torch.long, device=pl_module.device)  # of a batch without a step, or not looked at
+        pl_module.log("qk_clip/clipped_heads", sum(self._clipped, none))
         self._clipped = []
 
     def _unhook(self) -> None:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from attention_modules.hosts import attention_layers
@@ -19,7 +19,14 @@ from attention_modules.stabilizers.sigma import (
     reparametrizations,
     sigma_reparametrize_all,
 )
-from lightning_tasks.callbacks.base import Callback, Where, check_alone, is_strategy, refuse_flat_shards
+from lightning_tasks.callbacks.base import (
+    Callback,
+    Where,
+    check_alone,
+    held_parameters,
+    is_strategy,
+    refuse_flat_shards,
+)
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.checkpoints.swaps import overrides
@@ -102,6 +109,16 @@ class SigmaReparam(Callback):
                     f"{name} would average a copy of the module without σReparam: list SigmaReparam before {name}, and "
                     "build the network in __init__, without setup or configure_model"
                 )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        held = held_parameters(trainer.optimizers)
+        weights: Any = [(module, tensor) for module, tensor, _ in reparametrizations(pl_module)]
+        lists = [module.parametrizations[tensor] for module, tensor in weights]
+        if idle := [each for each in lists if id(each.original) in held and id(each[0].gamma) not in held]:
+            rank_zero_warn(
+                f"SigmaReparam: the optimizers hold {len(idle)} weights and not the γ of these, which then stay as "
+                "they are: build the optimizer in configure_optimizers(), of all Parameters that the module has then"
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

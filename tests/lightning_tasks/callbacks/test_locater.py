@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,18 @@ def test_two_optimizers_each_get_their_own_parameters():
     fit(without)
     difference_to = [(weights_of(found) - weights_of(other)).abs().max().item() for other in (expected, without)]
     assert_same_but_for_rounding(*difference_to)
+
+
+def test_steps_that_it_does_not_see_are_warned_of():
+    class Raw(TwoOptimizers):
+        def optimizers(self, use_pl_optimizer=False):
+            return super().optimizers(use_pl_optimizer)
+
+    with pytest.warns(UserWarning, match=r"LocAteR has seen no step .* without use_pl_optimizer=False"):
+        fit(Raw(), [callback()])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="LocAteR has seen no step")
+        fit(TwoOptimizers(), [callback()])
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

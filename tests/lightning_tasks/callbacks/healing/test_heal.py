@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from attention_modules import SelfAttention, load_pretrained, restore_attention, swap_attention
-from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKWeightDecay, SwapAttention
+from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKClip, QKWeightDecay, SwapAttention
 from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 
@@ -228,9 +228,13 @@ def test_a_monitor_of_plain_layers_changes_neither_what_is_healed_nor_its_logs(p
     torch.testing.assert_close(watched, logged)  # the encoder's fused path, which it evaluates by, rounds otherwise
 
 
-def test_decay_of_weights_that_no_stage_trains_leaves_them_and_the_teacher():
+@pytest.mark.parametrize("place", [0, 1], ids=["before", "after"])
+@pytest.mark.parametrize("make", [lambda: QKWeightDecay(1.0), lambda: QKClip(1e-5)], ids=["decay", "clip"])
+def test_what_changes_weights_leaves_those_that_no_stage_trains_and_the_teacher(make, place):
     callback = Heal([{"match": "output", "train": "new"}])
-    module, _ = heal([callback, QKWeightDecay(1.0)], "gated")
+    callbacks = [callback]
+    callbacks.insert(place, make())
+    module, _ = heal(callbacks, "gated")
     for network in (callback.teacher.network, module.net):
         held = network.encoder.layers[0].self_attn.in_proj_weight
         assert torch.equal(held, Task().net.encoder.layers[0].self_attn.in_proj_weight)

@@ -227,6 +227,18 @@ def test_a_backward_pass_around_lightning_is_warned_of():
         fit(TinyLM(), [entropy()], max_steps=1)
 
 
+def test_layers_that_no_optimizer_holds_are_warned_of():
+    class Head(TinyLM):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net["embed"].parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match=r"no optimizer holds a weight of .*layers\.0\.self_attn.*exclude="):
+        fit(Head(), [entropy()], max_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no optimizer holds")
+        fit(TinyLM(), [entropy()], max_steps=1)
+
+
 def test_a_layer_that_another_optimizer_trains_is_no_error():
     """The first layer takes no gradient in the turn of the second, which comes first."""
 

@@ -148,6 +148,22 @@ def test_the_optimizer_has_gamma_and_the_spectrum_is_that_of_the_acting_weight()
     torch.testing.assert_close(trainer.callback_metrics["qk_spectrum/scale/layer_00"], scale, check_dtype=False)
 
 
+def test_a_gamma_that_an_optimizer_of_before_cannot_train_is_warned_of(recwarn):
+    class Early(TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self):
+            return self.early
+
+    with pytest.warns(UserWarning, match=r"hold 4 weights and not the γ of these.*configure_optimizers"):
+        fit(Early(), [SigmaReparam()], max_steps=1)
+    recwarn.clear()
+    fit(TinyLM(), [SigmaReparam()], max_steps=1)
+    assert not [each for each in recwarn if "γ" in str(each.message)]
+
+
 def test_watching_does_not_train_it():
     watched, alone = TinyLM(), TinyLM()
     fit(watched, [SigmaReparam(), SpectrumMonitor(1), LocAteR(0.1, observe_only=True), AttentionMonitor(1)])
