@@ -283,12 +283,14 @@ def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     """Names of attention layers by the stack that they lie in, as "blocks.*.attn", in their order.
 
     The names of a stack differ in one number alone. Where several numbers do, it is the last of them: members of an
-    ensemble, or stages of a network, have a stack each.
+    ensemble, or stages of a network, have a stack each. So have the parallel attentions of timm's blocks, ``attns``.
     """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
         parts = name.split(".")
-        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+        numbers = [part.isdecimal() and before != "attns" for before, part in zip(["", *parts], parts, strict=False)]
+        kind = tuple("*" if number else part for number, part in zip(numbers, parts, strict=True))
+        alike.setdefault(kind, []).append(parts)
     found: dict[str, list[str]] = {}
     for group in alike.values():
         differing = [at for at, level in enumerate(zip(*group, strict=True)) if len(set(level)) > 1]

@@ -364,6 +364,10 @@ def test_encoder_and_decoder_are_two_stacks():
         ("s.0.b.0.attn s.0.b.1.attn s.1.b.0.attn", {"s.0.b.*.attn": [0, 1], "s.1.b.*.attn": [2]}),
         ("0.layers.0 0.layers.1 2.layers.0 2.layers.1", {"0.layers.*": [0, 1], "2.layers.*": [2, 3]}),
         ("block0.attn block1.attn", {"block0.attn": [0], "block1.attn": [1]}),
+        (
+            "b.0.attns.0 b.0.attns.1 b.1.attns.0 b.1.attns.1",  # as timm's parallel attentions
+            {"b.*.attns.0": [0, 2], "b.*.attns.1": [1, 3]},
+        ),
     ],
 )
 def test_names_of_a_stack_differ_in_one_number(names, expected):
