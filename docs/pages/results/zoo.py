@@ -1,19 +1,21 @@
 """All mechanisms side by side: what the tables of the page are, where the raw files are there.
 
 They are a copy of what `attnswap compare zoo/images` and `attnswap compare zoo/text` wrote (`results.csv` and
-`comparison.json`), in docs/results/zoo/images and docs/results/zoo/text.
+`comparison.json`), in docs/results/zoo/images and docs/results/zoo/text; further seeds of some mechanisms are in
+images_more and text_more.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import number, significant
+from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
-from docs.pages.tables import Table, verdicts
+from docs.pages.tables import Table, p_value, verdicts
 from lightning_tasks.compare.choice import Choice
 
 NOTHING = "no numbers yet"
@@ -37,13 +39,13 @@ OTHERS = {
 }
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
-PAGE = Page("zoo", summaries={part: f"zoo/{part}" for part in SCORES})
+PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
 
 
-def read(raw: Raw, part: str) -> Comparison | None:
-    """The comparison; None before it has run."""
-    there = (raw.folder / part / RESULTS).is_file()
-    return raw.comparison(part, f"zoo/{part}") if there else None
+def read(raw: Raw, part: str, more: str = "") -> Comparison | None:
+    """The comparison, or its further seeds; None before it has run."""
+    folder = f"{part}{more}"
+    return raw.comparison(folder, f"zoo/{part}") if (raw.folder / folder / RESULTS).is_file() else None
 
 
 def score(part: str, raw: Raw) -> Table:
@@ -53,6 +55,26 @@ def score(part: str, raw: Raw) -> Table:
         return Table(["mechanism", "score"], [[NOTHING, ""]])
     metric, digits, scale = SCORES[part]
     return verdicts(found, metric, {name: name for name in found.configs}, digits, scale, seeds=True)
+
+
+def more_seeds(part: str, raw: Raw) -> Table:
+    """The primary endpoint of the mechanisms with further seeds: by these alone, and by all."""
+    first, further = read(raw, part), read(raw, part, "_more")
+    heads = ["mechanism", "mean ± std", "compared with", "further seeds [95%]", "all seeds [95%]", "p, corrected"]
+    if first is None or further is None:
+        return Table([*heads, "verdict"], [[NOTHING, *[""] * len(heads)]])
+    metric, digits, scale = SCORES[part]
+    together = replace(
+        further, rows=[*(row for row in first.rows if row["config"] in further.configs), *further.rows], images=()
+    )
+    rows = []
+    for row in together.summary:
+        if row.metric == metric and row.pairs:
+            alone = further.row(metric, row.config, row.reference)
+            intervals = [difference(each, digits, scale) for each in (alone, row)]
+            score = mean_std(together.values(metric, row.config), digits, scale)
+            rows.append([row.config, score, row.reference, *intervals, p_value(row.corrected), row.verdict])
+    return Table([*heads, "verdict"], rows)
 
 
 def described(part: str, raw: Raw) -> Table:
@@ -104,6 +126,7 @@ def curves(part: str, raw: Raw) -> Figure | None:
 for name in SCORES:
     PAGE.tables |= {
         name: partial(score, name),
+        f"{name}_more_seeds": partial(more_seeds, name),
         f"{name}_described": partial(described, name),
         f"{name}_rates": partial(rates, name),
     }
