@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,11 @@ def toy(tmp_path):
     return tmp_path, page
 
 
-def write_results(path, more=0.0):
+def write_results(path, more=0.0, start=0):
     rows = [
         {"config": config, "seed": seed, "step": step, "metric": metric, "value": value + more * (config == "rpc")}
         for config, shift in (("softmax", 0.0), ("rpc", 0.02))
-        for seed in range(4)
+        for seed in range(start, start + 4)
         for metric, step, value in (
             ("test/top1", 10, 0.5 + shift + 0.01 * seed + 0.001 * shift * seed**2),
             ("val/loss", 5, 2.0 - shift * seed),
@@ -293,7 +294,18 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     text = (tmp_path / zoo.PAGE.file).read_text()
     assert "| rpc | 4 | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | 0.0 | higher |" in text
     assert "| rpc | 40.0 | **50.0** |" in text
-    assert text.count("no numbers yet |") == 3  # those of the text
+    assert text.count("no numbers yet |") == 5  # those of the text, and of further seeds
+    more = folder.with_name("images_more")
+    more.mkdir()
+    write_results(more / "results.csv", start=4)
+    write_record(replace(record, cells=[replace(cell, seed=cell.seed + 4) for cell in cells]), more)
+    command.build(tmp_path, [zoo.PAGE])
+    assert command.check(tmp_path, [zoo.PAGE]) == []
+    text = (tmp_path / zoo.PAGE.file).read_text()
+    both = "| rpc | 55.5 ± 2.5 | softmax | +2.1 [+2.0, +2.1] | +2.0 [+2.0, +2.1] | < 0.001 | higher |"
+    assert both in text
+    shutil.rmtree(more)
+    command.build(tmp_path, [zoo.PAGE])
     written = (folder / "summary.md").read_text()
     assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
     assert "- rpc seed 3: initial weights differ from those of softmax" in written

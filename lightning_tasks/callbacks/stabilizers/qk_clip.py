@@ -172,7 +172,8 @@ class QKClip(QueryKeyObserver):
         self._forget_largest(self._left)
         self._awaited -= self._left | self._stepped
         self._left, self._stepped = set(), set()
-        none = torch.zeros((), dtype=torch.long, device=pl_module.device)  # of a batch without a step, or not looked at
+        weight = query_key_weights(self._layers[0])[0]
+        none = weight.new_zeros((), dtype=torch.float32)  # of a batch without a step, or not looked at
         pl_module.log("qk_clip/clipped_heads", sum(self._clipped, none))
         self._clipped = []
 
