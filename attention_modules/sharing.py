@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 FIRST, PREVIOUS = "first_value", "previous_value"
 READS = (FIRST, PREVIOUS)
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")  # parts of names, around single layers
 _ONE_BY_ONE = (
     "let a module that holds the whole stack, and runs each of its layers once, be called for each input in turn"
 )
@@ -134,6 +135,12 @@ class Link:
         expected = self.shared.readers.get(self.position, ())
         found = self._running() if expected else None
         if found is None:
+            if expected and _graph_task() != -1 and _checkpoint_frame() is None:
+                raise SharedValueError(
+                    f"{self._name(self.position)} is computed again during backward, after {self._name(expected[0])} "
+                    "has read values of its first run, which have no gradient: checkpoint with use_reentrant=False, "
+                    "and PyTorch 2.8 or newer, or checkpoint nothing"
+                )
             return
         if self.position in found.values:
             for reader in expected:
@@ -285,18 +292,19 @@ def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     The names of a stack differ in one number alone. Where several numbers do, it is the last of them: members of an
     ensemble, or stages of a network, have a stack each. So have the parallel attentions of timm's blocks, ``attns``.
     """
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    alike: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
     for name in names:
-        parts = name.split(".")
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
         numbers = [part.isdecimal() and before != "attns" for before, part in zip(["", *parts], parts, strict=False)]
         kind = tuple("*" if number else part for number, part in zip(numbers, parts, strict=True))
-        alike.setdefault(kind, []).append(parts)
+        alike.setdefault(kind, []).append((parts, name))
     found: dict[str, list[str]] = {}
     for group in alike.values():
-        differing = [at for at, level in enumerate(zip(*group, strict=True)) if len(set(level)) > 1]
-        for parts in group:
+        levels = zip(*(parts for parts, _ in group), strict=True)
+        differing = [at for at, level in enumerate(levels) if len(set(level)) > 1]
+        for parts, name in group:
             stack = ["*" if at in differing[-1:] else part for at, part in enumerate(parts)]
-            found.setdefault(".".join(stack), []).append(".".join(parts))
+            found.setdefault(".".join(stack), []).append(name)
     return found
 
 

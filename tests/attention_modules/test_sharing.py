@@ -144,6 +144,21 @@ def test_what_reentrant_checkpointing_computes_again_is_an_error(batches):
         out.sum().backward()
 
 
+def test_values_that_reentrant_checkpointing_gave_without_a_gradient_are_an_error(batches):
+    class First(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x
+
+    model = First()
+    swap_attention(model, Mixed)
+    out = model(batches[0].requires_grad_())
+    with pytest.raises(SharedValueError, match=r"blocks\.0\.attn.*again during backward.*use_reentrant=False"):
+        out.sum().backward()
+
+
 @needs_frames
 def test_a_checkpoint_inside_another_is_an_error_that_says_so(batches):
     class Nested(Stack):
@@ -364,6 +379,7 @@ def test_encoder_and_decoder_are_two_stacks():
         ("s.0.b.0.attn s.0.b.1.attn s.1.b.0.attn", {"s.0.b.*.attn": [0, 1], "s.1.b.*.attn": [2]}),
         ("0.layers.0 0.layers.1 2.layers.0 2.layers.1", {"0.layers.*": [0, 1], "2.layers.*": [2, 3]}),
         ("block0.attn block1.attn", {"block0.attn": [0], "block1.attn": [1]}),
+        ("b.0.attn b.1._checkpoint_wrapped_module.attn b.2.attn", {"b.*.attn": [0, 1, 2]}),
         (
             "b.0.attns.0 b.0.attns.1 b.1.attns.0 b.1.attns.1",  # as timm's parallel attentions
             {"b.*.attns.0": [0, 2], "b.*.attns.1": [1, 3]},

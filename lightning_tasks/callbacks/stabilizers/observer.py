@@ -27,6 +27,15 @@ class QueryKeyObserver(MechanismObserver):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._layers = self._chosen(pl_module)
+        of_mechanism: dict[int, str] = {}
+        for layer in self._layers:
+            if layer.mechanism is not None and (other := of_mechanism.setdefault(id(layer.mechanism), layer.name)) != (
+                layer.name
+            ):
+                raise ValueError(
+                    f"{type(self).__name__} tells layers apart by their mechanisms, and {other!r} and {layer.name!r} "
+                    "have one between them: build one for each, or name one of the layers in exclude="
+                )
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._in_backward = True  # activation checkpointing runs forward again in there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -92,6 +92,7 @@ class QKClip(QueryKeyObserver):
         self._stepped: set[int] = set()  # those whose weights were stepped in this batch
         self._left: set[int] = set()  # those whose step began in this batch, and was not taken
         self._clipped: list[Tensor] = []  # how many key heads, in each step of this batch
+        self._reached = False  # whether a step of this fit came by
         self._on_step = ExitStack()  # the hooks of optimizers
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
 
@@ -104,11 +105,18 @@ class QKClip(QueryKeyObserver):
         self._scaler = None
         self._largest, self._clipped = [None] * len(self._layers), []
         self._awaited, self._stepped, self._left = set(), set(), set()
+        self._reached = False
         held = set().union(*map(self._held_by, trainer.optimizers))
         if idle := {layer.name: "" for index, layer in enumerate(self._layers) if index not in held}:
             rank_zero_warn(
                 f"QKClip clips after a step of one of the trainer's optimizers, and none holds the weights of "
                 f"{listed(idle)}: return an optimizer of them from configure_optimizers(), or name them in exclude="
+            )
+        whole = set().union(*(self._held_by(each, all) for each in trainer.optimizers))
+        if parted := {layer.name: "" for index, layer in enumerate(self._layers) if index in held - whole}:
+            rank_zero_warn(
+                f"QKClip: W_q and W_k of {listed(parted)} lie in several optimizers; where the others are toggled off "
+                "at a step, they count as frozen, and nothing is clipped: give both to one optimizer"
             )
 
     def _check(self, pl_module: pl.LightningModule) -> None:
@@ -144,6 +152,7 @@ class QKClip(QueryKeyObserver):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self._reached = True
         if self._awaited:
             self._left |= self._held_by(optimizer)
 
@@ -151,6 +160,7 @@ class QKClip(QueryKeyObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> None:
         """Clip the layers whose weights an optimizer has stepped."""
+        self._reached = True
         held = self._held_by(optimizer) & self._awaited
         if not held:
             return
@@ -181,13 +191,20 @@ class QKClip(QueryKeyObserver):
         super()._unhook()
         self._on_step.close()
 
-    def _held_by(self, optimizer: Optimizer) -> set[int]:
-        """The layers whose weights an optimizer holds."""
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._awaited and trainer.optimizers and not self._reached:
+            rank_zero_warn(
+                "QKClip has seen no step of the trainer's optimizers, so that it clips nothing: step what "
+                "configure_optimizers() returns, and not an optimizer inside it"
+            )
+
+    def _held_by(self, optimizer: Optimizer, share: Callable[[Iterable[bool]], bool] = any) -> set[int]:
+        """The layers whose weights an optimizer holds, any of them or all."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return {
             index
             for index, layer in enumerate(self._layers)
-            if any(id(weight) in own for weight in query_key_weights(layer))
+            if share(id(weight) in own for weight in query_key_weights(layer))
         }
 
     def _forget_largest(self, layers: set[int]) -> None:

@@ -114,6 +114,11 @@ class SigmaReparam(Callback):
         held = held_parameters(trainer.optimizers)
         weights: Any = [(module, tensor) for module, tensor, _ in reparametrizations(pl_module)]
         lists = [module.parametrizations[tensor] for module, tensor in weights]
+        if lost := [each for each in lists if each.original.requires_grad and id(each.original) not in held]:
+            rank_zero_warn(
+                f"SigmaReparam: no optimizer holds {len(lost)} of the {len(lists)} weights, which stay as they are: "
+                "train them, or name their layers in exclude="
+            )
         if idle := [each for each in lists if id(each.original) in held and id(each[0].gamma) not in held]:
             rank_zero_warn(
                 f"SigmaReparam: the optimizers hold {len(idle)} weights and not the γ of these, which then stay as "

@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.functional import linear
 from torch.utils.data import DataLoader
 
-from attention_modules.swap import swap_attention
+from attention_modules import build_mechanism, swap_attention
 from lightning_tasks.callbacks import NonFiniteGuard, QKClip
 from lightning_tasks.callbacks.stabilizers import qk_clip
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, TwoOptimizers, batches, fit, weights_of
@@ -257,6 +257,76 @@ def test_weights_that_no_optimizer_holds_are_warned_of():
     with pytest.warns(UserWarning, match=r"none holds the weights of 'net.encoder.layers.0.self_attn'.*exclude="):
         fit(module, [QKClip(TAU)], max_steps=1)
     assert torch.equal(weights_of(module), weights_of(TinyLM()))
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Has an optimizer of its own, which is the one that is stepped, as SAM's published form does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+
+class StepsInside(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return Wrapped(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers().optimizer.inner
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Parted(StepsInside):
+    """Keys have an optimizer of their own."""
+
+    def __init__(self):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": DIM, "num_attention_heads": HEADS, "num_hidden_layers": 1, "intermediate_size": DIM}
+        self.net["encoder"] = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=10))
+
+    def configure_optimizers(self):
+        keys = [one for name, one in self.named_parameters() if ".key." in name]
+        rest = [one for name, one in self.named_parameters() if ".key." not in name]
+        return [torch.optim.SGD(part, lr=0.1) for part in (keys, rest)]
+
+    def training_step(self, batch, batch_idx):
+        output = self.net["encoder"](inputs_embeds=self.net["embed"](batch[0])).last_hidden_state
+        self.manual_backward(output.square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(StepsInside, "has seen no step of the trainer's optimizers"), (Parted, "lie in several optimizers")],
+)
+def test_steps_that_do_not_clip_are_warned_of(make, said, recwarn):
+    with pytest.warns(UserWarning, match=f"QKClip.*{said}"):
+        fit(make(), [QKClip(TAU)], max_steps=2)
+    recwarn.clear()
+    fit(TinyLM(), [QKClip(TAU)], max_steps=2)
+    assert not [each for each in recwarn if "QKClip" in str(each.message)]
+
+
+def test_layers_that_have_one_mechanism_between_them_are_refused():
+    module, made = TinyLM(), []
+
+    def one(spec):
+        made[:] = made or [build_mechanism("softmax", spec)]
+        return made[0]
+
+    for layer in module.net["encoder"].layers:
+        swap_attention(layer, one)
+    with pytest.raises(ValueError, match=r"QKClip tells layers apart.*layers\.0.*layers\.1.*build one for each"):
+        fit(module, [QKClip(TAU)], max_steps=1)
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path):
