@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from attention_modules.extras import needed_for
@@ -58,7 +60,7 @@ def load_pretrained(
         import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     plan = _read_plan(folder, hub)
-    swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan)
+    swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan, kwargs.get("variant"))
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -73,8 +75,11 @@ def load_pretrained(
     loaded = Loaded.from_pretrained(folder, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     model.__class__ = plain
+    places = _places(model, plan.names)
+    if len(swaps) > 1:  # a mechanism may read the values of layers whose turn is to come
+        swap_attention(model, "softmax", where=list(places.values()))
     for swap in swaps:
-        swap.carry_out(model, tensors, plan.former)
+        swap.carry_out(model, places, tensors, plan.former)
     return loaded
 
 
@@ -84,6 +89,7 @@ class _Plan:
 
     layers: Sequence[Mapping[str, Any]]
     former: bool
+    content: bytes
 
     @property
     def names(self) -> list[str]:
@@ -101,14 +107,18 @@ class _Swap:
     names: Sequence[str]
     lost: Sequence[str]
 
-    def carry_out(self, model: nn.Module, tensors: Mapping[str, Tensor], former: bool) -> None:
+    def carry_out(
+        self, model: nn.Module, of_model: Mapping[str, str], tensors: Mapping[str, Tensor], former: bool
+    ) -> None:
         """Swap the layers, and give their mechanisms (or the whole layers) the tensors that the folder has for them.
 
         Raises:
             ValueError: if the mechanism has another name than the file says (a class may have moved to another module),
                 or other tensors.
         """
-        places = dict(zip(self.names, _names_in(model, self.names), strict=True))
+        places = {name: of_model[name] for name in self.names if name in of_model}
+        if not places:
+            return
         swap_attention(model, self.mechanism, where=list(places.values()), **self.options)
         for name, place in places.items():
             layer: Any = model.get_submodule(place)
@@ -116,7 +126,7 @@ class _Swap:
             if found.rpartition(".")[2] != self.recorded.rpartition(".")[2]:
                 raise ValueError(
                     f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give "
-                    f"that one, or, where it was renamed, write its new name into {PLAN}"
+                    "that one"
                 )
             prefix, holder = (f"{name}.", layer) if former else (f"{name}.mechanism.", layer.mechanism)
             state = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
@@ -128,11 +138,30 @@ class _Swap:
                 lose_query(layer, layer.dropped_query)
 
 
-def _names_in(model: Any, names: Sequence[str]) -> Sequence[str]:
-    """The layers' names in this model, which may have a head that the saved one had not, or lack one that it had."""
+def _places(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """The saved layers' names in this model, which may have another head than the saved one, or be a part of it.
+
+    Raises:
+        ValueError: if it has none of them.
+    """
     known, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
-    candidates = names, [prefix + name for name in names], [name.removeprefix(prefix) for name in names]
-    return next((each for each in candidates if known.issuperset(each)), names)
+    found = {}
+    for name in names:
+        candidates = name, prefix + name, name.removeprefix(prefix)
+        if place := next((each for each in candidates if each in known), None):
+            found[name] = place
+    if not found:
+        raise ValueError(
+            f"{PLAN} is of other layers than {type(model).__name__} has: it names {', '.join(names[:3])}, ...; give "
+            "the class that was saved"
+        )
+    if absent := [name for name in names if name not in found]:
+        warnings.warn(
+            f"{type(model).__name__} has no {', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''}, which "
+            f"{PLAN} names too: {len(found)} of {len(names)} layers are swapped",
+            stacklevel=3,
+        )
+    return found
 
 
 def _swaps(folder: object, plan: _Plan, given: Mechanism | None) -> list[_Swap]:
@@ -181,8 +210,8 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
             "softmax alone; load it with from_pretrained, and call swap_attention"
         )
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        raw = Path(path).read_bytes()
+        content = json.loads(raw)
         layers, former = content["layers"], content["format"] == 1
         layers = [{**layer, "query": False} for layer in layers] if former else layers
         known = (former or content["format"] == 2) and all(_is_layer(layer) for layer in layers)
@@ -193,51 +222,79 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
             f"{path} must hold format 2 and layers, each once, with 'name', 'mechanism', 'options' and 'query'; save "
             "the model anew, or load it with the version of attnswap that wrote it"
         )
-    return _Plan(layers, former)
+    return _Plan(layers, former, raw)
 
 
-def _read_tensors(folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan) -> dict[str, Tensor]:
+def _read_tensors(
+    folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan, variant: str | None
+) -> dict[str, Tensor]:
     """The tensors of the mechanisms (of an earlier version, of the layers), where the weights were saved with them.
 
     Raises:
-        ValueError: if the weights were saved without a swap or with another one, as where an earlier or later model
-            was written into the folder in part.
+        ValueError: if the weights are damaged, or were saved without a swap or with another one, as where an earlier or
+            later model was written into the folder in part.
     """
-    from safetensors import safe_open
     from safetensors.torch import load
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
     from attention_modules.hosts.saving import seal
 
     def find(name: str) -> str | None:
+        from transformers.utils import cached_file
+
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         return cached_file(os.fspath(folder), name, **quiet, **hub)
 
-    path, index = find(TENSORS), find(SAFE_WEIGHTS_INDEX_NAME)
-    shards = {SAFE_WEIGHTS_NAME} if index is None else {*json.loads(Path(index).read_bytes())["weight_map"].values()}
-    files = [found for name in sorted(shards) if (found := find(name)) is not None]
-    marks, layers = [], {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (it is no mapping)
-                if key.endswith(f".{MARK}"):
-                    marks.append(int(opened.get_tensor(key).flatten()[0]))
-                elif plan.former and key.startswith(tuple(f"{name}." for name in plan.names)):
-                    layers[key] = opened.get_tensor(key)
-    if files and not marks:
+    of_layers = tuple(f"{name}." for name in plan.names) if plan.former else ()
+    path = find(TENSORS)
+    try:
+        read = dict(_weights(find, variant, lambda key: key.endswith(f".{MARK}") or key.startswith(of_layers)))
+        marks = [read.pop(key).flatten()[0].item() for key in [*read] if key.endswith(f".{MARK}")]
+        content = b"" if path is None or plan.former else Path(path).read_bytes()
+        tensors = load(content) if content else {}
+    except Exception as error:  # of json, safetensors and pickle
+        raise ValueError(f"the weights of {folder} cannot be read ({type(error).__name__}: {error})") from error
+    if not marks:
         raise ValueError(
             f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
             f"them with from_pretrained, or remove {PLAN}"
         )
-    content = b"" if path is None or plan.former else Path(path).read_bytes()
-    sealed = 1 if plan.former else int(seal(plan.names, content))
-    if files and (len(marks) != len(plan.layers) or {*marks} != {sealed}):
+    sealed = 1 if plan.former else int(seal(plan.content, content))
+    if len(marks) != len(plan.layers) or {*marks} != {sealed}:
         raise ValueError(
             f"{PLAN} and {TENSORS} of {folder} are not of the weights beside them: {PLAN} names {len(plan.layers)} "
             f"swapped layers ({', '.join(plan.names[:3])}, ...), and the weights have marks of {len(marks)} that say "
-            "otherwise; save the model again"
+            "otherwise, as those of another save do, or weights that were cast; save the model again"
         )
-    return layers if plan.former else load(content) if content else {}
+    return read if plan.former else tensors
+
+
+def _weights(
+    find: Callable[[str], str | None], variant: str | None, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """The wanted tensors of the files that transformers takes from a folder, in its order of preference, by key."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+    def named(name: str) -> str:
+        start, dot, end = name.rpartition(".")
+        return f"{start}{dot}{variant}.{end}" if variant else name
+
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if found := find(named(whole)):
+            files = [found]
+        elif found := find(named(index)):
+            shards = sorted({*json.loads(Path(found).read_bytes())["weight_map"].values()})
+            files = [find(shard) or f"{shard} is missing" for shard in shards]
+        else:
+            continue
+        for file in files:
+            if file.endswith(".safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    yield from ((key, opened.get_tensor(key)) for key in filter(wanted, opened.keys()))
+            else:
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                yield from ((key, state[key]) for key in filter(wanted, state))
+        return
 
 
 def _is_layer(layer: Any) -> bool:

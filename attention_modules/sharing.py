@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 FIRST, PREVIOUS = "first_value", "previous_value"
 READS = (FIRST, PREVIOUS)
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")  # parts of names, around single layers
+# What torch.compile, FSDP1 and activation checkpointing put into the names of modules.
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _ONE_BY_ONE = (
     "let a module that holds the whole stack, and runs each of its layers once, be called for each input in turn"
 )
@@ -294,7 +295,7 @@ def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     """
     alike: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
     for name in names:
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
         numbers = [part.isdecimal() and before != "attns" for before, part in zip(["", *parts], parts, strict=False)]
         kind = tuple("*" if number else part for number, part in zip(numbers, parts, strict=True))
         alike.setdefault(kind, []).append((parts, name))

@@ -12,9 +12,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Skipped
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-
-# What torch.compile, FSDP1 and activation checkpointing put into the names of modules.
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+from attention_modules.sharing import WRAPPERS
 
 
 def swapped_mechanisms(model: nn.Module) -> dict[str, AttentionMechanism]:
@@ -23,7 +21,7 @@ def swapped_mechanisms(model: nn.Module) -> dict[str, AttentionMechanism]:
     for name, module in model.named_modules():
         mechanism = acting_mechanism(module._modules.get("mechanism"))
         if mechanism is not None and type(mechanism) is not SoftmaxAttention:
-            found[".".join(part for part in name.split(".") if part not in _WRAPPERS)] = mechanism
+            found[".".join(part for part in name.split(".") if part not in WRAPPERS)] = mechanism
     return found
 
 

@@ -13,8 +13,9 @@ import functools
 import hashlib
 import json
 import os
+import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +27,9 @@ from transformers import PreTrainedModel
 from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_mechanism
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
+from attention_modules.sharing import WRAPPERS
 
-_ATTRIBUTE = "save_pretrained"
+_ATTRIBUTE, _UPLOAD = "save_pretrained", "_upload_modified_files"
 
 
 def attach_saving(model: nn.Module) -> None:
@@ -48,26 +50,33 @@ def _is_ours(found: object) -> bool:
 
 
 def plan_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The mechanism, its options, and whether there is a query, for each swapped layer; plain softmax is left out."""
-    plan = []
+    """The mechanism, its options, and whether there is a query, for each swapped layer; [] where all are softmax."""
+    plan, other = [], False
+    for name, _, layer in _swapped(model):
+        mechanism = acting_mechanism(layer.mechanism)
+        if mechanism is not None:
+            other = other or type(mechanism) is not SoftmaxAttention
+            plan.append(
+                {
+                    "name": name,
+                    "mechanism": short_name(type(mechanism)),
+                    "options": _as_json(mechanism.built_with),
+                    "query": all(part.filled(layer) for part in layer.dropped_query),
+                }
+            )
+    return plan if other else []
+
+
+def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:
+    """Each swapped layer: its name, its name with those of wrappers such as torch.compile's, and itself."""
     for name, layer in model.named_modules():
         if isinstance(layer, Swapped):
-            mechanism = acting_mechanism(layer.mechanism)
-            if mechanism is not None and type(mechanism) is not SoftmaxAttention:
-                plan.append(
-                    {
-                        "name": name,
-                        "mechanism": short_name(type(mechanism)),
-                        "options": _as_json(mechanism.built_with),
-                        "query": all(part.filled(layer) for part in layer.dropped_query),
-                    }
-                )
-    return plan
+            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), name, layer
 
 
-def seal(names: Iterable[str], tensors: bytes) -> Tensor:
-    """The number that marks the weights of a folder: of the swapped layers' names and of the mechanisms' tensors."""
-    digest = hashlib.sha256("\n".join(sorted(names)).encode() + b"\0" + tensors).digest()
+def seal(plan: bytes, tensors: bytes) -> Tensor:
+    """The number that marks the weights of a folder: of the plan and of the mechanisms' tensors beside them."""
+    digest = hashlib.sha256(len(plan).to_bytes(8, "big") + plan + tensors).digest()
     return torch.tensor([int.from_bytes(digest[:7], "big")])
 
 
@@ -98,51 +107,80 @@ def _save_swapped(
     if getattr(model, "_hf_peft_config_loaded", False):
         _warn_of_adapters(model, plan)
         return plain(state_dict, *args, **kwargs)
-    names = [layer["name"] for layer in plan]
-    weights, own = _divide(dict(model.state_dict() if state_dict is None else state_dict), model, names)
+    if not is_main_process:
+        return plain(state_dict, *args, **kwargs)  # writes nothing, and may have been given nothing
+    weights, own = _divide(dict(model.state_dict() if state_dict is None else state_dict), model)
     tensors = save({key: tensor.detach().cpu().clone() for key, tensor in own.items()}) if own else b""
-    if is_main_process and not Path(save_directory).is_file():
+    content = (json.dumps({"format": 2, "layers": plan}, indent=2) + "\n").encode()
+    if not Path(save_directory).is_file():
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
             _write(folder / TENSORS, tensors)
         else:
             (folder / TENSORS).unlink(missing_ok=True)
-        _write(folder / PLAN, (json.dumps({"format": 2, "layers": plan}, indent=2) + "\n").encode())
-    mark = seal(names, tensors)
+        _write(folder / PLAN, content)
+    mark = seal(content, tensors)
+    marks = {f"{layer['name']}.mechanism.{MARK}": mark.clone() for layer in plan}
     _warn(model, plan)
-    return plain({**weights, **{f"{name}.mechanism.{MARK}": mark.clone() for name in names}}, *args, **kwargs)
+    upload = getattr(model, _UPLOAD, None)
+    if upload is not None:
+        model.__dict__[_UPLOAD] = functools.partial(_upload_ours_too, upload)
+    try:
+        return plain({**weights, **marks}, *args, **kwargs)
+    finally:
+        model.__dict__.pop(_UPLOAD, None)
 
 
-def _divide(
-    state: dict[str, Tensor], model: nn.Module, names: Iterable[str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict as the weights of the plain model, and the tensors of these layers' mechanisms.
+def _upload_ours_too(upload: Any, folder: Any, repo: Any, stamps: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    """``push_to_hub=True`` uploads what is newer than `stamps`, which are taken after our files were written."""
+    others = {name: at for name, at in stamps.items() if name not in (PLAN, TENSORS)}
+    return upload(folder, repo, others, *args, **kwargs)
+
+
+def _divide(state: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A state dict as the weights of the plain model, and the tensors of mechanisms.
 
     Raises:
         ValueError: if the state dict lacks a tensor of a mechanism.
     """
     own = {}
-    for name in names:
-        layer: Any = model.get_submodule(name)
-        for key in (f"{name}.mechanism.{key}" for key in layer.mechanism.state_dict()):
-            if key not in state:
-                raise ValueError(f"state_dict has no {key!r}, which is of the swapped layer {name!r}: give all tensors")
-            own[key] = state.pop(key)
+    for name, wrapped, layer in _swapped(model):
+        for key in layer.mechanism.state_dict():
+            names = f"{name}.mechanism.{key}", f"{wrapped}.mechanism.{key}"
+            found = next((each for each in names if each in state), None)
+            if found is None:
+                raise ValueError(
+                    f"state_dict has no {names[0]!r}, which is of the swapped layer {name!r}: give all tensors"
+                )
+            own[f"{name}.mechanism.{key}"] = state.pop(found)
         for part in layer.dropped_query:
-            key, rows = part.key(f"{name}."), part.rows_in(layer) if part.filled(layer) else None
-            rest = state.get(key)
-            if rest is not None:
-                state[key] = part.join(rest.new_zeros(part.rows_beside(rest)) if rows is None else rows.to(rest), rest)
-            elif rows is not None:
-                state[key] = rows
+            rows = part.rows_in(layer) if part.filled(layer) else None
+            there = next((each for each in (part.key(f"{name}."), part.key(f"{wrapped}.")) if each in state), None)
+            if there is None and rows is not None:
+                beside = (each for at, each in state.items() if at.startswith((f"{name}.", f"{wrapped}.")))
+                like = next((each for each in beside if each.is_floating_point()), rows)
+                state[part.key(f"{name}.")] = rows.to(like)
+            elif there is not None and state[there].shape[part.dim] != part.full:  # else the projection was replaced
+                rest = state[there]
+                state[there] = part.join(
+                    rest.new_zeros(part.rows_beside(rest)) if rows is None else rows.to(rest), rest
+                )
     return state, own
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    """Whole or not at all, also where others write it at the same time."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).chmod(0o666 & ~_umask())
+    Path(partial.name).replace(path)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _warn(model: nn.Module, plan: list[dict[str, Any]]) -> None:

@@ -174,6 +174,9 @@ def _why_no_cache(layers: Sequence[Any]) -> list[str]:
     needy = [layer for layer in layers if layer.mechanism.cache == "whole sequence"]
     reading = [layer for layer in layers if layer not in needy and set(layer.mechanism.needs) & set(READS)]
     reasons = [f"{_kinds(needy)} needs the whole sequence at each step"] if needy else []
+    keeping = [layer for layer in layers if layer.mechanism.remembers and getattr(layer, "is_kv_shared_layer", False)]
+    if keeping:
+        reasons.append(f"{_kinds(keeping)} remembers something of each token, in layers that have the keys of others")
     if reading and len({_window(layer) for layer in layers} - {None}) > 1:
         reasons.append(
             f"{_kinds(reading)} reads the values of other layers, some of which keep a window of tokens only"

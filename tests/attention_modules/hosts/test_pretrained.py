@@ -408,14 +408,154 @@ def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
         load_pretrained(transformers.BertModel, tmp_path)
 
 
-def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_model_with_fewer_layers_has_those_that_it_has(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
     saved(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(AttentionSwapError, match=r"encoder\.layer\.1"):
+    with pytest.warns(UserWarning, match=r"has no encoder\.layer\.1.*1 of 2 layers are swapped"):
+        loaded = load_pretrained(transformers.BertModel, tmp_path)
+    assert loaded.encoder.layer[0].attention.self.mechanism is not None
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
+    with pytest.raises(ValueError, match="other layers than BertModel has"):
         load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_class_with_other_layers_is_refused(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "sink")
+    with pytest.raises(
+        ValueError, match=f"{PLAN} is of other layers than ViTModel has: .* give the class that was saved"
+    ):
+        load_pretrained(transformers.ViTModel, saved(model, tmp_path), config=transformers.ViTConfig(**SIZES))
+
+
+@pytest.mark.parametrize(
+    "swaps", [[("softmax", [0]), ("neutreno", [1])], [("gated", [0]), ("value_residual", [1]), ("softmax", [0])]]
+)
+def test_layers_that_others_read_are_loaded_with_them(swaps: list[tuple[str, list[int]]], tmp_path: Path) -> None:
+    model = built("bert")
+    for name, layers in swaps:
+        swap_attention(model, name, layers=layers)
+    loaded = load_pretrained(transformers.BertModel, saved(model, tmp_path))
+    assert torch.equal(output(loaded), output(model))
+
+
+def test_layers_whose_readers_come_first_are_loaded(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 3}, vocab_size=20)
+    model = transformers.BertModel(config).eval()
+    swap_attention(model, "gated", layers=[1])
+    swap_attention(model, "elliptical", layers=[0, 2])
+    loaded = load_pretrained(transformers.BertModel, saved(model, tmp_path))
+    assert torch.equal(output_of_ids(loaded), output_of_ids(model))
+
+
+def test_all_files_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own rule: what is newer than the time stamps that it took at its start."""
+    uploaded: list[str] = []
+
+    def upload(self: object, folder: str, repo: str, stamps: dict[str, float], **kwargs: object) -> None:
+        uploaded.extend(each.name for each in Path(folder).iterdir() if each.name not in stamps)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_upload_modified_files", upload)
+    plain = transformers.PreTrainedModel.save_pretrained
+
+    def pushing(self: nn.Module, folder: Path, *args: object, **kwargs: object) -> None:
+        stamps = {each.name: 0.0 for each in Path(folder).iterdir()}
+        plain(self, folder, *args, **kwargs)
+        self._upload_modified_files(folder, "me/model", stamps)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", pushing)
+    model = built("bert")
+    swap_attention(model, "gated")
+    saved(model, tmp_path)
+    assert {PLAN, TENSORS, "model.safetensors"} <= {*uploaded}
+    assert "_upload_modified_files" not in vars(model)
+
+
+def test_weights_of_another_save_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes model.safetensors where shards lie beside it, and a kill may come before the weights."""
+    first, second = built("bert"), built("bert")
+    swap_attention(first, "rpc", iterations=2)
+    swap_attention(second, "symmetric")
+    first.save_pretrained(tmp_path / "both")
+    second.save_pretrained(tmp_path / "both", max_shard_size=5_000)
+    restore_attention(second)
+    second.save_pretrained(tmp_path / "plain", max_shard_size=5_000)
+    first.save_pretrained(tmp_path / "killed")
+    swap_attention(second, "symmetric")
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", killed)
+        with pytest.raises(KeyboardInterrupt):
+            second.save_pretrained(tmp_path / "killed")
+    (tmp_path / "plain" / PLAN).write_bytes((tmp_path / "both" / PLAN).read_bytes())
+    for name in ("both", "plain", "killed"):
+        with pytest.raises(ValueError, match="not of the weights beside"):
+            load_pretrained(transformers.BertModel, tmp_path / name)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "{"])
+def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "uniform")
+    model.save_pretrained(tmp_path, max_shard_size=5_000)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"the weights of .* cannot be read"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_weights_that_were_cast_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = built("bert")
+    swap_attention(model, "uniform")
+    file = saved(model, tmp_path) / "model.safetensors"
+    save_file({key: tensor.half() for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="or weights that were cast"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_variant_has_its_own_weights(tmp_path: Path) -> None:
+    built("bert").save_pretrained(tmp_path)
+    model = built("bert")
+    swap_attention(model, "gated")
+    model.save_pretrained(tmp_path, variant="fp16")
+    loaded = load_pretrained(transformers.BertModel, tmp_path, variant="fp16")
+    assert torch.equal(output(loaded), output(model))
+    with pytest.raises(ValueError, match="saved without swapped attention"):
+        load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_other_processes_write_nothing_and_may_have_no_weights(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    model.save_pretrained(tmp_path, is_main_process=False, state_dict={})
+    assert not (tmp_path / PLAN).exists()
+
+
+def test_wrapped_layers_are_saved_by_their_own_names(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = built("bert")
+    swap_attention(model, "gated", layers=[0])
+    swap_attention(model, "symmetric", layers=[1])
+    before = output(model)
+    for index in range(2):
+        model.encoder.layer[index] = checkpoint_wrapper(model.encoder.layer[index])
+    assert torch.equal(output(load_pretrained(transformers.BertModel, saved(model, tmp_path))), before)
+
+
+def test_a_projection_that_was_replaced_after_the_swap_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    before = output(model)
+    model.encoder.layer[0].attention.self.query = nn.Linear(16, 16)
+    assert torch.equal(output(load_pretrained(transformers.BertModel, saved(model, tmp_path))), before)
 
 
 def test_another_class_is_refused(tmp_path: Path) -> None:

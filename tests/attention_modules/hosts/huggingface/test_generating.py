@@ -156,7 +156,8 @@ def test_layers_with_the_keys_of_others_remember_nothing_of_their_own() -> None:
         vocab_size_per_layer_input=60,
         laurel_rank=4,
     )
-    swap_attention(model, "forgetting")
+    with pytest.warns(UserWarning, match="remembers something of each token, in layers that have the keys of others"):
+        swap_attention(model, "forgetting")
     prompt = torch.randint(5, 60, (1, 9))
     assert model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 12)
     with pytest.raises(NotImplementedError, match=r"must remember something of every token.*pass use_cache=False"):
