@@ -309,7 +309,7 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     written = (folder / "summary.md").read_text()
     assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
     assert "- rpc seed 3: initial weights differ from those of softmax" in written
-    assert (folder / "curves.png").is_file()
+    assert (folder / "differences.png").is_file()
     earlier = json.loads((folder / "comparison.json").read_text())
     del earlier["primary"], earlier["margins"]
     (folder / "comparison.json").write_text(json.dumps(earlier))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from docs.pages import forest
 from docs.pages.raw import Comparison
 from lightning_tasks.figures import curves
 
@@ -63,3 +64,22 @@ def curves_of(comparison: Comparison, metrics: Sequence[str] | None = None) -> F
 
     drawn = [[row[key] for key in ("config", "seed", "step", "metric", "value")] for row in rows]
     return Figure(draw, [comparison.configs, list(names), drawn, remarks], curves)
+
+
+def differences_of(comparison: Comparison, metric: str, title: str, scale: float = 1.0) -> Figure:
+    """The paired differences of a metric to the first configuration, ordered, with their intervals."""
+    first = comparison.configs[0]
+    lines = [
+        {
+            "name": row.config,
+            **{key: getattr(row, key) * scale for key in ("difference", "low", "high")},
+            "holds": row.verdict in ("lower", "higher"),
+        }
+        for row in comparison.summary
+        if row.metric == metric and row.reference == first
+    ]
+
+    def draw(path: Path) -> None:
+        forest.draw_differences(lines, title).savefig(path, dpi=110, format="png")
+
+    return Figure(draw, [lines, title], forest)

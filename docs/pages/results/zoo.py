@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from docs.pages.figures import Figure, curves_of
+from docs.pages.figures import Figure, differences_of
 from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
@@ -21,6 +21,7 @@ from lightning_tasks.compare.choice import Choice
 NOTHING = "no numbers yet"
 # By part: digits and scale of the score, and the metrics of the other columns with theirs.
 SCORES = {"images": ("test/top1", 1, 100.0), "text": ("test/perplexity", 2, 1.0)}
+UNITS = {"images": "Test accuracy in percentage points", "text": "Test perplexity"}
 OTHERS = {
     "images": {
         "corrupted, %": ("robustness/mean_corruption/accuracy", 100.0),
@@ -118,9 +119,10 @@ def _scores(choice: Choice, scale: float) -> list[str]:
     return [f"**{text}**" if place == choice.chosen else text for place, text in enumerate(texts)]
 
 
-def curves(part: str, raw: Raw) -> Figure | None:
-    found = read(raw, part)
-    return None if found is None else curves_of(found)
+def differences(part: str, raw: Raw) -> Figure | None:
+    """The primary endpoint of each mechanism less that of softmax."""
+    found, (metric, _, scale) = read(raw, part), SCORES[part]
+    return None if found is None else differences_of(found, metric, f"{UNITS[part]}, difference to softmax", scale)
 
 
 for name in SCORES:
@@ -130,4 +132,4 @@ for name in SCORES:
         f"{name}_described": partial(described, name),
         f"{name}_rates": partial(rates, name),
     }
-    PAGE.figures[f"{name}/curves.png"] = partial(curves, name)
+    PAGE.figures[f"{name}/differences.png"] = partial(differences, name)

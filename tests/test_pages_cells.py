@@ -1,0 +1,73 @@
+"""A comparison goes on from its raw files, where its cells are lost."""
+
+import shutil
+
+import pytest
+import yaml
+
+from docs.pages.cells import main
+from lightning_tasks.compare.command import Comparison
+from lightning_tasks.compare.selection import read_select
+from lightning_tasks.compare.summary import Endpoints
+from lightning_tasks.variants import full_name, read_variants
+from tests.lightning_tasks.compare.test_record import finish
+
+SEEDS = [0, 1]
+
+
+def compared(recipe, output):
+    """The comparison as the command plans it."""
+    variants = read_variants(str(recipe))
+    names = {variant.name for variant in variants}
+    select = read_select([str(recipe)], SEEDS)
+    how = full_name(str(recipe)), ["val/top1"], {}, Endpoints("", {}), select, False, names
+    return Comparison(variants, SEEDS, output, (), *how)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    base = tmp_path / "demo.yaml"
+    base.write_text(yaml.safe_dump({"model": {"class_path": "tests.lightning_tasks.demo.DemoModule"}}))
+    path = tmp_path / "searched.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "base": str(base),
+                "variants": {"plain": None, "biased": {"model.init_bias": True}},
+                "grid": {"model.rate": [0.1, 0.5]},
+                "select": {"metric": "val/top1", "mode": "max", "seeds": [7]},
+            },
+            sort_keys=False,
+        )
+    )
+    return path
+
+
+def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
+    first = compared(recipe, tmp_path / "first")
+    for value, cell in enumerate(first.selection):
+        finish(cell, float(value))
+    for cell in first.cells[:3]:
+        finish(cell, 0.5)
+    first.output.mkdir(exist_ok=True)
+    first.write_record()
+    first.write_tables()
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for name in ("results.csv", "comparison.json"):
+        shutil.copy(first.output / name, raw)
+
+    main([str(recipe), str(raw), str(tmp_path / "again")])
+    again = compared(recipe, tmp_path / "again")
+    assert again.choices == first.choices
+    assert [cell.is_finished() for cell in again.cells] == [True, True, True, False]
+    for cell, other in zip(again.cells[:3], first.cells[:3], strict=True):
+        for key in ("rows", "initial_weights", "training_data", "seconds", "fingerprint"):
+            assert cell.result()[key] == other.result()[key]
+
+    with pytest.raises(SystemExit, match="exists; give another folder"):
+        main([str(recipe), str(raw), str(tmp_path / "again")])
+    recipe.write_text(recipe.read_text().replace("init_bias: true", "init_bias: false"))
+    with pytest.raises(SystemExit, match="has other settings for biased seed 0 than"):
+        main([str(recipe), str(raw), str(tmp_path / "third")])
+    assert not (tmp_path / "third").exists()
