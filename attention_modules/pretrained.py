@@ -251,6 +251,8 @@ def _read_tensors(
         marks = [read.pop(key).flatten()[0].item() for key in [*read] if key.endswith(f".{MARK}")]
         content = b"" if path is None or plan.former else Path(path).read_bytes()
         tensors = load(content) if content else {}
+    except FileNotFoundError:
+        raise
     except Exception as error:  # of json, safetensors and pickle
         raise ValueError(f"the weights of {folder} cannot be read ({type(error).__name__}: {error})") from error
     if not marks:
@@ -284,7 +286,9 @@ def _weights(
             files = [found]
         elif found := find(named(index)):
             shards = sorted({*json.loads(Path(found).read_bytes())["weight_map"].values()})
-            files = [find(shard) or f"{shard} is missing" for shard in shards]
+            files = [file for shard in shards if (file := find(shard)) is not None]
+            if len(files) < len(shards):
+                raise ValueError(f"{named(index)} names {len(shards)} files, of which {len(files)} are there")
         else:
             continue
         for file in files:
@@ -295,6 +299,7 @@ def _weights(
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 yield from ((key, state[key]) for key in filter(wanted, state))
         return
+    raise FileNotFoundError(f"beside {PLAN} there is no {named(SAFE_WEIGHTS_NAME)}, nor {named(WEIGHTS_NAME)}")
 
 
 def _is_layer(layer: Any) -> bool:

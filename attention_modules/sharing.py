@@ -287,6 +287,11 @@ def _checkpoint_frame() -> Any:
     return None
 
 
+def plain_name(name: str) -> str:
+    """A module's name without those of wrappers around single layers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     """Names of attention layers by the stack that they lie in, as "blocks.*.attn", in their order.
 
@@ -295,7 +300,7 @@ def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     """
     alike: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
     for name in names:
-        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        parts = plain_name(name).split(".")
         numbers = [part.isdecimal() and before != "attns" for before, part in zip(["", *parts], parts, strict=False)]
         kind = tuple("*" if number else part for number, part in zip(numbers, parts, strict=True))
         alike.setdefault(kind, []).append((parts, name))

@@ -13,11 +13,11 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from safetensors.torch import save
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_mechanism
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.sharing import WRAPPERS
+from attention_modules.sharing import plain_name
 
 _ATTRIBUTE, _UPLOAD = "save_pretrained", "_upload_modified_files"
 
@@ -71,7 +71,7 @@ def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:
     """Each swapped layer: its name, its name with those of wrappers such as torch.compile's, and itself."""
     for name, layer in model.named_modules():
         if isinstance(layer, Swapped):
-            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), name, layer
+            yield plain_name(name), name, layer
 
 
 def seal(plan: bytes, tensors: bytes) -> Tensor:
@@ -171,16 +171,13 @@ def _divide(state: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tenso
 
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all, also where others write it at the same time."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as partial:
-        partial.write(content)
-    Path(partial.name).chmod(0o666 & ~_umask())
-    Path(partial.name).replace(path)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:  # no link that somebody put there
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _warn(model: nn.Module, plan: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from lightning_tasks.compare.choice import Tried
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import FINISHED, Record, read_record
 from lightning_tasks.compare.selection import candidates, chosen, plan_selection, read_select
+from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import read_variants
 
 
@@ -33,6 +34,7 @@ def restore(recipe: str, raw: Path, output: Path) -> int:
 
     Raises:
         PageError: there is no record, or it is of other settings than the recipe has now.
+        UsageError: the record is damaged, or there is no such recipe.
     """
     record = read_record(raw)
     if record is None:
@@ -73,8 +75,13 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
 
 def _of_selection(recipe: str, record: Record, output: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
     variants, scores = read_variants(recipe), dict[str, Tried]()
+    known = {each.name: each for each in variants}
     for choice in record.choices:
-        variant = next(each for each in variants if each.name == choice.variant)
+        variant = known.get(choice.variant)
+        if variant is None or [list(each) for each in variant.grid] != [each.overrides for each in choice.tried]:
+            raise PageError(
+                f"{recipe} has other values to choose from for {choice.variant} than were tried; run it anew"
+            )
         for candidate, tried in zip(candidates(variant), choice.tried, strict=True):
             if len(choice.seeds) == 1 and not tried.diverged:  # else the score is a mean of several runs, or of none
                 scores[candidate.name] = tried
@@ -103,7 +110,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"{options.output} exists; give another folder")
     try:
         print(f"{restore(options.recipe, options.raw, options.output)} cells", file=sys.stderr)
-    except PageError as error:
+    except (PageError, UsageError) as error:
         raise SystemExit(str(error)) from error
 
 

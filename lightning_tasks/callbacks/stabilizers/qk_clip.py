@@ -23,7 +23,7 @@ from attention_modules.stabilizers.clip import (
     query_key_weights,
     shared_elsewhere,
 )
-from lightning_tasks.callbacks.base import Where
+from lightning_tasks.callbacks.base import Where, held_parameters
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
@@ -200,7 +200,7 @@ class QKClip(QueryKeyObserver):
 
     def _held_by(self, optimizer: Optimizer, share: Callable[[Iterable[bool]], bool] = any) -> set[int]:
         """The layers whose weights an optimizer holds, any of them or all."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = held_parameters([optimizer])
         return {
             index
             for index, layer in enumerate(self._layers)
