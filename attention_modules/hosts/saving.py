@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_mechanism
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.sharing import plain_name
+from attention_modules.sharing import READS, plain_name
 
 _ATTRIBUTE, _UPLOAD = "save_pretrained", "_upload_modified_files"
 
@@ -50,12 +50,15 @@ def _is_ours(found: object) -> bool:
 
 
 def plan_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The mechanism, its options, and whether there is a query, for each swapped layer; [] where all are softmax."""
-    plan, other = [], False
-    for name, _, layer in _swapped(model):
-        mechanism = acting_mechanism(layer.mechanism)
-        if mechanism is not None:
-            other = other or type(mechanism) is not SoftmaxAttention
+    """The mechanism, its options, and whether there is a query, for each swapped layer.
+
+    Layers with plain softmax, which a monitor may have put there, are left out unless others read their values.
+    """
+    acting = [(name, layer, acting_mechanism(layer.mechanism)) for name, _, layer in _swapped(model)]
+    read = any(mechanism is not None and {*mechanism.needs} & {*READS} for _, _, mechanism in acting)
+    plan = []
+    for name, layer, mechanism in acting:
+        if mechanism is not None and (read or type(mechanism) is not SoftmaxAttention):
             plan.append(
                 {
                     "name": name,
@@ -64,7 +67,7 @@ def plan_of(model: nn.Module) -> list[dict[str, Any]]:
                     "query": all(part.filled(layer) for part in layer.dropped_query),
                 }
             )
-    return plan if other else []
+    return plan
 
 
 def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:

@@ -250,6 +250,15 @@ def test_softmax_in_place_of_softmax_saves_a_plain_model(tmp_path: Path, recwarn
     assert not any(info.values())
 
 
+def test_softmax_is_in_the_plan_only_where_its_values_are_read(tmp_path: Path) -> None:
+    """A monitor puts softmax into plain layers, and leaves no trace in a folder."""
+    for other, named in (("gated", 1), ("neutreno", 2)):
+        model = built("bert")
+        swap_attention(model, "softmax", layers=[0])
+        swap_attention(model, other, layers=[1])
+        assert len(json.loads((saved(model, tmp_path / other) / PLAN).read_text())["layers"]) == named
+
+
 def test_a_stale_plan_does_not_outlive_its_model(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
