@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,11 @@ _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", 
 
 
 def load_pretrained(
-    cls: Any, folder: str | os.PathLike[str], *args: Any, mechanism: Mechanism | None = None, **kwargs: Any
+    cls: Any,
+    folder: str | os.PathLike[str],
+    *args: Any,
+    mechanism: Mechanism | Mapping[str, Mechanism] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """A Hugging Face model from a folder that ``save_pretrained`` of a swapped model wrote, swapped as it was.
 
@@ -35,11 +40,13 @@ def load_pretrained(
         folder: the folder, or a name on the hub.
         *args: for ``cls.from_pretrained``, as are further keywords.
         mechanism: in place of mechanisms that are not registered by a short name, which are never imported because
-            the folder says so, and of those whose options could not be written.
+            the folder says so, and of those whose options could not be written; where there are several, a mapping by
+            the names that ``attnswap.json`` has for them.
 
     Raises:
         ValueError: if the folder has no ``attnswap.json``, or it has another form, names an unknown mechanism or
-            another than ``mechanism``, or is of other weights than those in the folder.
+            another than ``mechanism``, or is of other weights than those that are loaded; if ``mechanism`` has no
+            place, or ``device_map`` spreads the model over several devices.
         TypeError: if a mechanism does not take the options that the file holds.
         OSError: if there is no such folder, or it has no weights.
         ModuleNotFoundError: without the extra ``hf``.
@@ -60,7 +67,9 @@ def load_pretrained(
         import transformers  # noqa: F401
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     plan = _read_plan(folder, hub)
-    swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan, kwargs.get("variant"))
+    if kwargs.get("gguf_file") is not None:
+        raise ValueError(f"gguf_file= names other weights than those that were saved with {PLAN}: leave it out")
+    swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan, kwargs)
     plain: Any = _model_class(cls, folder, hub)
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
@@ -75,12 +84,31 @@ def load_pretrained(
     loaded = Loaded.from_pretrained(folder, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     model.__class__ = plain
+    _check_as_saved(model)
     places = _places(model, plan.names)
     if len(swaps) > 1:  # a mechanism may read the values of layers whose turn is to come
         swap_attention(model, "softmax", where=list(places.values()))
     for swap in swaps:
         swap.carry_out(model, places, tensors, plan.former)
     return loaded
+
+
+def _check_as_saved(model: Any) -> None:
+    """Refuse what from_pretrained made of other weights than were looked at, or of weights on several devices.
+
+    Raises:
+        ValueError: naming the cause.
+    """
+    if other := getattr(model.config, "transformers_weights", None):
+        raise ValueError(
+            f"config.json has transformers_weights={other!r}, by which transformers loads this file in place of the "
+            f"weights that were saved with {PLAN}: take it out"
+        )
+    if any("_hf_hook" in vars(module) for module in model.modules()):
+        raise ValueError(
+            "device_map spreads the model over several devices, and accelerate's hooks then keep its layers as they "
+            "are: load it onto one device, and call accelerate.dispatch_model(model, device_map) on what you get"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +154,7 @@ class _Swap:
             if found.rpartition(".")[2] != self.recorded.rpartition(".")[2]:
                 raise ValueError(
                     f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give "
-                    "that one"
+                    "that one, or, where there are several, a mapping by their names"
                 )
             prefix, holder = (f"{name}.", layer) if former else (f"{name}.mechanism.", layer.mechanism)
             state = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
@@ -164,8 +192,13 @@ def _places(model: Any, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _swaps(folder: object, plan: _Plan, given: Mechanism | None) -> list[_Swap]:
-    """The swaps of a plan, one for each mechanism with its options."""
+def _swaps(folder: object, plan: _Plan, mechanism: Mechanism | Mapping[str, Mechanism] | None) -> list[_Swap]:
+    """The swaps of a plan, one for each mechanism with its options.
+
+    Raises:
+        ValueError: if a mechanism is not known, or one that is given has no place.
+    """
+    taken: set[str] = set()
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for layer in plan.layers:
         groups.setdefault(json.dumps([layer["mechanism"], layer["options"]], sort_keys=True), []).append(layer)
@@ -173,9 +206,11 @@ def _swaps(folder: object, plan: _Plan, given: Mechanism | None) -> list[_Swap]:
     for layers in groups.values():
         name, options = layers[0]["mechanism"], layers[0]["options"]
         names, lost = [layer["name"] for layer in layers], [layer["name"] for layer in layers if not layer["query"]]
+        given = mechanism.get(name) if isinstance(mechanism, Mapping) else mechanism
         if name in available_mechanisms() and options is not None:
             swaps.append(_Swap(name, name, options, names, lost))
         elif given is not None:
+            taken.add(name)
             swaps.append(_Swap(name, given, options or {}, names, lost))
         else:
             why = (
@@ -186,6 +221,13 @@ def _swaps(folder: object, plan: _Plan, given: Mechanism | None) -> list[_Swap]:
                 "as mechanism="
             )
             raise ValueError(f"{PLAN} of {folder} names for {', '.join(names)} {why}")
+    unused = {*mechanism} - taken if isinstance(mechanism, Mapping) else mechanism is not None and not taken
+    if unused:
+        recorded = ", ".join(sorted({swap.recorded for swap in swaps}))
+        raise ValueError(
+            f"mechanism={mechanism!r} has no place: {PLAN} of {folder} names {recorded}, of which registered ones are "
+            "built by their names; leave out what is not asked for"
+        )
     return swaps
 
 
@@ -226,9 +268,15 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
 
 
 def _read_tensors(
-    folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan, variant: str | None
+    folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan, options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors of the mechanisms (of an earlier version, of the layers), where the weights were saved with them.
+
+    Args:
+        folder: where they are.
+        hub: how it is found.
+        plan: of the folder.
+        options: of from_pretrained, which choose among the weights of the folder.
 
     Raises:
         ValueError: if the weights are damaged, or were saved without a swap or with another one, as where an earlier or
@@ -247,7 +295,7 @@ def _read_tensors(
     of_layers = tuple(f"{name}." for name in plan.names) if plan.former else ()
     path = find(TENSORS)
     try:
-        read = dict(_weights(find, variant, lambda key: key.endswith(f".{MARK}") or key.startswith(of_layers)))
+        read = dict(_weights(find, options, lambda key: key.endswith(f".{MARK}") or key.startswith(of_layers)))
         marks = [read.pop(key).flatten()[0].item() for key in [*read] if key.endswith(f".{MARK}")]
         content = b"" if path is None or plan.former else Path(path).read_bytes()
         tensors = load(content) if content else {}
@@ -271,17 +319,22 @@ def _read_tensors(
 
 
 def _weights(
-    find: Callable[[str], str | None], variant: str | None, wanted: Callable[[str], bool]
+    find: Callable[[str], str | None], options: Mapping[str, Any], wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
     """The wanted tensors of the files that transformers takes from a folder, in its order of preference, by key."""
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+    variant = options.get("variant")
+
     def named(name: str) -> str:
         start, dot, end = name.rpartition(".")
         return f"{start}{dot}{variant}.{end}" if variant else name
 
-    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+    safe, pickled = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    asked = options.get("use_safetensors")
+    kinds = [safe, pickled] if asked is None else [safe if asked else pickled]
+    for whole, index in kinds:
         if found := find(named(whole)):
             files = [found]
         elif found := find(named(index)):
@@ -296,10 +349,10 @@ def _weights(
                 with safe_open(file, framework="pt") as opened:
                     yield from ((key, opened.get_tensor(key)) for key in filter(wanted, opened.keys()))
             else:
-                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
                 yield from ((key, state[key]) for key in filter(wanted, state))
         return
-    raise FileNotFoundError(f"beside {PLAN} there is no {named(SAFE_WEIGHTS_NAME)}, nor {named(WEIGHTS_NAME)}")
+    raise FileNotFoundError(f"beside {PLAN} there is no {', nor '.join(named(whole) for whole, _ in kinds)}")
 
 
 def _is_layer(layer: Any) -> bool:

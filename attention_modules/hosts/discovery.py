@@ -257,13 +257,14 @@ def _why_no_match(found: Survey, pattern: str) -> str:
     """An attention layer that no host knows, a module that is no attention, or no module at all."""
     names = _all_names(found)
     here = f"attention layers here: {_listed(names)}"
-    stranger = next((other for other in found.others if fnmatchcase(other.name, pattern)), None)
+    hit = next((name for name in found.modules if fnmatchcase(name, pattern)), None)
+    around = next((other for other in found.others if hit is not None and hit.startswith(f"{other.name}.")), None)
+    stranger = next((other for other in found.others if fnmatchcase(other.name, pattern)), around)
     if stranger is not None:
         return (
             f"names {stranger.name!r} ({stranger.kind}), an unsupported host: {stranger.reason}. "
             f"Known hosts: {', '.join(known_hosts())}"
         )
-    hit = next((name for name in found.modules if fnmatchcase(name, pattern)), None)
     if hit is not None:
         kind = type(found.modules[hit]).__name__
         return (

@@ -75,6 +75,11 @@ def output_of_ids(model: nn.Module) -> Tensor:
         return model(torch.arange(10).view(2, 5))[0]
 
 
+def recorded(folder: Path) -> list[dict[str, object]]:
+    """What the plan says of each layer."""
+    return json.loads((folder / PLAN).read_text("utf-8"))["layers"]
+
+
 def saved(model: nn.Module, folder: Path) -> Path:
     with pytest.warns(UserWarning, match=f"swapped attention layers, which are listed in {PLAN}.*load_pretrained"):
         model.save_pretrained(folder)
@@ -159,7 +164,7 @@ def test_query_rows_that_nobody_knows_are_not_restored(family: str, tmp_path: Pa
     layer = next(module for module in model.modules() if hasattr(module, "dropped_query"))
     lose_query(layer, layer.dropped_query)
     folder = saved(model, tmp_path)
-    assert [each["query"] for each in json.loads((folder / PLAN).read_text())["layers"]] == [False, True]
+    assert [each["query"] for each in recorded(folder)] == [False, True]
     loaded = load_pretrained(type(model), folder)
     assert torch.equal(output(loaded), output(model))
     with pytest.raises(AttentionSwapError, match=r"query rows .* are gone"):
@@ -256,7 +261,7 @@ def test_softmax_is_in_the_plan_only_where_its_values_are_read(tmp_path: Path) -
         model = built("bert")
         swap_attention(model, "softmax", layers=[0])
         swap_attention(model, other, layers=[1])
-        assert len(json.loads((saved(model, tmp_path / other) / PLAN).read_text())["layers"]) == named
+        assert len(recorded(saved(model, tmp_path / other))) == named
 
 
 def test_a_stale_plan_does_not_outlive_its_model(tmp_path: Path) -> None:
@@ -346,6 +351,39 @@ def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
         load_pretrained(transformers.BertModel, folder)
     loaded = load_pretrained(transformers.BertModel, folder, mechanism=Unregistered)
     assert loaded.encoder.layer[0].attention.self.mechanism.factor == 2.0
+
+
+class Doubled(Unregistered):
+    """A second mechanism without a short name."""
+
+    def forward(self, *args: Tensor, **kwargs: object) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+def test_several_mechanisms_without_a_short_name_are_given_by_those_in_the_file(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, Unregistered, layers=[0], factor=2.0)
+    swap_attention(model, Doubled, layers=[1], factor=3.0)
+    folder = saved(model, tmp_path)
+    given = {each["mechanism"]: kind for each, kind in zip(recorded(folder), (Unregistered, Doubled), strict=True)}
+    loaded = load_pretrained(transformers.BertModel, folder, mechanism=given)
+    assert [layer.attention.self.mechanism.factor for layer in loaded.encoder.layer] == [2.0, 3.0]
+    assert torch.equal(output(loaded), output(model))
+    with pytest.raises(ValueError, match="a mapping by their names"):
+        load_pretrained(transformers.BertModel, folder, mechanism=Unregistered)
+    with pytest.raises(ValueError, match="Doubled', which is not registered here"):
+        load_pretrained(transformers.BertModel, folder, mechanism=dict(list(given.items())[:1]))
+    with pytest.raises(ValueError, match=r"has no place: .* leave out what is not asked for"):
+        load_pretrained(transformers.BertModel, folder, mechanism={**given, "elsewhere.Other": Doubled})
+
+
+def test_a_mechanism_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    saved(model, tmp_path)
+    for given in ("rpc", Unregistered, {"gated": Unregistered}):
+        with pytest.raises(ValueError, match=r"mechanism=.* has no place: attnswap.json of .* names gated"):
+            load_pretrained(transformers.BertModel, tmp_path, mechanism=given)
 
 
 def test_another_mechanism_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
@@ -525,6 +563,62 @@ def test_a_folder_without_weights_is_no_folder_of_other_weights(tmp_path: Path) 
     (saved(model, tmp_path) / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=f"beside {PLAN} there is no model.safetensors"):
         load_pretrained(transformers.BertModel, tmp_path)
+
+
+@pytest.mark.parametrize("safe", [None, True, False])
+def test_the_marks_that_are_read_are_those_of_the_weights_that_are_loaded(safe: bool | None, tmp_path: Path) -> None:
+    """A folder may hold weights of both kinds, of which transformers takes those that are asked for."""
+    model, other = built("bert"), built("bert")
+    swap_attention(model, "gated")
+    folder = saved(model, tmp_path)
+    torch.save(other.state_dict(), folder / "pytorch_model.bin")
+    if safe is not False:
+        assert torch.equal(output(load_pretrained(transformers.BertModel, folder, use_safetensors=safe)), output(model))
+        return
+    with pytest.raises(ValueError, match="saved without swapped attention"):
+        load_pretrained(transformers.BertModel, folder, use_safetensors=False)
+
+
+def test_weights_of_another_name_are_refused(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    folder = saved(model, tmp_path)
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    with pytest.raises(ValueError, match=r"transformers_weights='other.safetensors'.*take it out"):
+        load_pretrained(transformers.BertModel, folder)
+    with pytest.raises(ValueError, match="gguf_file= names other weights"):
+        load_pretrained(transformers.BertModel, folder, gguf_file="other.gguf")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_weights_are_loaded(zipped: bool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = built("bert")
+    swap_attention(model, "gated")
+    file = saved(model, tmp_path) / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    file.unlink()
+    assert torch.equal(output(load_pretrained(transformers.BertModel, tmp_path)), output(model))
+
+
+def test_a_model_on_several_devices_is_dispatched_after_loading(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = built("bert")
+    swap_attention(model, "gated")
+    folder = saved(model, tmp_path / "model")
+    spread = {"embeddings": "cpu", "encoder.layer.0": "cpu", "encoder.layer.1": "disk", "pooler": "cpu"}
+    offload = {"offload_folder": tmp_path / "one"}
+    with pytest.raises(ValueError, match=r"onto one device, and call accelerate\.dispatch_model"):
+        load_pretrained(transformers.BertModel, folder, device_map=spread, **offload)
+    plain = transformers.BertModel.from_pretrained(folder, device_map=spread, **offload)
+    with pytest.raises(AttentionSwapError, match="remove_hook_from_module"):
+        swap_attention(plain, "gated", where=["encoder.layer.0.attention.self"])
+    loaded = load_pretrained(transformers.BertModel, folder, device_map="auto")
+    accelerate.dispatch_model(loaded, spread, offload_dir=tmp_path / "two")
+    assert torch.equal(output(loaded), output(model))
 
 
 @pytest.mark.filterwarnings("ignore:saving 2 swapped")
