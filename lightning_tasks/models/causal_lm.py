@@ -13,7 +13,9 @@ from torch.nn import functional
 
 import lightning_tasks.models as own_models
 from attention_modules.extras import needed_for
+from attention_modules.hosts.base import PLAN
 from attention_modules.mechanism import Mechanism
+from attention_modules.pretrained import load_pretrained
 from attention_modules.swap import swap_attention
 from lightning_tasks.errors import reason
 from lightning_tasks.models.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
@@ -85,7 +87,11 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
             AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}), trust_remote_code=False
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(spec, trust_remote_code=False)
+        model: Any
+        if (Path(spec) / PLAN).is_file():  # it was saved with swapped attention, and is trained on with it
+            model = load_pretrained(AutoModelForCausalLM, spec)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:  # of the hub's client, its transport, or a folder that holds something else
         raise ValueError(
             f"{spec!r} names no class of lightning_tasks.models, and could not be loaded as a pretrained Hugging Face "

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics.text import Perplexity
 
-from attention_modules import RPCAttention
+from attention_modules import RPCAttention, swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.demo import DemoText
@@ -154,6 +154,22 @@ def test_hugging_face_model_with_swapped_attention(source, tmp_path):
     run.save_checkpoint(tmp_path / "a.ckpt")
     loaded = LanguageModelingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     torch.testing.assert_close(loaded.eval().model(inputs).logits, module.model(inputs).logits)
+
+
+@pytest.mark.parametrize(("attention", "found"), [("softmax", "GatedAttention"), ("rpc", "RPCAttention")])
+def test_a_folder_that_was_saved_with_swapped_attention_is_trained_on_with_it(attention, found, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**GPT2, vocab_size=VOCAB))
+    swap_attention(saved, "gated")
+    for name, parameter in saved.named_parameters():
+        if "mechanism" in name:
+            torch.nn.init.normal_(parameter)
+    saved.save_pretrained(tmp_path)
+    module = built(model=str(tmp_path), attention=attention)
+    assert {type(layer.attn.mechanism).__name__ for layer in module.model.transformer.h} == {found}
+    if attention == "softmax":
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(module.model.get_parameter(name), parameter), name
 
 
 def test_hugging_face_model_that_caps_its_logits_is_not_taken_apart(tmp_path):
