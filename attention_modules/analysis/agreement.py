@@ -85,6 +85,19 @@ def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Te
         return terms.masked_fill(probability == 0, 0.0).sum(-1)
 
 
+def same_class(given: Tensor, wanted: Tensor) -> Tensor:
+    """Where the largest logit is of the same class 1, else 0, over the last dimension; NaN where a logit is NaN.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.analysis.agreement import same_class
+        >>> same_class(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]), torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
+        tensor([1., nan])
+    """
+    unknown = (given.isnan() | wanted.isnan()).any(-1)
+    return (given.argmax(-1) == wanted.argmax(-1)).float().masked_fill(unknown, math.nan)
+
+
 def classes_last(logits: Tensor) -> Tensor:
     """Logits with their classes in the last dimension, where those of images ``[B, C, H, W]`` are not."""
     return logits.movedim(1, -1) if logits.ndim == 4 else logits
@@ -143,10 +156,8 @@ class AgreementSums:
         cosine = torch.nn.functional.cosine_similarity(wide(given), wide(wanted), dim=-1)
         zero = torch.zeros_like(error)
         kl = to_float64(kl_divergence(given, wanted)).sum() if self.logits else zero
-        same = (given.argmax(-1) == wanted.argmax(-1)).sum() if self.logits else zero
-        new = torch.stack(
-            [to_float64(part).cpu() for part in (error, size, to_float64(cosine).sum(), kl, same)]
-        ).tolist()
+        same = to_float64(same_class(given, wanted)).sum() if self.logits else zero
+        new = torch.stack([part.cpu() for part in (error, size, to_float64(cosine).sum(), kl, same)]).tolist()
         self._sums = [old + more for old, more in zip(self._sums, new, strict=True)]
         self._positions += cosine.numel()
 

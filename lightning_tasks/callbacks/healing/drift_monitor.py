@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares, wide
+from attention_modules.analysis.agreement import (
+    classes_last,
+    counted,
+    kl_divergence,
+    output_of,
+    relative_squares,
+    same_class,
+    wide,
+)
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.shared.options import check_flag
@@ -175,7 +183,7 @@ class DriftMonitor(Callback):
         self._sums.add("cosine", cosine.sum(), count)
         if named if self.logits is None else self.logits:
             self._sums.add("kl", kl_divergence(given, wanted).sum(), count)
-            self._sums.add("same_class", (given.argmax(-1) == wanted.argmax(-1)).sum(), count)
+            self._sums.add("same_class", same_class(given, wanted).sum(), count)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking or self.teacher is None:

@@ -145,6 +145,7 @@ def test_nan_stays_nan_and_nothing_is_divided_by_zero():
     sums.add(torch.full((1, 3), math.nan), torch.ones(1, 3))
     assert math.isnan(sums.mean().relative_error)
     assert math.isnan(sums.mean().kl)
+    assert math.isnan(sums.mean().same_class)
     assert math.isnan(relative_error(0, 0))
     assert relative_error(1, 0) == math.inf
     with pytest.raises(ValueError, match=r"\(1, 3\) cannot be compared with \(1, 4\)"):
