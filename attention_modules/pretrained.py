@@ -70,7 +70,7 @@ def load_pretrained(
     if kwargs.get("gguf_file") is not None:
         raise ValueError(f"gguf_file= names other weights than those that were saved with {PLAN}: leave it out")
     swaps, tensors = _swaps(folder, plan, mechanism), _read_tensors(folder, hub, plan, kwargs)
-    plain: Any = _model_class(cls, folder, hub)
+    plain: Any = _model_class(cls, folder, hub, kwargs.get("config"))
 
     class Loaded(plain):  # type: ignore[misc, valid-type]
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
@@ -363,26 +363,28 @@ def _is_layer(layer: Any) -> bool:
         and isinstance(layer["name"], str)
         and isinstance(layer["mechanism"], str)
         and isinstance(layer["options"], (dict, type(None)))
-        and re.fullmatch(r"[\w.]+", layer["name"]) is not None  # no pattern
+        and re.fullmatch(r"[^*?[\]]+", layer["name"]) is not None  # no pattern
         and not {"model", "mechanism", "spec", "where", "layers", "exclude"} & set(layer["options"] or ())
     )
 
 
-def _model_class(cls: Any, folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> type:
-    """The class itself, or the one that an Auto class would build.
+def _model_class(cls: Any, folder: str | os.PathLike[str], hub: Mapping[str, Any], config: Any) -> type:
+    """The class itself, or the one that an Auto class would build, from a configuration or its place where given.
 
     Raises:
         TypeError: if it is neither.
         ValueError: if the Auto class has none for this configuration.
     """
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         return cls
     mapping = getattr(cls, "_model_mapping", None)
     if mapping is None:
         raise TypeError(f"cls must be a class of Hugging Face models or one of their Auto classes, got {cls!r}")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **hub)  # it would ask, and then run it
+    if not isinstance(config, PretrainedConfig):
+        place = folder if config is None else config
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **hub)  # it would ask, and then run it
     if type(config) not in mapping:
         raise ValueError(f"{cls.__name__} has no model for the {type(config).__name__} of {folder}; give its class")
     found = mapping[type(config)]

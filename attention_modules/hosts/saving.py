@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_mechanism
+from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.sharing import READS, plain_name
@@ -84,11 +85,19 @@ def seal(plan: bytes, tensors: bytes) -> Tensor:
 
 
 def _as_json(options: Any) -> Any:
+    """The options; None where they are no plain data, or keys would come back from the file as others."""
     try:
         json.dumps(options)
-    except TypeError:
+    except (TypeError, ValueError, RecursionError):
         return None
-    return options
+    return options if _has_names(options) else None
+
+
+def _has_names(value: Any) -> bool:
+    """Whether the keys of all mappings in plain data are strings."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_names(each) for key, each in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_names, value))
 
 
 def _save_swapped(
@@ -99,7 +108,11 @@ def _save_swapped(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``save_pretrained`` of a model with swapped layers; see the module."""
+    """``save_pretrained`` of a model with swapped layers; see the module.
+
+    Raises:
+        ValueError: if peft's layers are around weights, or a state dict that is given lacks a tensor of a mechanism.
+    """
     plan = plan_of(model)
     plain = functools.partial(type(model).save_pretrained, model, save_directory, is_main_process)
     if not plan:
@@ -112,6 +125,12 @@ def _save_swapped(
         return plain(state_dict, *args, **kwargs)
     if not is_main_process:
         return plain(state_dict, *args, **kwargs)  # writes nothing, and may have been given nothing
+    if adapted := next((name for name, module in model.named_modules() if wrapped_by_peft(module)), None):
+        raise ValueError(
+            f"peft has put a layer around {adapted!r}, whose weights would be saved under names that from_pretrained "
+            "does not find: call merge_and_unload() of the peft model (unload() drops the adapter), and save what it "
+            "returns; the peft model's own save_pretrained writes the adapter alone"
+        )
     weights, own = _divide(dict(model.state_dict() if state_dict is None else state_dict), model)
     tensors = save({key: tensor.detach().cpu().clone() for key, tensor in own.items()}) if own else b""
     content = (json.dumps({"format": 2, "layers": plan}, indent=2) + "\n").encode()

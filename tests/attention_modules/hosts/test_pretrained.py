@@ -127,6 +127,9 @@ def test_an_auto_class_finds_the_class(tmp_path: Path) -> None:
     swap_attention(model, "rpc", iterations=2)
     loaded = load_pretrained(transformers.AutoModelForImageClassification, saved(model, tmp_path))
     assert torch.equal(output(loaded), output(model))
+    (tmp_path / "config.json").rename(tmp_path / "elsewhere.json")
+    with_it = load_pretrained(transformers.AutoModelForImageClassification, tmp_path, config=model.config)
+    assert torch.equal(output(with_it), output(model))
 
 
 def test_code_that_a_folder_brings_is_not_run(tmp_path: Path) -> None:
@@ -235,6 +238,21 @@ def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / PLAN).exists()
 
 
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["mechanism"]}])
+def test_the_model_within_a_peft_model_is_saved_once_its_adapters_are_merged(more: object, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = built("bert")
+    swap_attention(model, "gated")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["value"], init_lora_weights=False, **more))
+    before = output(adapted)
+    with pytest.raises(ValueError, match=r"around 'encoder\.layer\.0\.attention\.self\.value'.*merge_and_unload"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(output(merged), before)
+    assert torch.equal(output(load_pretrained(transformers.BertModel, saved(merged, tmp_path))), output(merged))
+
+
 def test_a_restored_model_saves_as_a_plain_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
@@ -335,6 +353,27 @@ def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, state_dict={key: each for key, each in state.items() if key != missing})
 
 
+class Towers(transformers.PreTrainedModel):
+    """Two models by names that are no identifiers."""
+
+    config_class = transformers.BertConfig
+    base_model_prefix = "towers"
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.by_pair = nn.ModuleDict({pair: transformers.BertModel(config) for pair in ("en-de", "de en")})
+        self.post_init()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor]:
+        return (torch.cat([tower(tokens)[0] for tower in self.by_pair.values()]),)
+
+
+def test_layers_may_have_any_names(tmp_path: Path) -> None:
+    model = Towers(transformers.BertConfig(**SIZES, vocab_size=20)).eval()
+    swap_attention(model, "sink", start=1.0)
+    assert torch.equal(output_of_ids(load_pretrained(Towers, saved(model, tmp_path))), output_of_ids(model))
+
+
 def test_shared_layers_are_loaded(tmp_path: Path) -> None:
     config = transformers.AlbertConfig(**SIZES, embedding_size=8, vocab_size=20)
     model = transformers.AlbertModel(config).eval()
@@ -414,9 +453,14 @@ def test_the_main_process_alone_removes_a_stale_plan(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_options_that_are_no_plain_data_are_said(tmp_path: Path) -> None:
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize("factor", [torch.ones(2), {"a": [{1: "a key that comes back as a string"}]}, CIRCLE])
+def test_options_that_are_no_plain_data_are_said(factor: object, tmp_path: Path) -> None:
     model = built("bert")
-    swap_attention(model, Unregistered, factor=torch.ones(2))
+    swap_attention(model, Unregistered, factor=factor)
     with pytest.warns(UserWarning, match=r"options of encoder.layer.0.* are no plain data"):
         model.save_pretrained(tmp_path)
 
