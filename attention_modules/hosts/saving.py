@@ -81,7 +81,7 @@ def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:
 def seal(plan: bytes, tensors: bytes) -> Tensor:
     """The number that marks the weights of a folder: of the plan and of the mechanisms' tensors beside them."""
     digest = hashlib.sha256(len(plan).to_bytes(8, "big") + plan + tensors).digest()
-    return torch.tensor([int.from_bytes(digest[:7], "big")])
+    return torch.tensor([int.from_bytes(digest[:7], "big")], device="cpu")
 
 
 def _as_json(options: Any) -> Any:

@@ -353,6 +353,14 @@ def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, state_dict={key: each for key, each in state.items() if key != missing})
 
 
+def test_on_the_meta_device_transformers_says_what_is_wrong(tmp_path: Path) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    folder = saved(model, tmp_path)
+    with torch.device("meta"), pytest.raises(RuntimeError, match=r"from_pretrained.* with a meta device"):
+        load_pretrained(transformers.BertModel, folder)
+
+
 class Towers(transformers.PreTrainedModel):
     """Two models by names that are no identifiers."""
 
