@@ -111,16 +111,20 @@ What else to know:
   folder)` builds the model swapped as it was; `cls` can be an Auto class or have another head, and further arguments
   are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention: transformers then
   reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
-  mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`. Swap
-  the model that is saved: a model around the one that was given to `swap_attention` does not know of the swap.
-- Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again. A
-  projection that two layers share, as a module or a Parameter, cannot lose its query.
+  mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or
+  where there are several a mapping by the names in the file. Swap the model that is saved: a model around the one that
+  was given to `swap_attention` does not know of the swap.
+- Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again;
+  `load_pretrained` loads onto one device. A projection that two layers share, as a module or a Parameter, cannot lose
+  its query.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
   first. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
   refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
   swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
-  Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and without it
-  they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a warning.
+  `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
+  returns. Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and
+  without it they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a
+  warning.
 """
 
 
