@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from attention_modules import (
 )
 from attention_modules.hosts.base import MARK, PLAN, TENSORS
 from attention_modules.hosts.query import lose_query
+from tests.attention_modules.hosts.saved_models import MODELS, SIZES, built, output, output_of_ids, recorded, saved
 
 transformers = pytest.importorskip("transformers")
 MECHANISMS = {
@@ -32,58 +32,6 @@ MECHANISMS = {
     "rpc": {"iterations": 2, "lam": 1.0},
     "scaled": {"num_tokens": 5},
 }
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
-    return transformers.ViTForImageClassification(config)
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=20, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=20))
-
-
-MODELS = {"vit": vit, "gpt2": gpt2, "bert": bert}
-
-
-def built(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[family]()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def output(model: nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        if "ViT" in type(model).__name__:
-            return model(torch.randn(2, 3, 8, 8, generator=generator))[0]
-        return model(torch.randint(0, 20, (2, 5), generator=generator), use_cache=False)[0]
-
-
-def output_of_ids(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(torch.arange(10).view(2, 5))[0]
-
-
-def recorded(folder: Path) -> list[dict[str, object]]:
-    """What the plan says of each layer."""
-    return json.loads((folder / PLAN).read_text("utf-8"))["layers"]
-
-
-def saved(model: nn.Module, folder: Path) -> Path:
-    with pytest.warns(UserWarning, match=f"swapped attention layers, which are listed in {PLAN}.*load_pretrained"):
-        model.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -130,20 +78,6 @@ def test_an_auto_class_finds_the_class(tmp_path: Path) -> None:
     (tmp_path / "config.json").rename(tmp_path / "elsewhere.json")
     with_it = load_pretrained(transformers.AutoModelForImageClassification, tmp_path, config=model.config)
     assert torch.equal(output(with_it), output(model))
-
-
-def test_code_that_a_folder_brings_is_not_run(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "symmetric")
-    folder = saved(model, tmp_path)
-    canary = tmp_path / "canary"
-    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Config: pass\n")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load_pretrained(transformers.AutoModel, folder)
-    assert not canary.exists()
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -300,47 +234,6 @@ class Unregistered(SoftmaxAttention):
         self.factor = factor
 
 
-@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
-def test_a_plan_beside_the_weights_of_a_plain_model_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "uniform")
-    with pytest.warns(UserWarning, match=PLAN):
-        model.save_pretrained(tmp_path, **shards)
-    assert torch.equal(output(load_pretrained(transformers.BertModel, tmp_path)), output(model))
-    restore_attention(model)
-    model.save_pretrained(tmp_path, **shards)
-    with pytest.raises(ValueError, match=f"{PLAN} .* is not of the weights beside it"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
-@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
-def test_a_plan_of_other_layers_than_the_weights_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "symmetric")
-    model.save_pretrained(tmp_path, **shards)
-    plan = json.loads((tmp_path / PLAN).read_text("utf-8"))
-    layers = [*plan["layers"]]
-    for changed in (layers[:1], [{**layers[0], "name": "encoder.layer.7.attention.self"}, layers[1]]):
-        (tmp_path / PLAN).write_text(json.dumps({**plan, "layers": changed}), "utf-8")
-        with pytest.raises(
-            ValueError, match=rf"names {len(changed)} swapped layers .* marks of 2 .*save the model again"
-        ):
-            load_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_tensors_of_another_save_are_refused(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "scaled", num_tokens=5)
-    model.save_pretrained(tmp_path)
-    kept = (tmp_path / TENSORS).read_bytes()
-    nn.init.ones_(model.encoder.layer[0].attention.self.mechanism.s)
-    model.save_pretrained(tmp_path)
-    assert load_pretrained(transformers.BertModel, tmp_path).encoder.layer[0].attention.self.mechanism.s.eq(1).all()
-    (tmp_path / TENSORS).write_bytes(kept)  # as after a kill between the two files
-    with pytest.raises(ValueError, match=f"{TENSORS} of .* are not of the weights beside them"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
 def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "gated")
@@ -480,58 +373,6 @@ def test_options_that_are_no_plain_data_are_said(factor: object, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{}",
-        "[" * 100_000,
-        '{"format": 1, "layers": []}',
-        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": []}',
-        '{"format": 2, "layers": 3}',
-        '{"format": 2, "layers": [{"name": "a"}]}',
-        '{"format": 2, "layers": [{"name": 1, "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "*", "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": 1}]}',
-        '{"format": 2, "layers": [%s, %s]}'
-        % (('{"name": "encoder", "mechanism": "sink", "options": {}, "query": true}',) * 2),
-    ],
-)
-def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
-    built("bert").save_pretrained(tmp_path)
-    (tmp_path / PLAN).write_text(content)
-    with pytest.raises(ValueError, match=PLAN):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_a_model_with_fewer_layers_has_those_that_it_has(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "symmetric")
-    saved(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.warns(UserWarning, match=r"has no encoder\.layer\.1.*1 of 2 layers are swapped"):
-        loaded = load_pretrained(transformers.BertModel, tmp_path)
-    assert loaded.encoder.layer[0].attention.self.mechanism is not None
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
-    with pytest.raises(ValueError, match="other layers than BertModel has"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_a_class_with_other_layers_is_refused(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "sink")
-    with pytest.raises(
-        ValueError, match=f"{PLAN} is of other layers than ViTModel has: .* give the class that was saved"
-    ):
-        load_pretrained(transformers.ViTModel, saved(model, tmp_path), config=transformers.ViTConfig(**SIZES))
-
-
-@pytest.mark.parametrize(
     "swaps", [[("softmax", [0]), ("neutreno", [1])], [("gated", [0]), ("value_residual", [1]), ("softmax", [0])]]
 )
 def test_layers_that_others_read_are_loaded_with_them(swaps: list[tuple[str, list[int]]], tmp_path: Path) -> None:
@@ -572,76 +413,6 @@ def test_all_files_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     saved(model, tmp_path)
     assert {PLAN, TENSORS, "model.safetensors"} <= {*uploaded}
     assert "_upload_modified_files" not in vars(model)
-
-
-def test_weights_of_another_save_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes model.safetensors where shards lie beside it, and a kill may come before the weights."""
-    first, second = built("bert"), built("bert")
-    swap_attention(first, "rpc", iterations=2)
-    swap_attention(second, "symmetric")
-    first.save_pretrained(tmp_path / "both")
-    second.save_pretrained(tmp_path / "both", max_shard_size=5_000)
-    restore_attention(second)
-    second.save_pretrained(tmp_path / "plain", max_shard_size=5_000)
-    first.save_pretrained(tmp_path / "killed")
-    swap_attention(second, "symmetric")
-
-    def killed(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.PreTrainedModel, "save_pretrained", killed)
-        with pytest.raises(KeyboardInterrupt):
-            second.save_pretrained(tmp_path / "killed")
-    (tmp_path / "plain" / PLAN).write_bytes((tmp_path / "both" / PLAN).read_bytes())
-    for name in ("both", "plain", "killed"):
-        with pytest.raises(ValueError, match="not of the weights beside"):
-            load_pretrained(transformers.BertModel, tmp_path / name)
-
-
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "{"])
-def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "uniform")
-    model.save_pretrained(tmp_path, max_shard_size=5_000)
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"the weights of .* cannot be read"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_a_folder_without_weights_is_no_folder_of_other_weights(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "uniform")
-    (saved(model, tmp_path) / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=f"beside {PLAN} there is no model.safetensors"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
-@pytest.mark.parametrize("safe", [None, True, False])
-def test_the_marks_that_are_read_are_those_of_the_weights_that_are_loaded(safe: bool | None, tmp_path: Path) -> None:
-    """A folder may hold weights of both kinds, of which transformers takes those that are asked for."""
-    model, other = built("bert"), built("bert")
-    swap_attention(model, "gated")
-    folder = saved(model, tmp_path)
-    torch.save(other.state_dict(), folder / "pytorch_model.bin")
-    if safe is not False:
-        assert torch.equal(output(load_pretrained(transformers.BertModel, folder, use_safetensors=safe)), output(model))
-        return
-    with pytest.raises(ValueError, match="saved without swapped attention"):
-        load_pretrained(transformers.BertModel, folder, use_safetensors=False)
-
-
-def test_weights_of_another_name_are_refused(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "gated")
-    folder = saved(model, tmp_path)
-    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
-    with pytest.raises(ValueError, match=r"transformers_weights='other.safetensors'.*take it out"):
-        load_pretrained(transformers.BertModel, folder)
-    with pytest.raises(ValueError, match="gguf_file= names other weights"):
-        load_pretrained(transformers.BertModel, folder, gguf_file="other.gguf")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -685,17 +456,6 @@ def test_two_may_save_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_weights_that_were_cast_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = built("bert")
-    swap_attention(model, "uniform")
-    file = saved(model, tmp_path) / "model.safetensors"
-    save_file({key: tensor.half() for key, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match="or weights that were cast"):
-        load_pretrained(transformers.BertModel, tmp_path)
-
-
 def test_a_variant_has_its_own_weights(tmp_path: Path) -> None:
     built("bert").save_pretrained(tmp_path)
     model = built("bert")
@@ -732,14 +492,6 @@ def test_a_projection_that_was_replaced_after_the_swap_is_saved_as_it_is(tmp_pat
     before = output(model)
     model.encoder.layer[0].attention.self.query = nn.Linear(16, 16)
     assert torch.equal(output(load_pretrained(transformers.BertModel, saved(model, tmp_path))), before)
-
-
-def test_another_class_is_refused(tmp_path: Path) -> None:
-    model = built("bert")
-    swap_attention(model, "symmetric")
-    saved(model, tmp_path)
-    with pytest.raises(TypeError, match="class of Hugging Face models"):
-        load_pretrained(nn.Linear, tmp_path)
 
 
 @pytest.mark.parametrize("family", MODELS)
