@@ -95,6 +95,18 @@ class QKClip(QueryKeyObserver):
         self._reached = False  # whether a step of this fit came by
         self._on_step = ExitStack()  # the hooks of optimizers
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
+        self._resumed: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen behind the last step of each layer, which counts in the next one; by the first process."""
+        return {"largest": list(self._largest), "awaited": sorted(self._awaited)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._resumed = {}  # of an earlier fit; that of a resumed run is loaded after this
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
@@ -106,6 +118,7 @@ class QKClip(QueryKeyObserver):
         self._largest, self._clipped = [None] * len(self._layers), []
         self._awaited, self._stepped, self._left = set(), set(), set()
         self._reached = False
+        self._resume(pl_module.device)
         held = set().union(*map(self._held_by, trainer.optimizers))
         if idle := {layer.name: "" for index, layer in enumerate(self._layers) if index not in held}:
             rank_zero_warn(
@@ -118,6 +131,16 @@ class QKClip(QueryKeyObserver):
                 f"QKClip: W_q and W_k of {listed(parted)} lie in several optimizers; where the others are toggled off "
                 "at a step, they count as frozen, and nothing is clipped: give both to one optimizer"
             )
+
+    def _resume(self, device: torch.device) -> None:
+        """Take up what a checkpoint holds, if it is of as many layers with as many heads each."""
+        largest, self._resumed, awaited = self._resumed.get("largest", []), {}, self._resumed.get("awaited", [])
+        heads = [layer.spec.num_heads for layer in self._layers]
+        if len(largest) == len(heads) and all(
+            seen is None or len(seen) == count for seen, count in zip(largest, heads, strict=True)
+        ):
+            self._largest = [None if seen is None else seen.to(device) for seen in largest]
+            self._awaited = set(awaited)
 
     def _check(self, pl_module: pl.LightningModule) -> None:
         layers = self._chosen(pl_module)
