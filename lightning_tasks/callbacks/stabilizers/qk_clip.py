@@ -98,6 +98,10 @@ class QKClip(QueryKeyObserver):
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
         self._resumed: dict[str, Any] = {}
 
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
+
     def state_dict(self) -> dict[str, Any]:
         """What was seen behind the last step of each layer, which counts in the next one; by the first process."""
         return {"largest": list(self._largest), "awaited": sorted(self._awaited)}
@@ -134,14 +138,11 @@ class QKClip(QueryKeyObserver):
             )
 
     def _resume(self, device: torch.device) -> None:
-        """Take up what a checkpoint holds, if it is of as many layers with as many heads each."""
-        largest, self._resumed, awaited = self._resumed.get("largest", []), {}, self._resumed.get("awaited", [])
-        heads = [layer.spec.num_heads for layer in self._layers]
-        if len(largest) == len(heads) and all(
-            seen is None or len(seen) == count for seen, count in zip(largest, heads, strict=True)
-        ):
-            self._largest = [None if seen is None else seen.to(device) for seen in largest]
-            self._awaited = set(awaited)
+        """Take up what a checkpoint holds, if it is of as many layers."""
+        resumed, self._resumed = self._resumed, {}
+        if len(resumed.get("largest", ())) == len(self._layers):
+            self._largest = [None if seen is None else seen.to(device) for seen in resumed["largest"]]
+            self._awaited = set(resumed["awaited"])
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         layers, frozen = self._chosen(pl_module), unfreezes_later(trainer)

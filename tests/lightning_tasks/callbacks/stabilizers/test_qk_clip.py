@@ -352,6 +352,11 @@ def test_a_resumed_run_is_the_same_run(make, count, tmp_path):
     assert not torch.equal(weights_of(resumed), weights_of(half))
 
 
+def test_a_second_one_is_refused_by_name():
+    with pytest.raises(ValueError, match="two callbacks QKClip"):
+        fit(TinyLM(), [QKClip(layers=[0]), QKClip(layers=[1])])
+
+
 def test_layers_that_cannot_be_clipped_are_refused_by_name():
     module = TinyLM()
     swap_attention(module, "qk_norm", layers=[1])
