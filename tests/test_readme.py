@@ -39,6 +39,10 @@ def test_links_lead_to_files():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_the_table_of_mechanisms_is_one_click_away():
+    assert "](docs/results/zoo.md)" in README
+
+
 def test_the_recipes_exist():
     named = set(re.findall(r"attnswap (?:fit|test|compare) ([a-z_0-9]+/[a-z_0-9]+)", README))
     named |= set(re.findall(r"--(?:config|trainer) ([a-z_0-9]+/[a-z_0-9]+)", README))

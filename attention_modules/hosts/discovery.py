@@ -286,11 +286,18 @@ def only_cross(matched: Sequence[Found], where: Selector | None) -> str:
     )
 
 
+_OWN_CLASS = (
+    "a layer of a class of your own is none of them: make it an nn.MultiheadAttention or attnswap.SelfAttention, have "
+    "it call transformers' attention interface, or add a host (CONTRIBUTING.md)"
+)
+
+
 def _nothing_known(found: Survey) -> str:
     if not found.others:
-        return f"the model has no attention layer; known hosts: {', '.join(known_hosts())}"
+        return f"the model has no attention layer; known hosts: {', '.join(known_hosts())}; {_OWN_CLASS}"
     reasons = "; ".join(f"{other.name or 'the model'} ({other.kind}): {other.reason}" for other in found.others[:5])
-    return f"no host knows the model's attention layers: {reasons}. Known hosts: {', '.join(known_hosts())}"
+    hosts = ", ".join(known_hosts())
+    return f"no host knows the model's attention layers: {reasons}. Known hosts: {hosts}; {_OWN_CLASS}"
 
 
 def _all_names(found: Survey) -> list[str]:

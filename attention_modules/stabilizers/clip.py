@@ -37,8 +37,13 @@ def clip_factors(largest: Tensor, tau: float, groups: int = 1) -> Tensor:
     return torch.where(largest.isfinite() & (largest > tau), tau / largest, torch.ones_like(largest))
 
 
-def clip_refusal(layer: AttentionLayer) -> str | None:
-    """Why the scale of a layer's W_q and W_k is not that of its logits, or is not to be changed, if so."""
+def clip_refusal(layer: AttentionLayer, frozen: bool = False) -> str | None:
+    """Why the scale of a layer's W_q and W_k is not that of its logits, or is not to be changed, if so.
+
+    Args:
+        layer: the layer.
+        frozen: whether frozen weights are no reason.
+    """
     host, module, mechanism = layer.host, layer.module, layer.mechanism
     if mechanism is not None and mechanism.own_logits:
         return f"the logits of {type(mechanism).__name__} are not q kᵀ: {mechanism.own_logits}"
@@ -52,7 +57,7 @@ def clip_refusal(layer: AttentionLayer) -> str | None:
             return "its weights are sums with an adapter's: merge it (merge_and_unload())"
         if not isinstance(weight, nn.Parameter):
             return "its weights are computed at each call (a parametrization such as SigmaReparam, or pruning)"
-        if not weight.requires_grad:
+        if not (weight.requires_grad or frozen):
             return "its weights are frozen"
         if hasattr(weight, "full_tensor"):
             return "its weights are sharded (FSDP2): use DDP"

@@ -84,6 +84,12 @@ def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
             raise ValueError(f"{what} here: {cure}")
 
 
+def unfreezes_later(trainer: pl.Trainer) -> bool:
+    """Whether a callback of the trainer trains layers later that are frozen at the start (Lightning's finetuning)."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    return any(kind.__name__ == "BaseFinetuning" for callback in callbacks for kind in type(callback).__mro__)
+
+
 def held_parameters(optimizers: Iterable[Optimizer]) -> dict[int, nn.Parameter]:
     """The Parameters that optimizers train, by their identity."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)

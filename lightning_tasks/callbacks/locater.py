@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_flag
-from lightning_tasks.callbacks.base import Callback, Where, held_parameters, refuse_flat_shards, reshard, whole
+from lightning_tasks.callbacks.base import (
+    Callback,
+    Where,
+    held_parameters,
+    refuse_flat_shards,
+    reshard,
+    unfreezes_later,
+    whole,
+)
 from lightning_tasks.callbacks.monitoring.names import warn_of_caveats
 from lightning_tasks.training.limits import check_choice, check_number
 
@@ -51,7 +59,8 @@ class LocAteR(Callback):
 
     Raises:
         ValueError: if an argument is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
-            matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained.
+            matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained (a
+            warning, where a ``BaseFinetuning`` of Lightning may train them later).
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -137,10 +146,13 @@ class LocAteR(Callback):
         held = held_parameters(trainer.optimizers)
         for layer in self._layers:
             if not any(parameter.requires_grad and id(parameter) in held for parameter in layer.qk_parameters()):
-                raise ValueError(
+                text = (
                     f"LocAteR: the query and key weights of {layer.name!r} are frozen or in no optimizer, so the "
                     "penalty would change nothing; train them, name the layer in exclude=, or set observe_only=True"
                 )
+                if not unfreezes_later(trainer):
+                    raise ValueError(text)
+                rank_zero_warn(text)
 
     def _check_heads(self, layer: AttentionLayer) -> None:
         saved = self._initial_traces.get(layer.name)

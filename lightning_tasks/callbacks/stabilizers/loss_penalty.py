@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.stabilizers.attach import attach_penalty
-from lightning_tasks.callbacks.base import Where, held_parameters
+from lightning_tasks.callbacks.base import Where, held_parameters, unfreezes_later
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.training.limits import check_number
@@ -81,9 +81,9 @@ class LossPenalty(QueryKeyObserver):
                 f"{type(self).__name__}: {self.of} of {self._layers[min(idle)].name!r} take a gradient, "
                 "so the penalty would change nothing; train its weights, or name the layer in exclude="
             )
-            if pl_module.automatic_optimization:
+            if pl_module.automatic_optimization and not unfreezes_later(trainer):
                 raise ValueError(text)
-            rank_zero_warn(text)  # another optimizer's turn may train it
+            rank_zero_warn(text)  # another optimizer's turn, or a later epoch, may train it
         self._without.clear()
 
     def on_train_batch_end(

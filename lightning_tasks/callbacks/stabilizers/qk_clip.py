@@ -23,7 +23,7 @@ from attention_modules.stabilizers.clip import (
     query_key_weights,
     shared_elsewhere,
 )
-from lightning_tasks.callbacks.base import Where, held_parameters
+from lightning_tasks.callbacks.base import Where, held_parameters, unfreezes_later
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
@@ -63,8 +63,9 @@ class QKClip(QueryKeyObserver):
     Raises:
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
-            (q/k norm, ``l2`` and further mechanisms), or these weights are frozen, computed, sharded or shared with
-            what is not clipped. Weights that no optimizer of the trainer holds are never clipped: a warning.
+            (q/k norm, ``l2`` and further mechanisms), or these weights are frozen (unless a ``BaseFinetuning`` of
+            Lightning may train them later), computed, sharded or shared with what is not clipped. Weights that no
+            optimizer of the trainer holds are never clipped: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -95,17 +96,34 @@ class QKClip(QueryKeyObserver):
         self._reached = False  # whether a step of this fit came by
         self._on_step = ExitStack()  # the hooks of optimizers
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
+        self._resumed: dict[str, Any] = {}
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen behind the last step of each layer, which counts in the next one; by the first process."""
+        return {"largest": list(self._largest), "awaited": sorted(self._awaited)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._resumed = {}  # of an earlier fit; that of a resumed run is loaded after this
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check(pl_module)  # refused here, before anything is written
+        self._check(trainer, pl_module)  # refused here, before anything is written
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._check(pl_module)  # again: the module may have frozen weights since
+        self._check(trainer, pl_module)  # again: the module may have frozen weights since
         self._scaler = None
         self._largest, self._clipped = [None] * len(self._layers), []
         self._awaited, self._stepped, self._left = set(), set(), set()
         self._reached = False
+        self._resume(pl_module.device)
         held = set().union(*map(self._held_by, trainer.optimizers))
         if idle := {layer.name: "" for index, layer in enumerate(self._layers) if index not in held}:
             rank_zero_warn(
@@ -119,9 +137,16 @@ class QKClip(QueryKeyObserver):
                 "at a step, they count as frozen, and nothing is clipped: give both to one optimizer"
             )
 
-    def _check(self, pl_module: pl.LightningModule) -> None:
-        layers = self._chosen(pl_module)
-        refused = {layer.name: reason for layer in layers if (reason := clip_refusal(layer))}
+    def _resume(self, device: torch.device) -> None:
+        """Take up what a checkpoint holds, if it is of as many layers."""
+        resumed, self._resumed = self._resumed, {}
+        if len(resumed.get("largest", ())) == len(self._layers):
+            self._largest = [None if seen is None else seen.to(device) for seen in resumed["largest"]]
+            self._awaited = set(resumed["awaited"])
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        layers, frozen = self._chosen(pl_module), unfreezes_later(trainer)
+        refused = {layer.name: reason for layer in layers if (reason := clip_refusal(layer, frozen))}
         if refused := refused or shared_elsewhere(pl_module, layers):
             raise ValueError(f"QKClip cannot clip {listed(refused)}; leave such layers out (exclude=)")
 

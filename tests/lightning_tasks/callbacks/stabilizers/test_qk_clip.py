@@ -329,14 +329,32 @@ def test_layers_that_have_one_mechanism_between_them_are_refused():
         fit(module, [QKClip(TAU)], max_steps=1)
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path):
-    straight, resumed = TinyLM(), TinyLM()
-    fit(straight, [QKClip(TAU)], max_epochs=4)
-    fit(TinyLM(), [QKClip(TAU)], max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+class LooksBehind(TwoPaces):
+    """Shows all batches behind the last step of the second epoch."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, 1)
+        if self.current_epoch == 1:
+            with torch.no_grad():
+                self(torch.cat([inputs for inputs, _ in batches()]))
+
+
+@pytest.mark.parametrize(("make", "count"), [(TinyLM, 5), (LooksBehind, 1)])
+def test_a_resumed_run_is_the_same_run(make, count, tmp_path):
+    """Also where a step clips by what a layer showed behind the last one, before the checkpoint."""
+    straight, half, resumed = make(), make(), make()
+    fit(straight, [QKClip(TAU)], batches(count), max_epochs=4)
+    fit(half, [QKClip(TAU)], batches(count), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(max_epochs=4, accelerator="cpu", logger=False, callbacks=[QKClip(TAU)], **quiet)
-    trainer.fit(resumed, batches(), ckpt_path=tmp_path / "half.ckpt")
+    trainer.fit(resumed, batches(count), ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(weights_of(resumed), weights_of(straight))
+    assert not torch.equal(weights_of(resumed), weights_of(half))
+
+
+def test_a_second_one_is_refused_by_name():
+    with pytest.raises(ValueError, match="two callbacks QKClip"):
+        fit(TinyLM(), [QKClip(layers=[0]), QKClip(layers=[1])])
 
 
 def test_layers_that_cannot_be_clipped_are_refused_by_name():
