@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 # Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4, which bfloat16 rounds to -9,984; exp
-# of each is zero.
-HIDDEN = -9984.0
+# of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
+# again in the backward pass.
+HIDDEN = -9984
 
 
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:

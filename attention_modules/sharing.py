@@ -24,6 +24,10 @@ FIRST, PREVIOUS = "first_value", "previous_value"
 READS = (FIRST, PREVIOUS)
 # What torch.compile, FSDP1 and activation checkpointing put into the names of modules.
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+_COMPILED = (
+    "; where blocks that are compiled one by one are computed again during backward, compile the model as a whole, or "
+    "checkpoint nothing"
+)
 _ONE_BY_ONE = (
     "let a module that holds the whole stack, and runs each of its layers once, be called for each input in turn"
 )
@@ -160,7 +164,7 @@ class Link:
         elif found is None:
             raise SharedValueError(
                 f"{self._name(self.position)} reads the values of {self._name(source)}, and no module that holds both "
-                "was called: call the model itself, not its blocks one by one"
+                f"was called: call the model itself, not its blocks one by one{_COMPILED}"
             )
         elif source in found.values:
             value = found.values[source]
@@ -223,7 +227,7 @@ class Link:
                 "checkpoint with use_reentrant=False, and PyTorch 2.8 or newer, or checkpoint nothing"
                 if frame is None
                 else "one checkpoint lies inside another, whose first pass left them elsewhere: checkpoint either the "
-                "blocks or what holds them"
+                f"blocks or what holds them{_COMPILED}"
             )
             raise SharedValueError(
                 f"{self._name(self.position)} is computed again during backward, where the values of "

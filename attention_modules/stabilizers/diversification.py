@@ -54,6 +54,8 @@ def diversification_loss(
     dtype = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device):
         q, k = q.to(dtype) * scale, k.to(dtype)
+        if q.shape[-2] == 0 or k.shape[-2] == 0:
+            return (q @ k.mT).sum()
         parts, counts = [], []
         for first in range(0, q.shape[-2], CHUNK):
             rows = q[..., first : first + CHUNK, :]

@@ -67,7 +67,8 @@ class SigmaReparametrization(nn.Module):
 
     def sigma(self, weight: Tensor) -> Tensor:
         """uᵀ W v, a scalar of at least float32."""
-        return _sigma(weight, self.u, self.v)
+        # Copies: a backward pass may come after the next step, where a loss holds several batches.
+        return _sigma(weight, self.u.clone(), self.v.clone())
 
     @torch.no_grad()
     def step(self, weight: Tensor) -> None:

@@ -271,6 +271,18 @@ def test_compiled(batches, part):
     torch.compiler.reset()
 
 
+@needs_frames
+def test_blocks_compiled_one_by_one_that_are_computed_again_are_an_error_that_says_so(batches):
+    model = stack(again=False)
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    out = model(batches[0])
+    with pytest.raises(SharedValueError, match=r"'blocks\.3\.attn'.*compile the model as a whole, or checkpoint"):
+        out.sum().backward()
+    torch.compiler.reset()
+
+
 def test_a_layer_of_another_precision_is_read_in_that_of_the_reader(batches):
     model = Stack()
     swap_attention(model, "value_residual")

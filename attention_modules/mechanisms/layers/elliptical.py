@@ -34,7 +34,7 @@ def elliptical_weights(
             counts = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=dtype)
             mean = change.cumsum(-2) / counts.view(-1, 1)
         elif attn_mask is None:
-            mean = change.mean(-2, keepdim=True)
+            mean = change.sum(-2, keepdim=True) / max(v.shape[-2], 1)
         else:
             none = change.new_zeros(())
             query = none.expand(*change.shape[:2], attn_mask.shape[-2], change.shape[-1])

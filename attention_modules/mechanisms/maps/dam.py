@@ -14,7 +14,7 @@ from attention_modules.mechanisms.shared.options import check_length, check_numb
 from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
 
-_CLOSED = -1e4  # added to a logit whose gate is 0
+_CLOSED = -10_000  # added to a logit whose gate is 0; an integer for the same reason as HIDDEN of masks
 
 
 def dam_attention(

@@ -15,7 +15,9 @@ from attention_modules.mechanisms.shared.options import as_float
 from attention_modules.mechanisms.shared.rows import mapped
 
 ALPHAS = (1.0, 1.5, 2.0)
-_FAR = 4.0  # below the largest logit: no entry so far down is in the support, whose width is at most 2
+# Below the largest logit: no entry so far down is in the support, whose width is at most 2. An integer for the same
+# reason as HIDDEN of masks.
+_FAR = 4
 _STEPS = 16
 
 

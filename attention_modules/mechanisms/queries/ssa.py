@@ -13,6 +13,8 @@ from attention_modules.mechanism import AttentionMechanism, AttentionSpec, regis
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
+_LARGEST_BETA = 8  # e^(-e^8) is below what float64 holds, and float16 holds e^8
+
 
 def ssa_attention(
     q: Tensor,
@@ -58,7 +60,8 @@ def ssa_attention(
     if beta.shape != q.shape[1:2]:
         raise ValueError(f"beta must be one number a head, ({q.shape[1]},), got {tuple(beta.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
-    growth = beta.exp().neg().exp().view(1, -1, 1, 1)
+    # Above the limit growth is 0 in every precision, and e^β may be infinite, whose gradient would be NaN.
+    growth = beta.clamp(max=_LARGEST_BETA).exp().neg().exp().view(1, -1, 1, 1)
     factor = 1 + growth * visible_keys(q, k, attn_mask, is_causal).log().to(beta.dtype)
     return attend((q * factor).to(q.dtype), k, v, hide(attn_mask), is_causal, dropout_p, scale)
 

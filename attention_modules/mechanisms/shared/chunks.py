@@ -44,6 +44,8 @@ def attend_by(
     check_dropout(dropout_p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = autocast(q), autocast(k), autocast(v)
+    if k.shape[-2] == 0:  # no row has a largest logit
+        return (q @ k.transpose(-2, -1)).to(v.dtype) @ v
     everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
 
     def rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:

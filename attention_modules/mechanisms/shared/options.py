@@ -11,6 +11,7 @@ from attention_modules.base import AttentionSpec
 
 MOST_REPEATS = 1000  # of what a mechanism does again and again in a call: more is a slip, or no end
 LARGEST_TABLE = 2**32  # numbers that one layer may learn for its positions: 16 GiB in float32
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127  # of float32, in which mechanisms compute
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> str:
@@ -49,7 +50,7 @@ def as_float(value: object) -> float:
 def check_number(
     name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf
 ) -> float:
-    """An option that is a finite number.
+    """An option that is a finite number, of those that float32 holds.
 
     Args:
         name: of the option.
@@ -59,13 +60,15 @@ def check_number(
         above: a lower limit that it may not reach.
 
     Raises:
-        ValueError: if it is no finite number, or out of its limits.
+        ValueError: if it is no finite number, one that float32 does not hold, or out of its limits.
     """
-    limits = {"of at least": at_least, "of at most": at_most, "above": above}
     number = as_float(value)
-    if not (math.isfinite(number) and at_least <= number <= at_most and number > above):
+    # Comparisons alone: with dynamic=True, torch.compile cannot look into math.isfinite of an option.
+    if not (abs(number) <= LARGEST_NUMBER and at_least <= number <= at_most and number > above):
+        limits = {"of at least": at_least, "of at most": at_most, "above": above}
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
-        raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}")
+        beyond = ", which float32 does not hold" if LARGEST_NUMBER < abs(number) < math.inf else ""
+        raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}{beyond}")
     return number
 
 

@@ -109,7 +109,7 @@ def mapped(
         ValueError: if ``dropout_p`` is no probability.
     """
     check_dropout(dropout_p)
-    if not _applies(attn_mask, dropout_p, inputs):
+    if not _applies(attn_mask, dropout_p, inputs) or inputs[1].shape[-2] == 0:
         return plain(*inputs)
     (q, k, v), learned = inputs[:3], inputs[3] if len(inputs) > 3 else None
     scale = q.shape[-1] ** -0.5 if scale is None else scale

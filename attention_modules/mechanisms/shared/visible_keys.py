@@ -24,7 +24,7 @@ def visible_keys(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool
     if is_causal:
         return torch.arange(1, q.shape[-2] + 1, device=q.device, dtype=dtype).view(1, 1, -1, 1)
     if attn_mask is None:
-        return torch.full((1, 1, 1, 1), k.shape[-2], device=q.device, dtype=dtype)
+        return torch.full((1, 1, 1, 1), max(k.shape[-2], 1), device=q.device, dtype=dtype)
     seen = visible(attn_mask)
     seen = seen.expand(*seen.shape[:-1], k.shape[-2])
     return seen.sum(-1, keepdim=True, dtype=dtype).clamp(min=1.0)

@@ -109,7 +109,7 @@ class LogitMonitor(QueryKeyObserver):
 
     @torch.no_grad()
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
-        if not self._in_backward and len(query):
+        if not self._in_backward and query.numel():
             bad = torch.stack([(~each.isfinite()).sum() for each in (query, key)]).sum()
             self._seen[index].append((largest_logit(query, key, **given).amax(0), bad.float()))
 

@@ -28,7 +28,7 @@ class MapPenalty(LossPenalty):
     def _see(
         self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: tuple[Any, dict[str, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not len(query):
+        if not query.numel():
             return None
         args, kwargs = call
         if given["attn_mask"] is not None:

@@ -166,7 +166,7 @@ class QKClip(QueryKeyObserver):
             self._on_step.callback(optimizer.register_step_post_hook(after).remove)
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
-        if self._in_backward or not len(query):
+        if self._in_backward or not query.numel():
             return
         # Reads a number: on the CPU, that waits for no device.
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):

@@ -111,3 +111,16 @@ def test_holds_no_map_of_all_rows(name, is_causal):
     with Largest() as largest:
         mechanism(**{n: x.requires_grad_() for n, x in inputs.items()}, is_causal=is_causal).sum().backward()
     assert largest.found <= tokens * 256
+
+
+@pytest.mark.parametrize("name", ["dam", "entmax", "hard", "position_bias", "sigmoid", "mom", "qk_norm", "rkde"])
+def test_compiled_with_dynamic_shapes(name):
+    """Numbers of a module and options are symbols then, which what is computed again in backward could not take up."""
+    mechanism = build_mechanism(name, AttentionSpec(8, 2, 4, num_tokens=TOKENS)).double().eval()
+    inputs = random_heads("qkv", (2, 2, TOKENS, 4))
+    mask = torch.zeros(2, 1, 1, TOKENS, dtype=torch.float64).masked_fill(torch.arange(TOKENS) >= 140, -torch.inf)
+    torch.compiler.reset()
+    compiled = torch.compile(mechanism, backend="eager", dynamic=True, fullgraph=True)
+    actual = values_and_gradients(lambda **x: compiled(**x, attn_mask=mask), inputs)
+    assert_same(actual, values_and_gradients(lambda **x: mechanism(**x, attn_mask=mask), inputs), 1e-12)
+    torch.compiler.reset()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch.nn import functional as F
 
-from attention_modules import AttentionSpec, build_mechanism, mechanisms as found
+from attention_modules import AttentionSpec, available_mechanisms, build_mechanism, mechanisms as found
 from tests.attention_modules.compare import random_heads
 from tests.attention_modules.mechanisms.test_equations import each
 
@@ -81,12 +84,45 @@ def test_a_function_refuses_what_its_class_refuses(name, option, value, message)
         ("differential", "affine", "false", "affine must be True or False, got 'false'"),
         ("differential", "affine", 3, "affine must be True or False, got 3"),
         pytest.param("dam", "start", 10**400, "start must be a finite number, got 1000", id="dam"),
+        ("sink", "start", 1e39, r"start must be a finite number, got 1e\+39, which float32 does not hold"),
+        ("neutreno", "alpha", 1e300, r"of at least 0, got 1e\+300, which float32 does not hold"),
+        ("gated", "bias", -math.inf, "bias must be a finite number, got -inf$"),
         pytest.param("rpc", "lam", 10**400, "lam must be a number of at least 0 .*got 1000", id="rpc"),
     ],
 )
 def test_a_class_refuses_an_option_of_another_type_or_beyond_a_float(name, option, value, message):
     with pytest.raises(ValueError, match=message):
         build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=9), **{option: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("start", [7.0, 12.0, 100.0, 1e4])
+def test_a_temperature_that_does_not_grow_has_a_gradient(start, dtype):
+    mechanism = build_mechanism("ssa", AttentionSpec(24, 3, 8), start=start).to(dtype)
+    inputs = random_heads(dtype=dtype)
+    out = mechanism(*inputs.values())
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*inputs.values()), rtol=0, atol=0)
+    out.square().sum().backward()
+    assert not mechanism.beta.grad.any()  # NaN is not 0
+
+
+@pytest.mark.parametrize("name", available_mechanisms())
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (5, 0)])
+def test_without_keys_rows_see_nothing(name, queries, keys):
+    mechanism = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=9)).double()
+    if queries != keys and (mechanism.one_query_per_key or not mechanism.uses_query):
+        pytest.skip("needs one query for each key")
+    inputs = {n: x[:, :, : queries if n == "q" else keys] for n, x in random_heads(("q", "k", "v")).items()}
+    inputs |= {n: torch.randn_like(inputs["v"]) for n in mechanism.needs if n != "x"}
+    if "x" in mechanism.needs:
+        inputs["x"] = torch.randn(len(inputs["q"]), queries, 24, dtype=torch.float64)
+    q = inputs["q"].requires_grad_()
+    out = mechanism(**inputs)
+    assert out.shape == q.shape
+    assert not out.any()
+    if out.requires_grad:
+        out.sum().backward()
+        assert q.grad is None or not q.grad.any()
 
 
 LARGE = [(name, size) for name in ("kde", "rkde") for size in (1e-6, 30.0, 3e4)] + [("l2", 30.0), ("l2", 100.0)]

@@ -56,6 +56,14 @@ def test_nothing_visible_and_half_precision_are_finite():
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(found, (q, k)))
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 0), (5, 0)])
+def test_no_row_or_no_key_is_nothing(rows, keys):
+    q, k = (torch.randn(2, 3, number, 8, requires_grad=True) for number in (rows, keys))
+    found = diversification_loss(q, k)
+    assert found == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(found, (q, k)))
+
+
 def test_second_derivatives():
     q, k = (part[:1, :, :4].detach().requires_grad_() for part in inputs(N, N))
     assert torch.autograd.gradgradcheck(lambda q, k: diversification_loss(q, k, threshold=1.0, is_causal=True), (q, k))

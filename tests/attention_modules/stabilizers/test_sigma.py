@@ -222,6 +222,20 @@ def test_a_frozen_weight_rests_and_one_that_changes_all_the_same_is_followed(dty
     assert torch.linalg.matrix_norm(layer.weight.float(), 2).item() == pytest.approx(1.3, rel=1e-2)
 
 
+def test_a_loss_of_several_batches_is_differentiated_after_their_steps():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    sigma_reparametrize(layer, "weight")
+    with torch.no_grad():
+        layer.parametrizations.weight.original.mul_(torch.tensor([[3.0], [1.0], [1.0]]))  # where a step moves u and v
+    out = layer(x).square().sum()
+    wanted = torch.autograd.grad(out, list(layer.parameters()), retain_graph=True)
+    before = layer.weight.detach().clone()
+    power_step(layer)
+    assert not torch.equal(layer.weight, before)
+    assert all(map(torch.equal, torch.autograd.grad(out, list(layer.parameters())), wanted))
+
+
 def test_a_tiny_weight_of_half_precision_stays_finite():
     layer = nn.Linear(8, 8).half()
     with torch.no_grad():

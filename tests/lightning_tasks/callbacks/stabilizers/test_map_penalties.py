@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attention_modules.stabilizers.naive import naive_diversification, naive_row_entropy
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer
-from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
+from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip
+from tests.lightning_tasks.callbacks.modules import DIM, TinyLM, TwoOptimizers, batches, fit, weights_of
 
 FLOOR, WEIGHT = 0.95, 20.0
 
@@ -173,6 +173,19 @@ def test_logs_the_penalty_once(tmp_path):
     module = EntropyInLoss()
     plain = module.training_step(next(iter(batches())), 0) - TinyLM().training_step(next(iter(batches())), 0)
     assert value.item() == pytest.approx(plain.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [entropy, diversification, lambda: LogitMonitor(1), lambda: QKClip(0.1)])
+def test_a_pass_without_tokens_counts_nothing(kind):
+    class SeesNothingToo(TinyLM):
+        def training_step(self, batch, batch_idx):
+            empty = self.net["encoder"](torch.zeros(2, 0, DIM)).sum()
+            return super().training_step(batch, batch_idx) + empty
+
+    found, expected = SeesNothingToo(), TinyLM()
+    for module in (found, expected):
+        fit(module, [kind()], max_steps=2)
+    torch.testing.assert_close(weights_of(found), weights_of(expected))
 
 
 def test_weight_zero_changes_no_bit_and_layers_are_plain_again():
