@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,7 +25,18 @@ RANDOM = {
     "gpt2-ag_news": "GPT-2, AG News",
 }
 STEPS = (30, 100, 300)
-FOLDERS = [*TEXTS, *RANDOM, *(f"minilm-adversarial-{steps}" for steps in STEPS)]
+# What is in all six layers of MiniLM, and the beginning of its folders; the end is the text.
+MECHANISMS = {"softmax": "minilm-256", "l2": "minilm-l2", "sinkhorn": "minilm-sinkhorn"}
+NAMES = {"gutenberg": "Alice", "ag_news": "AG News"}
+CAUSAL = {"softmax": "causal-softmax", "l2": "causal-l2"}
+TIMES = ("before", "after")
+FOLDERS = [
+    *TEXTS,
+    *RANDOM,
+    *(f"minilm-adversarial-{steps}" for steps in STEPS),
+    *(f"{start}-{name}" for start in MECHANISMS.values() for name in NAMES),
+    *(f"{start}-{when}" for start in CAUSAL.values() for when in TIMES),
+]
 LAYERS = {0: "first", 2: "middle", 5: "last"}  # of MiniLM
 ADVERSARIAL, TEXT = "adversarial", "text"
 
@@ -85,6 +97,36 @@ def random_models(raw: Raw) -> Table:
     return text_table(raw, RANDOM, "model, text", (0, 5, 11))
 
 
+def ends_of(raw: Raw, folder: str, layer: int) -> str:
+    """The mean constants at the least and at the largest length."""
+    return " to ".join(significant(each) for each in ends(of_layer(raw, folder, layer), "value"))
+
+
+@PAGE.table
+def six_layers(raw: Raw) -> Table:
+    lines = []
+    for text, name in NAMES.items():
+        for layer in range(6):
+            folders = [f"{start}-{text}" for start in MECHANISMS.values()]
+            slopes = [slope(fit(of_layer(raw, folder, layer)), 2) for folder in folders]
+            lines.append([name, str(layer), *slopes, *(ends_of(raw, folder, layer) for folder in folders)])
+    heads = [f"{name}, {what}" for what in ("slope [95%]", "constant") for name in MECHANISMS]
+    return Table(["text", "layer", *heads], lines)
+
+
+@PAGE.table
+def causal(raw: Raw) -> Table:
+    lines = []
+    for name, start in CAUSAL.items():
+        for layer in range(4):
+            folders = [f"{start}-{when}" for when in TIMES]
+            slopes = [slope(fit(of_layer(raw, folder, layer)), 2) for folder in folders]
+            late = slope(fit(of_layer(raw, folders[1], layer, least=32)), 2)
+            lines.append([name, str(layer), *slopes, late, *(ends_of(raw, folder, layer) for folder in folders)])
+    heads = ["slope before", "after training", "after, from n = 32", "constant before", "after training"]
+    return Table(["attention", "layer", *heads], lines)
+
+
 @PAGE.table
 def adversarial(raw: Raw) -> Table:
     lines = []
@@ -115,16 +157,29 @@ def short(raw: Raw) -> Table:
     return Table(["slope", *(f"{name} layer" for name in LAYERS.values())], lines)
 
 
+def six_keys() -> list[tuple[str, int]]:
+    """Folder and layer of softmax attention in MiniLM's six layers."""
+    return [(f"{MECHANISMS['softmax']}-{text}", layer) for text in NAMES for layer in range(6)]
+
+
+def span(fits: Iterable[Fit]) -> str:
+    """The least and the largest slope."""
+    slopes = [each.slope for each in fits]
+    return f"{number(min(slopes), 2)} to {number(max(slopes), 2)}"
+
+
+def between(fits: Sequence[Fit]) -> str:
+    """The least and the largest slope, and their mean."""
+    return f"{span(fits)}, {number(float(np.mean([each.slope for each in fits])), 2)} in the mean"
+
+
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
-    texts = {(folder, layer): fit(of_layer(raw, folder, layer)) for folder in TEXTS for layer in LAYERS}
-    holding = sum(found.low <= 0.25 <= found.high for found in texts.values())
+    six = {key: fit(of_layer(raw, *key)) for key in six_keys()}
+    trained = [fit(of_layer(raw, "causal-softmax-after", layer)) for layer in range(4)]
+    holding = sum(found.low <= 0.25 <= found.high for found in (*six.values(), *trained))
     ascents = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL)) for layer in LAYERS}
     inside = [name for layer, name in LAYERS.items() if ascents[layer].low <= 0.5 <= ascents[layer].high]
-    by_layer = ", ".join(
-        f"{name} {' and '.join(number(texts[folder, layer].slope, 2) for folder in TEXTS)}"
-        for layer, name in LAYERS.items()
-    )
     slopes = ", ".join(f"{name} {slope(ascents[layer], 2)}" for layer, name in LAYERS.items())
     late = ", ".join(
         number(fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL, 32)).slope, 2) for layer in LAYERS
@@ -133,8 +188,9 @@ def claims(raw: Raw) -> list[Claim]:
         Claim(
             "On real text the local Lipschitz constant of self-attention grows about like n^{1/4} (Castin, Ablin and "
             "Peyré, ICML 2024)",
-            f"MiniLM on two texts, slopes by layer: {by_layer}",
-            f"it depends on the layer: {holding} of {len(texts)} intervals hold 1/4",
+            f"slopes of MiniLM's six layers on two texts: {between([*six.values()])}; of the four of a small causal model: "
+            f"{between(trained)}",
+            f"it depends on the layer: {holding} of {len(six) + len(trained)} intervals hold 1/4",
         ),
         Claim(
             "... and like n^{1/2} for adversarial inputs",
@@ -148,6 +204,32 @@ def causal_norms() -> dict[int, float]:
     """‖C_n‖₂ of the matrix of running means, by n."""
     means = {n: np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None] for n in range(2, 101, 2)}
     return {n: math.sqrt(np.linalg.eigvalsh(each @ each.T)[-1]) for n, each in means.items()}
+
+
+def longer(raw: Raw) -> dict[str, str]:
+    """What is said of lengths up to 256, of other mechanisms and of the causal models."""
+    found = {
+        name: [fit(of_layer(raw, f"{start}-{text}", layer)) for text in NAMES for layer in range(6)]
+        for name, start in MECHANISMS.items()
+    }
+    first = [of_layer(raw, f"{MECHANISMS['softmax']}-{text}", 0) for text in NAMES]
+    steps = [[significant(mean_at(each, n)) for n in (2, 128, 256)] for each in first]
+    trained = {
+        f"{start}-{when}": [fit(of_layer(raw, f"{start}-{when}", layer)) for layer in range(4)]
+        for start in CAUSAL.values()
+        for when in TIMES
+    }
+    return {
+        "six-softmax": between(found["softmax"]),
+        "six-first": " and ".join(f"{least} to {at_128}" for least, at_128, _ in steps),
+        "six-first-last": " and ".join(last for *_, last in steps),
+        "six-l2": between(found["l2"]),
+        "six-sinkhorn": span(found["sinkhorn"]),
+        "causal-before": span(trained["causal-softmax-before"]),
+        "causal-after": between(trained["causal-softmax-after"]),
+        "causal-l2-before": span(trained["causal-l2-before"]),
+        "causal-l2-after": between(trained["causal-l2-after"]),
+    }
 
 
 @PAGE.numbers
@@ -183,7 +265,7 @@ def prose(raw: Raw) -> dict[str, str]:
     found |= {
         f"steps-{name}": ", ".join(number(each, 2) for each in all_slopes[layer]) for layer, name in LAYERS.items()
     }
-    return found | {
+    return (found | longer(raw)) | {
         "still-growing": f"{sum(late > early for early, late in pairs)} of the {len(pairs)}",
         "times-text": ", ".join(number(each, 0) for each in times),
         "bert-slopes": f"{number(min(bert), 2)} to {number(max(bert), 2)}",
