@@ -188,8 +188,8 @@ def claims(raw: Raw) -> list[Claim]:
         Claim(
             "On real text the local Lipschitz constant of self-attention grows about like n^{1/4} (Castin, Ablin and "
             "Peyré, ICML 2024)",
-            f"slopes of MiniLM's six layers on two texts: {between([*six.values()])}; of the four of a small causal model: "
-            f"{between(trained)}",
+            f"slopes of MiniLM's six layers on two texts: {between([*six.values()])}; of the four of a small causal "
+            f"model: {between(trained)}",
             f"it depends on the layer: {holding} of {len(six) + len(trained)} intervals hold 1/4",
         ),
         Claim(
