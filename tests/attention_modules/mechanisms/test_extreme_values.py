@@ -87,6 +87,8 @@ def test_a_function_refuses_what_its_class_refuses(name, option, value, message)
         pytest.param("dam", "start", 10**400, "start must be a finite number, got 1000", id="dam"),
         ("sink", "start", 1e39, r"start must be a finite number, got 1e\+39, which float32 does not hold"),
         ("neutreno", "alpha", 1e300, r"of at least 0, got 1e\+300, which float32 does not hold"),
+        ("rkde", "a", 1e-46, "above 0, got 1e-46, which float32 does not hold"),
+        ("qk_norm", "eps", -1e-46, "above 0, got -1e-46$"),
         ("gated", "bias", -math.inf, "bias must be a finite number, got -inf$"),
         pytest.param("rpc", "lam", 10**400, "lam must be a number of at least 0 .*got 1000", id="rpc"),
     ],
