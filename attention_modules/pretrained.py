@@ -252,7 +252,7 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
             "softmax alone; load it with from_pretrained, and call swap_attention"
         )
     try:
-        raw = Path(path).read_bytes()
+        raw = _content(path)
         content = json.loads(raw)
         layers, former = content["layers"], content["format"] == 1
         layers = [{**layer, "query": False} for layer in layers] if former else layers
@@ -265,6 +265,21 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
             "the model anew, or load it with the version of attnswap that wrote it"
         )
     return _Plan(layers, former, raw)
+
+
+def _content(path: str) -> bytes:
+    """What is in a file that was found.
+
+    Raises:
+        FileNotFoundError: if it is gone since.
+    """
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} was removed while it was to be loaded, as by another process that saves a model there: load it "
+            "once that is done"
+        ) from error
 
 
 def _read_tensors(
@@ -297,7 +312,7 @@ def _read_tensors(
     try:
         read = dict(_weights(find, options, lambda key: key.endswith(f".{MARK}") or key.startswith(of_layers)))
         marks = [read.pop(key).flatten()[0].item() for key in [*read] if key.endswith(f".{MARK}")]
-        content = b"" if path is None or plan.former else Path(path).read_bytes()
+        content = b"" if path is None or plan.former else _content(path)
         tensors = load(content) if content else {}
     except FileNotFoundError:
         raise
@@ -338,7 +353,7 @@ def _weights(
         if found := find(named(whole)):
             files = [found]
         elif found := find(named(index)):
-            shards = sorted({*json.loads(Path(found).read_bytes())["weight_map"].values()})
+            shards = sorted({*json.loads(_content(found))["weight_map"].values()})
             files = [file for shard in shards if (file := find(shard)) is not None]
             if len(files) < len(shards):
                 raise ValueError(f"{named(index)} names {len(shards)} files, of which {len(files)} are there")

@@ -12,20 +12,30 @@ from torch.nn import functional as F
 
 from attention_modules.kernels import attend, autocast
 
-_UNIT = 16.0  # of the columns in float16, which holds no bias beyond 65,504
+_UNIT = 16.0  # of the columns in float16, which holds no number beyond 65,504
+_COARSE = 2.0**15  # of the first of these columns, which takes what the others do not hold
 _WIDTH = 8  # PyTorch's fused kernels on CUDA take widths that are multiples of this
 
 
-def _columns(bias: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], float]:
-    """Addends in ``dtype`` and a factor, whose products sum to the bias: several where ``dtype`` would round one."""
+def _columns(bias: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[float]]:
+    """Addends in ``dtype`` and their factors, whose products sum to the bias: several where ``dtype`` rounds one.
+
+    A bias that float16 does not hold in any such sum, beyond 2e9, counts as the largest that it does.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
-        return [bias.to(dtype)], 1.0
-    factor = _UNIT if dtype == torch.float16 else 1.0
-    found, rest = [], bias / factor
-    for _ in range(3):
+        return [bias.to(dtype)], [1.0]
+    if dtype == torch.bfloat16:
+        found, factors, rest = [], [1.0, 1.0, 1.0], bias
+    else:
+        largest = torch.finfo(dtype).max
+        # Whole numbers, 0 for most biases; without a gradient, which this unit would make infinite.
+        found = [(bias.detach() / _COARSE).trunc().clamp(-largest, largest).to(dtype)]
+        factors = [_COARSE, _UNIT, _UNIT]
+        rest = ((bias - _COARSE * found[0].to(bias.dtype)) / _UNIT).clamp(-largest, largest)
+    while len(found) < len(factors):
         found.append(rest.to(dtype))
         rest = rest - found[-1].to(rest.dtype)
-    return found, factor
+    return found, factors
 
 
 def attend_with_key_bias(
@@ -55,9 +65,9 @@ def attend_with_key_bias(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = autocast(q), autocast(k), autocast(v)
-    columns, factor = _columns(bias, k.dtype)
+    columns, factors = _columns(bias, k.dtype)
     key = torch.cat([k, *(column.unsqueeze(-1) for column in columns)], -1)
-    query = torch.cat([q * scale, q.new_full((*q.shape[:-1], len(columns)), factor)], -1)
+    query = torch.cat([q * scale, *(q.new_full((*q.shape[:-1], 1), factor) for factor in factors)], -1)
     width = -(-max(key.shape[-1], v.shape[-1]) // _WIDTH) * _WIDTH if key.is_cuda else max(key.shape[-1], v.shape[-1])
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, v))
     return attend(query, key, value, attn_mask, is_causal, dropout_p, 1.0)[..., : v.shape[-1]]

@@ -11,7 +11,8 @@ from attention_modules.base import AttentionSpec
 
 MOST_REPEATS = 1000  # of what a mechanism does again and again in a call: more is a slip, or no end
 LARGEST_TABLE = 2**32  # numbers that one layer may learn for its positions: 16 GiB in float32
-LARGEST_NUMBER = (2 - 2**-23) * 2.0**127  # of float32, in which mechanisms compute
+# Of float32, in which mechanisms compute; a number below the smallest may be 0 there.
+LARGEST_NUMBER, SMALLEST_NUMBER = (2 - 2**-23) * 2.0**127, 2.0**-126
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> str:
@@ -57,18 +58,20 @@ def check_number(
         value: what was given.
         at_least: its lower limit.
         at_most: its upper limit.
-        above: a lower limit that it may not reach.
+        above: a lower limit that it may not reach, in float32 either.
 
     Raises:
         ValueError: if it is no finite number, one that float32 does not hold, or out of its limits.
     """
     number = as_float(value)
     # Comparisons alone: with dynamic=True, torch.compile cannot look into math.isfinite of an option.
-    if not (abs(number) <= LARGEST_NUMBER and at_least <= number <= at_most and number > above):
+    held = abs(number) <= LARGEST_NUMBER and number - above >= SMALLEST_NUMBER
+    if not (held and at_least <= number <= at_most):
         limits = {"of at least": at_least, "of at most": at_most, "above": above}
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
-        beyond = ", which float32 does not hold" if LARGEST_NUMBER < abs(number) < math.inf else ""
-        raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}{beyond}")
+        beyond = LARGEST_NUMBER < abs(number) < math.inf or above < number < above + SMALLEST_NUMBER
+        cause = ", which float32 does not hold" if beyond else ""
+        raise ValueError(f"{name} must be a finite number{said and ' '}{said}, got {value!r}{cause}")
     return number
 
 

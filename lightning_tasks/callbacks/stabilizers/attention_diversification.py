@@ -41,7 +41,8 @@ class AttentionDiversification(MapPenalty):
     Raises:
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
             ``AttentionDiversification``, the strategy is FSDP1 or DeepSpeed, or a mechanism's logits are not q kᵀ; in
-            the first step, if a layer's queries and keys take no gradient (with manual optimization, a warning).
+            the first step, if a layer's queries and keys take no gradient (with manual optimization, or beside a
+            ``BaseFinetuning`` of Lightning, a warning).
 
     Example:
         >>> from lightning.pytorch import Trainer

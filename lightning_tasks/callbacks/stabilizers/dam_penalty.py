@@ -41,7 +41,8 @@ class DAMPenalty(LossPenalty):
     Raises:
         ValueError: if a number is out of its limits; when the fit starts, if none of the layers has ``dam``, the
             trainer has a second ``DAMPenalty``, or the strategy is FSDP1 or DeepSpeed; in the first step, if the gates
-            of a layer take no gradient (with manual optimization, a warning).
+            of a layer take no gradient (with manual optimization, or beside a ``BaseFinetuning`` of Lightning, a
+            warning).
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -42,7 +42,7 @@ class EntropyRegularizer(MapPenalty):
         ValueError: if a number is out of its limits, or both ``floor`` and ``target`` are given; when the fit starts,
             if no layer matches, the trainer has a second ``EntropyRegularizer``, the strategy is FSDP1 or DeepSpeed, or
             a mechanism's logits are not q kᵀ; in the first step, if a layer's queries and keys take no gradient (with
-            manual optimization, a warning).
+            manual optimization, or beside a ``BaseFinetuning`` of Lightning, a warning).
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -138,10 +138,13 @@ class QKClip(QueryKeyObserver):
             )
 
     def _resume(self, device: torch.device) -> None:
-        """Take up what a checkpoint holds, if it is of as many layers."""
+        """Take up what a checkpoint holds, if it is of as many layers and heads."""
         resumed, self._resumed = self._resumed, {}
-        if len(resumed.get("largest", ())) == len(self._layers):
-            self._largest = [None if seen is None else seen.to(device) for seen in resumed["largest"]]
+        largest, heads = resumed.get("largest", ()), [layer.spec.num_heads for layer in self._layers]
+        if len(largest) == len(heads) and all(
+            seen is None or len(seen) == count for seen, count in zip(largest, heads, strict=True)
+        ):
+            self._largest = [None if seen is None else seen.to(device) for seen in largest]
             self._awaited = set(resumed["awaited"])
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from attention_modules import load_pretrained, restore_attention, swap_attention
+from attention_modules import load_pretrained, pretrained, restore_attention, swap_attention
 from attention_modules.hosts.base import PLAN, TENSORS
 from tests.attention_modules.hosts.saved_models import SIZES, built, output, saved
 
@@ -156,6 +158,21 @@ def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"the weights of .* cannot be read"):
         load_pretrained(transformers.BertModel, tmp_path)
+
+
+def test_a_file_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, say, that saves a model whose mechanisms have no tensors."""
+    model = built("bert")
+    swap_attention(model, "gated")
+    folder, weights = saved(model, tmp_path), pretrained._weights
+
+    def meanwhile(*args: Any) -> Iterator[tuple[str, Tensor]]:
+        (folder / TENSORS).unlink()
+        return weights(*args)
+
+    monkeypatch.setattr(pretrained, "_weights", meanwhile)
+    with pytest.raises(FileNotFoundError, match=f"{TENSORS} was removed .*another process .*once that is done"):
+        load_pretrained(transformers.BertModel, folder)
 
 
 def test_a_folder_without_weights_is_no_folder_of_other_weights(tmp_path: Path) -> None:

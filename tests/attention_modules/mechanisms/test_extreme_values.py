@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from attention_modules import AttentionSpec, available_mechanisms, build_mechanism, mechanisms as found
+from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from tests.attention_modules.compare import random_heads
 from tests.attention_modules.mechanisms.test_equations import each
 
@@ -86,6 +87,8 @@ def test_a_function_refuses_what_its_class_refuses(name, option, value, message)
         pytest.param("dam", "start", 10**400, "start must be a finite number, got 1000", id="dam"),
         ("sink", "start", 1e39, r"start must be a finite number, got 1e\+39, which float32 does not hold"),
         ("neutreno", "alpha", 1e300, r"of at least 0, got 1e\+300, which float32 does not hold"),
+        ("rkde", "a", 1e-46, "above 0, got 1e-46, which float32 does not hold"),
+        ("qk_norm", "eps", -1e-46, "above 0, got -1e-46$"),
         ("gated", "bias", -math.inf, "bias must be a finite number, got -inf$"),
         pytest.param("rpc", "lam", 10**400, "lam must be a number of at least 0 .*got 1000", id="rpc"),
     ],
@@ -138,3 +141,29 @@ def test_float16_with_small_and_large_keys(name, size):
     half = [x.half() for x in (q, k, v)]
     exact = function(*(x.double() for x in half))
     assert (function(*half).double() - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("size", [1.0, 4e4, 2e6, 4e7])
+def test_float16_with_biases_that_are_beyond_it(size):
+    """To float32, which rounds such logits too; without queries, as nothing of what they add would be left."""
+    inputs = random_heads(dtype=torch.float16)
+    inputs["q"].zero_()
+    bias = (size * torch.tensor([1.0, 1.0, 0.5, 1.0, -1.0, 1.0, 1.0, -2.0, 1.0])).expand(*inputs["k"].shape[:-1])
+
+    def found_with(dtype):
+        given = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
+        given["bias"] = bias.clone().requires_grad_()
+        out = attend_with_key_bias(**given)
+        out.square().sum().backward()
+        return [each.float() for each in (out, *(x.grad for x in given.values()))]
+
+    for half, single in zip(found_with(torch.float16), found_with(torch.float32), strict=True):
+        assert (half - single).abs().max() <= 0.01 * single.abs().max()
+
+
+def test_float16_with_a_sink_beyond_all_logits():
+    inputs = random_heads(dtype=torch.float16)
+    assert not found.sink_attention(**inputs, sink=torch.full((3,), 1e30)).any()
+    closed = torch.full((1, 1, 1), -1e5).expand(inputs["k"].shape[:-1])
+    alone = found.forgetting_attention(**inputs, gate=closed, is_causal=True)
+    torch.testing.assert_close(alone, inputs["v"])

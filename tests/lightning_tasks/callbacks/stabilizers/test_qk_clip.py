@@ -352,6 +352,20 @@ def test_a_resumed_run_is_the_same_run(make, count, tmp_path):
     assert not torch.equal(weights_of(resumed), weights_of(half))
 
 
+def test_what_other_heads_showed_counts_nothing(tmp_path):
+    fit(LooksBehind(), [QKClip(TAU)], batches(1), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = []
+    for callbacks in ([], [QKClip(1e6)]):
+        module = LooksBehind()
+        for layer in module.net["encoder"].layers:
+            layer.self_attn.num_heads, layer.self_attn.head_dim = 1, DIM
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", callbacks=callbacks, **quiet)
+        trainer.fit(module, batches(1), ckpt_path=tmp_path / "half.ckpt")
+        resumed.append(weights_of(module))
+    assert torch.equal(*resumed)
+
+
 def test_a_second_one_is_refused_by_name():
     with pytest.raises(ValueError, match="two callbacks QKClip"):
         fit(TinyLM(), [QKClip(layers=[0]), QKClip(layers=[1])])
