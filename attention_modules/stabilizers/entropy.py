@@ -105,7 +105,7 @@ def _in_chunks(q: Tensor, k: Tensor, attn_mask: Tensor) -> Tensor:
 
 def _of_rows(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool = False) -> Tensor:
     """From the logits of all these rows."""
-    logits = q @ k.mT
+    logits = (k @ q.mT).mT.contiguous()  # in this order the gradient of the keys lies in memory as they do
     if is_causal:
         attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is None:
@@ -167,7 +167,7 @@ def entropy_penalty(
     number, columns = q.shape[-2], k.shape[-2]
     if max_rows is not None and number > max_rows:
         kept = _some_rows(number, max_rows, q.device)
-        q = q[..., kept, :]
+        q = q.index_select(-2, kept)
         if is_causal:
             attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)
             is_causal = False
