@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attention_modules import load_pretrained, pretrained, restore_attention, swap_attention
 from attention_modules.hosts.base import PLAN, TENSORS
-from tests.attention_modules.hosts.saved_models import SIZES, built, output, saved
+from tests.attention_modules.hosts.saving.saved_models import SIZES, built, output, saved
 
 transformers = pytest.importorskip("transformers")
 

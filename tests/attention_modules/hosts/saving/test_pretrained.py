@@ -23,7 +23,15 @@ from attention_modules import (
 )
 from attention_modules.hosts.base import MARK, PLAN, TENSORS
 from attention_modules.hosts.query import lose_query
-from tests.attention_modules.hosts.saved_models import MODELS, SIZES, built, output, output_of_ids, recorded, saved
+from tests.attention_modules.hosts.saving.saved_models import (
+    MODELS,
+    SIZES,
+    built,
+    output,
+    output_of_ids,
+    recorded,
+    saved,
+)
 
 transformers = pytest.importorskip("transformers")
 MECHANISMS = {
