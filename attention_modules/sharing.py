@@ -291,7 +291,7 @@ def _checkpoint_frame() -> Any:
     return None
 
 
-def plain_name(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """A module's name without those of wrappers around single layers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -304,7 +304,7 @@ def stacks(names: Sequence[str]) -> dict[str, list[str]]:
     """
     alike: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
     for name in names:
-        parts = plain_name(name).split(".")
+        parts = without_wrappers(name).split(".")
         numbers = [part.isdecimal() and before != "attns" for before, part in zip(["", *parts], parts, strict=False)]
         kind = tuple("*" if number else part for number, part in zip(numbers, parts, strict=True))
         alike.setdefault(kind, []).append((parts, name))

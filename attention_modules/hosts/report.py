@@ -12,7 +12,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Skipped
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.sharing import plain_name
+from attention_modules.sharing import without_wrappers
 
 
 def swapped_mechanisms(model: nn.Module) -> dict[str, AttentionMechanism]:
@@ -21,7 +21,7 @@ def swapped_mechanisms(model: nn.Module) -> dict[str, AttentionMechanism]:
     for name, module in model.named_modules():
         mechanism = acting_mechanism(module._modules.get("mechanism"))
         if mechanism is not None and type(mechanism) is not SoftmaxAttention:
-            found[plain_name(name)] = mechanism
+            found[without_wrappers(name)] = mechanism
     return found
 
 

@@ -28,7 +28,7 @@ from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_me
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.sharing import READS, plain_name
+from attention_modules.sharing import READS, without_wrappers
 
 _ATTRIBUTE, _UPLOAD = "save_pretrained", "_upload_modified_files"
 
@@ -75,7 +75,7 @@ def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:
     """Each swapped layer: its name, its name with those of wrappers such as torch.compile's, and itself."""
     for name, layer in model.named_modules():
         if isinstance(layer, Swapped):
-            yield plain_name(name), name, layer
+            yield without_wrappers(name), name, layer
 
 
 def seal(plan: bytes, tensors: bytes) -> Tensor:

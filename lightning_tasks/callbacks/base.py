@@ -68,9 +68,14 @@ def check_alone(trainer: pl.Trainer, callback: pl.Callback) -> None:
         )
 
 
-def is_strategy(trainer: pl.Trainer, name: str) -> bool:
-    """Whether the trainer's strategy is of a class of this name, of either Lightning package."""
-    return any(kind.__name__ == name for kind in type(trainer.strategy).__mro__)
+def kinds_of(thing: object) -> set[str]:
+    """The names of the classes that something is of, which are the same in either Lightning package."""
+    return {kind.__name__ for kind in type(thing).__mro__}
+
+
+def is_strategy(trainer: pl.Trainer, *names: str) -> bool:
+    """Whether the trainer's strategy is of a class of one of these names."""
+    return not kinds_of(trainer.strategy).isdisjoint(names)
 
 
 def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
@@ -87,7 +92,7 @@ def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
 def unfreezes_later(trainer: pl.Trainer) -> bool:
     """Whether a callback of the trainer trains layers later that are frozen at the start (Lightning's finetuning)."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-    return any(kind.__name__ == "BaseFinetuning" for callback in callbacks for kind in type(callback).__mro__)
+    return any("BaseFinetuning" in kinds_of(callback) for callback in callbacks)
 
 
 def held_parameters(optimizers: Iterable[Optimizer]) -> dict[int, nn.Parameter]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from attention_modules.mechanisms.shared.options import check_flag
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, is_strategy
 from lightning_tasks.checkpoints.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
@@ -126,7 +126,7 @@ class NonFiniteGuard(Callback):
         self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and _is_strategy(trainer, ("DeepSpeedStrategy",)):
+        if stage == "fit" and is_strategy(trainer, "DeepSpeedStrategy"):
             raise ValueError("NonFiniteGuard: DeepSpeed keeps gradients in its own buffers; use DDP, or no guard")
         self.skipped = self._in_a_row = 0
         self._reset()
@@ -153,7 +153,7 @@ class NonFiniteGuard(Callback):
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
-        shared = _is_strategy(trainer, _SHARDED)
+        shared = is_strategy(trainer, *_SHARDED)
         found = Flags(self._sample.losses, _parameters_of(optimizer), shared), self._sample, self._window
         self._window, self._stepped = _Window(), True
         if self.action == "stop" and reads_late(pl_module):
@@ -293,10 +293,6 @@ def reads_late(pl_module: pl.LightningModule) -> bool:
 
 def _has_bad_loss(sample: Sample | None) -> bool:
     return sample is not None and not all(loss.isfinite() for loss in sample.losses)
-
-
-def _is_strategy(trainer: pl.Trainer, names: tuple[str, ...]) -> bool:
-    return any(kind.__name__ in names for kind in type(trainer.strategy).__mro__)
 
 
 def _scaler(trainer: pl.Trainer) -> Any:

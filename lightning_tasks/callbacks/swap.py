@@ -19,7 +19,7 @@ from attention_modules.mechanism import (
     check_options,
 )
 from attention_modules.swap import SwapReport, swap_attention
-from lightning_tasks.callbacks.base import Callback, Where
+from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, acting_plans, overrides
@@ -140,8 +140,7 @@ class SwapAttention(Callback):
     def _check_averaging(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
         for position, callback in enumerate(callbacks):
-            kinds = {kind.__name__ for kind in type(callback).__mro__}
-            name = type(callback).__name__
+            kinds, name = kinds_of(callback), type(callback).__name__
             if kinds & {"WeightAveraging", "StochasticWeightAveraging"} and position < callbacks.index(self):
                 raise ValueError(
                     f"{name} is listed before SwapAttention, so it would average a copy of the module with its old "
@@ -206,8 +205,7 @@ class SwapAttention(Callback):
             ValueError: for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
         """
         launcher = getattr(trainer.strategy, "launcher", None)
-        kinds = {kind.__name__ for kind in type(launcher).__mro__}
-        if self._trains and "_MultiProcessingLauncher" in kinds:
+        if self._trains and "_MultiProcessingLauncher" in kinds_of(launcher):
             raise ValueError(
                 f"SwapAttention: strategy {getattr(launcher, '_start_method', '')!r} trains in processes of its own "
                 "and gives their weights to the module of the main process, whose attention is not swapped. Use "

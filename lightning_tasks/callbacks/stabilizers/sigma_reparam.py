@@ -25,6 +25,7 @@ from lightning_tasks.callbacks.base import (
     check_alone,
     held_parameters,
     is_strategy,
+    kinds_of,
     refuse_flat_shards,
 )
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
@@ -101,8 +102,7 @@ class SigmaReparam(Callback):
     def _check_averaging(self, trainer: pl.Trainer, built: bool) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
         for place, callback in enumerate(callbacks):
-            kinds = {kind.__name__ for kind in type(callback).__mro__}
-            averages = kinds & {"WeightAveraging", "StochasticWeightAveraging"}
+            averages = kinds_of(callback) & {"WeightAveraging", "StochasticWeightAveraging"}
             if averages and (place < callbacks.index(self) or not built):
                 name = type(callback).__name__
                 raise ValueError(
