@@ -14,7 +14,7 @@ from attention_modules.hosts.torch import same_view
 from attention_modules.sharing import Link
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
-_CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
+CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
 # Arguments that hold the tokens that are attended to.
 _ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
 # Arguments that hold rotary embeddings [..., N, d]: their last dimension has no tokens, whatever its size.
@@ -89,7 +89,7 @@ class LayerCall:
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Tensor) and same_view(value, given):
                 return _HOLE
-            if name in _CACHES:
+            if name in CACHES:
                 return None
             if isinstance(value, (tuple, list)):
                 return type(value)(cut(name, part) for part in value)

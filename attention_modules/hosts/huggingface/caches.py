@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from attention_modules.sharing import READS
 
 CACHE = "attnswap_cache"  # by which a layer hands the cache that it was called with to our attention function
-ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 def keys_of_new(arguments: dict[str, Any], module: nn.Module, keys: Tensor, new: int) -> Tensor:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
-from attention_modules.hosts.huggingface.caches import ARGUMENTS, CACHE, warn_of_cache
+from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
 from attention_modules.hosts.huggingface.projections import (
@@ -38,6 +38,7 @@ from attention_modules.hosts.huggingface.projections import (
 )
 from attention_modules.hosts.huggingface.queries import query_path
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
+from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.saving import attach_saving
 from attention_modules.hosts.weights import Rows
@@ -81,7 +82,7 @@ class SwappedHuggingFace(Swapped):
         """The cache that the layer is called with, for our attention function, where its forward passes it on."""
         call = _call_of(self)
         given = {**dict(zip(call.parameters, args, strict=False)), **kwargs}
-        cache = next((given[name] for name in ARGUMENTS if given.get(name) is not None), None)
+        cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
         return {CACHE: cache} if cache is not None and call.passes_on else {}
 
     def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -171,7 +171,7 @@ def test_saving_again_and_copies_write_the_plan_too(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=transformers.integrations.peft.MIN_PEFT_VERSION)
     model = built("bert")
     swap_attention(model, "gated")
     model.add_adapter(peft.LoraConfig(target_modules=["value"]))
