@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from attention_modules import available_mechanisms
+from attention_modules.mechanism import mechanism_class
 from tests.test_public_paths import resolve
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -61,3 +63,13 @@ def test_every_path_in_a_guide_or_tutorial_exists():
     assert len(named) > 20
     for path in named:
         assert resolve(path) is not None, path
+
+
+@pytest.mark.parametrize("name", available_mechanisms())
+def test_the_page_of_a_mechanism_says_what_it_is_and_costs(name):
+    text = text_of(f"explanations/mechanisms/{name}")
+    assert text.startswith(f"# {name}\n")
+    for part in ("$$", "Parameters:", "Neutral start:", "Cost:", "- Good for:", "- Against:"):
+        assert text.count(part) >= 1, part
+    assert f".. autoclass:: attention_modules.{mechanism_class(name).__name__}\n" in text
+    assert f"]({name}.md)" in text_of("explanations/mechanisms/index")
