@@ -64,20 +64,24 @@ def differential_attention(
     count = q.shape[-1] if pairs == "features" else q.shape[1]
     if count % 2:
         raise ValueError(f"differential attention with pairs={pairs!r} needs an even number of them, got {count}")
-    masks = [attn_mask, attn_mask]
     if pairs == "features":  # half a query of zeros leaves out half of the keys, and no other tensor is padded
         half = count // 2
         scale = half**-0.5 if scale is None else scale
-        queries = [F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0))]
-        keys = [k, k]
+        queries = q.unsqueeze(2) * torch.block_diag(*q.new_ones(2, 1, half)).unsqueeze(1)  # [B, H, 2, N, d]
+        if not is_causal and (attn_mask is None or attn_mask.shape[-2] == 1):  # all rows see the same keys: one call
+            both = _padded(queries.flatten(2, 3), k, v, attn_mask, False, dropout_p, scale)
+            first, second = both.chunk(2, 2)
+        else:
+            first, second = (_padded(q, k, v, attn_mask, is_causal, dropout_p, scale) for q in queries.unbind(2))
     else:
-        queries, keys = list(q.chunk(2, 1)), list(k.chunk(2, 1))
+        masks = [attn_mask, attn_mask]
         if attn_mask is not None and attn_mask.shape[1] > 1:
             masks = list(attn_mask.chunk(2, 1))
         v = torch.cat(v.chunk(2, 1), -1)
-    first, second = (
-        _padded(q, k, v, mask, is_causal, dropout_p, scale) for q, k, mask in zip(queries, keys, masks, strict=True)
-    )
+        first, second = (
+            _padded(q, k, v, mask, is_causal, dropout_p, scale)
+            for q, k, mask in zip(q.chunk(2, 1), k.chunk(2, 1), masks, strict=True)
+        )
     return torch.addcmul(first, second, lam.to(first.dtype), value=-1)
 
 
