@@ -324,7 +324,7 @@ def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
     folder.mkdir(parents=True)
     shutil.copy(ROOT / page.file, folder)
     assert "no numbers yet" in str(out_of_distribution.primary(page.raw(tmp_path)))
-    for variant, more in (("softmax", 0.0), ("rpc_tenth_full", 0.1)):
+    for variant, more in (("softmax", 0.0), ("rpc_lam_1", 0.1)):
         for seed in range(4):
             rows = [
                 robustness.Row("out of distribution", place, score, metric, 0.5 + more + seed / 100)
@@ -338,7 +338,7 @@ def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
     raw = page.raw(tmp_path)
     assert "| softmax | digits | 51.5 ± 1.3 |" in str(out_of_distribution.figures("auroc", raw))
     primary = str(out_of_distribution.primary(raw))
-    assert "| rpc tenth full | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
+    assert "| rpc lam 1 | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
 
 
 def test_the_check_imports_no_torch():
