@@ -67,12 +67,12 @@ def differential_attention(
     if pairs == "features":  # half a query of zeros leaves out half of the keys, and no other tensor is padded
         half = count // 2
         scale = half**-0.5 if scale is None else scale
-        queries = q.unsqueeze(2) * torch.block_diag(*q.new_ones(2, 1, half)).unsqueeze(1)  # [B, H, 2, N, d]
+        halves = torch.block_diag(*q.new_ones(2, 1, half))
         if not is_causal and (attn_mask is None or attn_mask.shape[-2] == 1):  # all rows see the same keys: one call
-            both = _padded(queries.flatten(2, 3), k, v, attn_mask, False, dropout_p, scale)
-            first, second = both.chunk(2, 2)
+            both = (q.unsqueeze(2) * halves.unsqueeze(1)).flatten(2, 3)
+            first, second = _padded(both, k, v, attn_mask, False, dropout_p, scale).chunk(2, 2)
         else:
-            first, second = (_padded(q, k, v, attn_mask, is_causal, dropout_p, scale) for q in queries.unbind(2))
+            first, second = (_padded(q * part, k, v, attn_mask, is_causal, dropout_p, scale) for part in halves)
     else:
         masks = [attn_mask, attn_mask]
         if attn_mask is not None and attn_mask.shape[1] > 1:
