@@ -72,4 +72,5 @@ def test_the_page_of_a_mechanism_says_what_it_is_and_costs(name):
     for part in ("$$", "Parameters:", "Neutral start:", "Cost:", "- Good for:", "- Against:"):
         assert text.count(part) >= 1, part
     assert f".. autoclass:: attention_modules.{mechanism_class(name).__name__}\n" in text
+    assert ("the query projection is left out" in text) == (not mechanism_class(name).uses_query)
     assert f"]({name}.md)" in text_of("explanations/mechanisms/index")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,7 @@ class ScaledAttention(AttentionMechanism):
     """
 
     one_query_per_key = True
+    neutral: ClassVar = {}
 
     def __init__(self, spec: AttentionSpec, variant: Variant = "matrix", num_tokens: int | None = None) -> None:
         if variant not in get_args(Variant):

@@ -115,7 +115,7 @@ def passes(raw: Raw) -> Table:
 @PAGE.table
 def filled(raw: Raw) -> Table:
     found = raw.comparison("lam", "rpc/compare_lam")
-    shares = [f"val/pursuit/sparsity/layer_00/pass_{number_of_pass}" for number_of_pass in range(1, 5)]
+    shares = [f"val/pursuit/sparsity/layer_00/pass_{n}" for n in range(1, 5)]
     rows = [
         [
             config.removeprefix("lam "),

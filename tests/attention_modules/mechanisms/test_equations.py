@@ -156,10 +156,10 @@ class Pretrained(nn.Module):
 NAMES = sorted({case.name for case in CASES})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "scaled"])
 def test_starts_as_softmax_where_it_says_so(name):
     neutral = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=7)).neutral
-    length = {"num_tokens": 7} if name in ("dam", "position_bias") else {}
+    length = {"num_tokens": 7} if name in ("dam", "position_bias", "scaled") else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
     plain = model(x, padding)
