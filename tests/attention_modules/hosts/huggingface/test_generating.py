@@ -15,6 +15,8 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.huggingface.caches import CACHE
 from attention_modules.sharing import SharedValueError
 from tests.attention_modules.hosts.huggingface import generating
 from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
@@ -175,3 +177,11 @@ def test_the_warning_names_each_model_inside_that_generates_with_a_cache() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_attention(model, "twicing", where=["net.*", "other.*"])
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "past_key_value", "layer_past", "cache"])
+def test_a_layer_finds_its_cache_under_each_name_that_transformers_has_had(name: str) -> None:
+    model, cache = generating.swapped_model("symmetric"), DynamicCache()
+    (layer, *_) = [module for module in model.modules() if isinstance(module, Swapped)]
+    assert layer._cache((), {name: cache}) == {CACHE: cache}
+    assert layer._cache((), {name: None}) == {}
