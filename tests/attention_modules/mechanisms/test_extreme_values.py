@@ -23,6 +23,17 @@ def test_nan_stays_nan(case):
             assert case.function(**inputs).isnan().any(), poisoned
 
 
+def test_nan_in_a_query_without_a_mask_is_as_in_pytorch():
+    """Its fused CPU kernel may answer such a row with zeros; NaN in a key or a value it keeps."""
+    for poisoned in range(3):
+        inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+        inputs[poisoned][0, 0, 1, 2] = torch.nan
+        expected = F.scaled_dot_product_attention(*inputs)
+        assert poisoned == 0 or expected.isnan().any()
+        softmax = build_mechanism("softmax", AttentionSpec(16, 2, 8))
+        torch.testing.assert_close(softmax(*inputs), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_gates_of_nan_are_not_shut():
     mechanism = build_mechanism("dam", AttentionSpec(24, 3, 8, num_tokens=9)).eval()
     with torch.no_grad():
