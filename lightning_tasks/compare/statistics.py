@@ -12,6 +12,7 @@ import numpy as np
 from lightning_tasks.intervals import mean_interval
 
 DRAWS = 2000
+ROUNDING = 2.0**-24  # of a value in single precision, in which loggers keep it
 _MOST_COUNTS = 1 << 22  # held at a time
 
 
@@ -32,6 +33,15 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[
     """Student's t-interval of the mean of paired differences; two or more are needed."""
     # `ttest_rel(...).confidence_interval()` is the same interval, and warns of equal differences, which are a result.
     return mean_interval(differences, level)
+
+
+def differ_alike(own: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether all pairs differ by the same number, but for the rounding of what was logged to single precision.
+
+    Of accuracies that are all one image apart, rounding is all the spread there is: a t-test would be sure of it.
+    """
+    values = np.asarray([own, other], dtype=float)
+    return bool(np.ptp(values[0] - values[1]) <= 4 * ROUNDING * np.abs(values).max())  # two values, at both ends
 
 
 def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha: float = 0.05) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_tasks.compare.statistics import (
+    differ_alike,
     equivalence_p,
     holm,
     last_values,
@@ -32,8 +33,8 @@ class SummaryRow:
     the spread seen here. `p` is that of the t-test, `corrected` the same after Holm's correction for the rows of its
     family: those of the primary endpoint, or all others. `within` is the p-value that the difference is within
     `margin`, which was stated before. These are nan where there is no reference or fewer than two seeds are paired,
-    where a value of a pair is not finite, and the p-values where all differences are equal. `diverged` counts the
-    seeds with such a value, or whose run diverged by its losses; `reference_diverged` those of the reference.
+    where a value of a pair is not finite, and the p-values where all differences are equal but for rounding. `diverged`
+    counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged` those of the reference.
     """
 
     metric: str
@@ -172,11 +173,15 @@ def _summary_row(
     own, other = values[config], values.get(reference, {})
     std = _std(list(own.values()))
     row = SummaryRow(metric, config, len(own), float(np.mean(list(own.values()))), std, reference, margin=margin)
-    differences = [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
+    seeds = sorted(own.keys() & other.keys())
+    differences = [own[seed] - other[seed] for seed in seeds]
     if len(differences) < 2:
         return row
     if not np.isfinite(differences).all():
         return replace(row, pairs=len(differences))
+    if differ_alike([own[seed] for seed in seeds], [other[seed] for seed in seeds]):
+        mean = float(np.mean(differences))
+        return replace(row, pairs=len(differences), difference=mean, low=mean, high=mean, detectable=0.0)
     low, high = paired_interval(differences)
     detectable = minimum_detectable_effect(float(np.std(differences, ddof=1)), len(differences))
     within = math.nan if math.isnan(margin) else equivalence_p(differences, margin)

@@ -105,6 +105,22 @@ def test_the_verdict_follows_the_paired_differences(differences, verdict):
     assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
 
 
+@pytest.mark.parametrize("step", [0.01, -0.003])
+def test_the_rounding_of_a_log_is_no_spread(step):
+    def row_of(*noise):
+        rows = [
+            {"config": config, "seed": seed, "step": 0, "metric": "m", "value": float(np.float32(value + added))}
+            for config, others in (("a", [0.0] * 5), ("b", [step + each for each in noise]))
+            for seed, (value, added) in enumerate(zip((0.8, 0.71, 0.62, 0.53, 0.9), others, strict=True))
+        ]
+        return summarize(rows, ["a", "b"], ["m"], endpoints=Endpoints(margins={"m": 1.0}))[-1]
+
+    row = row_of(0, 0, 0, 0, 0)
+    assert (row.verdict, row.difference) == ("no spread", pytest.approx(step, rel=1e-4))
+    assert math.isnan(row.p) and math.isnan(row.within)
+    assert row_of(1e-6, 0, 0, 0, 0).verdict == ("higher" if step > 0 else "lower")
+
+
 def test_a_margin_that_was_stated_before_makes_small_differences_equivalent():
     rows = with_differences([0.01, -0.02, 0.015, 0.0])
 
