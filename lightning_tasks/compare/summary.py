@@ -33,8 +33,9 @@ class SummaryRow:
     the spread seen here. `p` is that of the t-test, `corrected` the same after Holm's correction for the rows of its
     family: those of the primary endpoint, or all others. `within` is the p-value that the difference is within
     `margin`, which was stated before. These are nan where there is no reference or fewer than two seeds are paired,
-    where a value of a pair is not finite, and the p-values where all differences are equal but for rounding. `diverged`
-    counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged` those of the reference.
+    where a value of a pair is not finite, and the p-values where all differences are equal but for rounding.
+    `diverged` counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged` those of
+    the reference.
     """
 
     metric: str
