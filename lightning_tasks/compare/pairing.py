@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -39,11 +41,23 @@ class RecordPairing(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Digest the tensors of a batch."""
-        for value in (
-            batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
-        ):
-            if isinstance(value, torch.Tensor):
-                update_digest(self._data, value)
+        for tensor in _tensors(batch):
+            update_digest(self._data, tensor)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, however deep they lie in lists, dataclasses and mappings (`BatchEncoding` is no dict)."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)
+    elif is_dataclass(batch):
+        for field in fields(batch):
+            yield from _tensors(getattr(batch, field.name))
 
 
 def update_digest(digest: Any, tensor: torch.Tensor) -> None:

@@ -1,12 +1,14 @@
 """One cell: its result, its pair, and what makes it another cell."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from lightning_tasks.compare.cell import RESULT, last_error, run_cell
+from lightning_tasks.compare.pairing import RecordPairing
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import unpaired_seeds
 from lightning_tasks.variants import Variant, override_arguments, read_variants
@@ -57,6 +59,30 @@ def test_one_seed_means_one_start_and_one_order_of_the_data(cells):
     assert slow["training_data"] == fast["training_data"] == watched["training_data"]
     assert slow["rows"] != fast["rows"]
     assert unpaired_seeds(cells) == []
+
+
+@dataclass
+class Held:
+    ids: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch_of",
+    [
+        lambda ids: (ids, ids),
+        lambda ids: {"text": {"ids": ids}},
+        lambda ids: [[ids], "labels"],
+        lambda ids: BatchEncoding({"input_ids": ids}),
+        Held,
+    ],
+)
+def test_other_data_are_seen_in_batches_of_every_form(batch_of):
+    digests = set()
+    for first in (0, 1):
+        pairing = RecordPairing()
+        pairing.on_train_batch_start(None, None, batch_of(torch.arange(first, 4)), 0)
+        digests.add(pairing.training_data)
+    assert len(digests) == 2
 
 
 def test_cells_that_are_no_pair_are_named(demo, tmp_path):
