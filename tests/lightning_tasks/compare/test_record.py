@@ -1,8 +1,10 @@
 """`comparison.json`: what a comparison was asked to do, what became of its cells, and what a report reads of it."""
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 
@@ -119,6 +121,16 @@ def test_a_report_shows_no_cell_of_other_settings(planned, tmp_path):
     (unfinished, others) = read.notes
     assert unfinished == f"{out}: not finished: a/seed_1"
     assert others.endswith("not shown, as comparison.json has no cells of these settings: b seed 0, b seed 1")
+
+
+def test_a_summary_alone_says_what_diverged(planned, tmp_path):
+    for cell in planned:
+        finish(cell, math.nan if cell.label == "a seed 1" else 0.5 + cell.seed)
+    written = write_tables(planned, ["val/loss"], {"b": ["a"]}, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "cells")
+    verdicts = [row.verdict for row in read_comparison(tmp_path / "out").summary]
+    assert verdicts == [row.verdict for row in written]
+    assert {"diverged", "reference diverged"} <= {*verdicts}
 
 
 def test_a_table_without_cells_is_reported_with_its_record(planned, tmp_path):
