@@ -148,9 +148,22 @@ def read_images(path: Path, folder: Path) -> dict[str, np.ndarray]:
             values = dict(found)
         if len({len(each) for name, each in values.items() if name != "data"} | {0}) != 2 or "data" not in values:
             raise ValueError("it has not one value an image")
+        for name, each in values.items():
+            _check_values(name, each)
     except Exception as error:  # zlib, zipfile and numpy raise a dozen of kinds
         raise UsageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     return values
+
+
+def _check_values(name: str, values: np.ndarray) -> None:
+    """Check the kind and the shape of what is kept under a name.
+
+    Raises:
+        ValueError: they are others than :class:`RecordImages` and :func:`robustness_values` give.
+    """
+    kinds, ndim = ("U", 0) if name == "data" else ("iu", 3) if name == PIXELS else ("bf", 1)
+    if values.dtype.kind not in kinds or values.ndim != ndim or (name == PIXELS and values.shape[1] != 3):
+        raise ValueError(f"{name} is {values.dtype} of the shape {list(values.shape)}")
 
 
 class ImageResults:

@@ -203,3 +203,26 @@ def test_a_damaged_file_is_named_and_stops_nothing(compared, tmp_path, content):
         read_images(path, tmp_path)
     write_tables(compared, ["test/top1"], {}, tmp_path)
     assert f"- {path} is damaged" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top1": np.full(50, "yes")},
+        {"top1": np.ones((50, 2), bool)},
+        {"top1": np.ones(50, complex)},
+        {"top1": np.ones(50, int)},
+        {"top1": np.zeros(50, [("top1", bool)])},
+        {"class_pixels": np.ones(50, np.int32)},
+        {"class_pixels": np.ones((50, 2, 4), np.int32)},
+        {"class_pixels": np.full((50, 3, 4), "many")},
+        {"top1": np.ones(50, bool), "data": np.arange(2)},
+    ],
+)
+def test_values_of_other_kinds_are_damage(compared, tmp_path, values):
+    for cell in compared:
+        write_images({"data": np.array("digest"), **values}, cell.folder / FILE)
+        with pytest.raises(UsageError, match=r"images\.npz is damaged"):
+            read_images(cell.folder / FILE, tmp_path)
+    write_tables(compared, ["test/top1"], {}, tmp_path)
+    assert (tmp_path / "summary.md").is_file()
