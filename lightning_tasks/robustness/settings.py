@@ -89,6 +89,11 @@ def read_settings(
     corrupted = [(name, severity) for name in corruptions for severity in levels]
     for each in corrupted:
         check_corruption(*each)
+    for name, given in (("eps", [text for text, _ in radii]), ("corruptions", corruptions), ("severities", levels)):
+        if twice := [
+            each for place, each in enumerate(given) if each in given[:place]
+        ]:  # it would count twice in means
+            raise ValueError(f"{name} has {twice[0]!r} twice: give each once")
     rows = None if baseline is None else read_baseline(Path(baseline), corrupted)
     for root in (shifts or {}).values():
         class_names(root)
