@@ -73,7 +73,24 @@ def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
     recipe.write_text(recipe.read_text().replace("init_bias: false", "init_bias: true").replace("- 0.5", "- 0.7"))
     with pytest.raises(SystemExit, match="has other values to choose from for plain"):
         main([str(recipe), str(raw), str(tmp_path / "third")])
+    given = recipe.read_text().replace("- 0.7", "- 0.5")
+    for old, new in (("metric: val/top1", "metric: val/loss"), ("- 7", "- 8")):
+        recipe.write_text(given.replace(old, new))
+        with pytest.raises(SystemExit, match="has another metric or other seeds to choose by than plain was"):
+            main([str(recipe), str(raw), str(tmp_path / "third")])
+    recipe.write_text(given)
     (raw / "comparison.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"comparison\.json is damaged"):
         main([str(recipe), str(raw), str(tmp_path / "third")])
     assert not (tmp_path / "third").exists()
+
+
+def test_scores_of_other_settings_are_none_of_a_selection(recipe, tmp_path):
+    first = compared(recipe, tmp_path / "raw")
+    for value, cell in enumerate(first.selection):
+        finish(cell, float(value))
+    first.write_record()
+    first.write_tables()
+    recipe.write_text(recipe.read_text() + "settings: {model.noise: 0.3}\n")
+    with pytest.raises(SystemExit, match="has other settings for plain seed 0 than"):
+        main([str(recipe), str(tmp_path / "raw"), str(tmp_path / "again")])

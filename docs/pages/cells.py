@@ -47,19 +47,23 @@ def restore(recipe: str, raw: Path, output: Path) -> int:
 
 
 def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    known = {(each.variant, each.seed): each for each in record.cells if each.state == FINISHED and not each.diverged}
+    listed = {(each.variant, each.seed): each for each in record.cells}
+    known = {place for place, each in listed.items() if each.state == FINISHED and not each.diverged}
+    searched = {choice.variant for choice in record.choices}  # a score too is of the settings that cells had
     rows = defaultdict(list)
     for row in read_csv(raw / RESULTS):
         value = {"step": int(row["step"]), "metric": row["metric"], "value": float(row["value"])}
         rows[row["config"], int(row["seed"])].append(value)
-    seeds = sorted({seed for _, seed in known})
+    seeds = sorted({seed for _, seed in listed})
     for cell in plan_cells(chosen(read_variants(recipe), record.choices), seeds, output):
         place = cell.name, cell.seed
-        if place not in known:
+        if place not in listed or not (place in known or cell.name in searched):
             continue
-        found = known[place]
+        found = listed[place]
         if found.fingerprint != cell.fingerprint:
             raise PageError(f"{recipe} has other settings for {cell.label} than {raw} was made with; run it anew")
+        if place not in known:
+            continue
         environment = record.environments[found.environment] if found.environment >= 0 else None
         yield (
             cell,
@@ -75,17 +79,20 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
 
 def _of_selection(recipe: str, record: Record, output: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
     variants, scores = read_variants(recipe), dict[str, Tried]()
-    known = {each.name: each for each in variants}
+    known, select = {each.name: each for each in variants}, read_select([recipe], [])
     for choice in record.choices:
         variant = known.get(choice.variant)
         if variant is None or [list(each) for each in variant.grid] != [each.overrides for each in choice.tried]:
             raise PageError(
                 f"{recipe} has other values to choose from for {choice.variant} than were tried; run it anew"
             )
+        if select is None or (choice.metric, tuple(choice.seeds)) != (select.metric, select.seeds):
+            raise PageError(
+                f"{recipe} has another metric or other seeds to choose by than {choice.variant} was; run it anew"
+            )
         for candidate, tried in zip(candidates(variant), choice.tried, strict=True):
             if len(choice.seeds) == 1 and not tried.diverged:  # else the score is a mean of several runs, or of none
                 scores[candidate.name] = tried
-    select = read_select([recipe], [])
     for cell in plan_selection(variants, select, output, (), ""):
         if select is not None and cell.name in scores:
             row = {"step": 0, "metric": select.metric, "value": scores[cell.name].score}
