@@ -21,6 +21,7 @@ from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
+from lightning_tasks.compare.statistics import paired_p
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.runs import robustness
 
@@ -317,6 +318,26 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
+
+
+def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(tmp_path):
+    raw = zoo.PAGE.raw(tmp_path)
+    shifts = {"softmax": 0.0, "rpc": 0.02, "sink": 0.0, "kde": 0.0}
+    for place, configs, seeds in (("images", [*shifts], range(4)), ("images_more", ["softmax", "rpc"], range(4, 8))):
+        (raw.folder / place).mkdir(parents=True)
+        lines = [
+            f"{config},{seed},10,test/top1,{0.5 + shifts[config] + 0.01 * (-1) ** seed * (config != 'softmax')}"
+            for config in configs
+            for seed in seeds
+        ]
+        text = "\n".join(["config,seed,step,metric,value", *lines])
+        (raw.folder / place / "results.csv").write_text(f"{text}\n")
+        write_record(Record([*map(VariantRecord, configs)], {}, ["test/top1"], primary="test/top1"), raw.folder / place)
+    (row,) = zoo.more_seeds("images", raw).rows
+    p = paired_p([0.03, 0.01] * 4)
+    assert row[0] == "rpc"
+    assert row[-2] == number(3 * p, 3)
+    assert number(3 * p, 3) != number(p, 3)
 
 
 def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):

@@ -17,6 +17,7 @@ from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, p_value, verdicts
 from lightning_tasks.compare.choice import Choice
+from lightning_tasks.compare.summary import corrected_by_family
 
 NOTHING = "no numbers yet"
 # By part: digits and scale of the score, and the metrics of the other columns with theirs.
@@ -59,7 +60,10 @@ def score(part: str, raw: Raw) -> Table:
 
 
 def more_seeds(part: str, raw: Raw) -> Table:
-    """The primary endpoint of the mechanisms with further seeds: by these alone, and by all."""
+    """The primary endpoint of the mechanisms with further seeds: by these alone, and by all.
+
+    Its p-values are corrected for all differences of the first table.
+    """
     first, further = read(raw, part), read(raw, part, "_more")
     heads = ["mechanism", "mean ± std", "compared with", "further seeds [95%]", "all seeds [95%]", "p, corrected"]
     if first is None or further is None:
@@ -68,9 +72,13 @@ def more_seeds(part: str, raw: Raw) -> Table:
     together = replace(
         further, rows=[*(row for row in first.rows if row["config"] in further.configs), *further.rows], images=()
     )
+    # The first seeds chose these mechanisms among all, so that all differences are the family of their p-values.
+    every = [row for row in together.summary if row.metric == metric]
+    followed = {(row.config, row.reference) for row in every}
+    every += [row for row in first.summary if row.metric == metric and (row.config, row.reference) not in followed]
     rows = []
-    for row in together.summary:
-        if row.metric == metric and row.pairs:
+    for row in corrected_by_family(every)[: len(followed)]:
+        if row.pairs:
             alone = further.row(metric, row.config, row.reference)
             intervals = [difference(each, digits, scale) for each in (alone, row)]
             score = mean_std(together.values(metric, row.config), digits, scale)
