@@ -117,7 +117,8 @@ def test_the_rounding_of_a_log_is_no_spread(step):
 
     row = row_of(0, 0, 0, 0, 0)
     assert (row.verdict, row.difference) == ("no spread", pytest.approx(step, rel=1e-4))
-    assert math.isnan(row.p) and math.isnan(row.within)
+    assert math.isnan(row.p)
+    assert math.isnan(row.within)
     assert row_of(1e-6, 0, 0, 0, 0).verdict == ("higher" if step > 0 else "lower")
 
 
