@@ -118,9 +118,7 @@ def primary(part: str, raw: Raw) -> Table:
 def prose(raw: Raw) -> dict[str, str]:
     minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
     far = ("symmetric", "rpc", "differential")
-    cosines = [
-        minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far
-    ]
+    cosines = [minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far]
     probe = {each: 100 * minilm.mean("test/probe_accuracy", each) for each in ("softmax", *far)}
     lost = [probe["softmax"] - probe[each] for each in far]
 

@@ -49,7 +49,8 @@ def claims(raw: Raw) -> list[Claim]:
         Claim(
             "LocAteR, a penalty on the QK eigenspectrum, lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the "
             "exact penalty is our reading, its mean left free)",
-            f"WikiText-2, small vocabulary, validation: the weakest of three penalties {difference(weakest, 2)} of {none}",
+            "WikiText-2, small vocabulary, validation: the weakest of three penalties "
+            f"{difference(weakest, 2)} of {none}",
             f"{verdict('lower', weakest)}, for {lower} of the {len(PENALTIES)} penalties",
         ),
         Claim("... the two stronger ones", stronger, verdict("lower", *others)),
@@ -177,7 +178,9 @@ def prose(raw: Raw) -> dict[str, str]:
             )
         ),
         "decay-target": number(target, 1),
-        "decay-perplexities": ", ".join(number(tried.mean(PERPLEXITY, f"qk weight decay {each}"), 1) for each in DECAYED),
+        "decay-perplexities": ", ".join(
+            number(tried.mean(PERPLEXITY, f"qk weight decay {each}"), 1) for each in DECAYED
+        ),
         "paper-uniform": number(uniform, 3),
         "paper-worth": number(uniform - whole[max(whole)], 3),
         "paper-scale": f"{number(spectrum[0])} to {number(spectrum[1000])}",
