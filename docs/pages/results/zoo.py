@@ -166,8 +166,8 @@ def differences(part: str, raw: Raw) -> Figure | None:
 def prose(raw: Raw) -> dict[str, str]:
     """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
     if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
-        names = [f"{part}-{each}" for part in SCORES for each in ("better", "pairs", "longer")]
-        return dict.fromkeys([*names, *_differences_said(), *OF_IMAGES, *OF_TEXT], NOTHING)
+        counted = [f"{part}-{each}" for part in SCORES for each in ("better", "pairs", "longer")]
+        return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT], NOTHING)
     texts: dict[str, str] = {}
     for part, (metric, _, scale) in SCORES.items():
         first, further = (raw.comparison(f"{part}{more}", f"zoo/{part}") for more in ("", "_more"))
@@ -182,8 +182,8 @@ def prose(raw: Raw) -> dict[str, str]:
         best = [row for row in every.summary if (row.metric, row.reference) == (metric, SOFTMAX)]
         best = [row for row in best if row.verdict == BETTER[part] and not row.config.startswith(SOFTMAX)]
         best.sort(key=lambda row: -abs(row.difference))
-        *others, last = [f"`{row.config}`" for row in best]
-        texts[f"{part}-better"] = f"{', '.join(others)} and {last}"
+        *before, last = [f"`{row.config}`" for row in best]
+        texts[f"{part}-better"] = f"{', '.join(before)} and {last}"
         texts[f"{part}-pairs"] = str(len(rows))
         texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
     texts |= zip(OF_IMAGES, _of_images(raw), strict=True)
