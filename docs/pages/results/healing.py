@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from docs.pages.numbers import mean_std, number, significant
@@ -19,7 +20,7 @@ METRICS = {  # of each comparison the primary endpoint is the first
     "minilm": {
         "cosine, AG News": ("test/cosine_ag_news", 3, 1.0),
         "cosine, WikiText-2": ("test/cosine_wikitext", 3, 1.0),
-        "neighbours kept, %": ("test/neighbours_kept", 1, 100.0),
+        "neighbors kept, %": ("test/neighbours_kept", 1, 100.0),
         "probe, %": ("test/probe_accuracy", 1, 100.0),
     },
     "vit": {
@@ -44,6 +45,12 @@ def healed(found: Comparison) -> list[str]:
     return [name for name in found.configs if BEFORE.format(name) in found.configs]
 
 
+def error_of(row: Mapping[str, str]) -> str:
+    """The relative error of the model's output; 0 where it is no more than rounding."""
+    error = float(row["output_error"])
+    return significant(error) if error > ROUNDING else "0"
+
+
 @PAGE.table
 def drift(raw: Raw) -> Table:
     """Each mechanism in all layers, and in the one that costs least and the one that costs most."""
@@ -54,7 +61,7 @@ def drift(raw: Raw) -> Table:
         alone = [row for row in given if row["layer"] != "all"]
         alone.sort(key=lambda row: float(row["output_error"]))
         (whole,) = [row for row in given if row["layer"] == "all"]
-        cells = [mechanism, significant(float(whole["output_error"])), significant(float(whole["output_cosine"]))]
+        cells = [mechanism, error_of(whole), significant(float(whole["output_cosine"]))]
         for row in (alone[0], alone[-1]):
             changed = float(alone[-1]["output_error"]) > ROUNDING
             cells += [row["layer"].split(".")[2] if changed else "", significant(float(row["output_cosine"]))]
@@ -70,7 +77,7 @@ def drift_of_classes(raw: Raw) -> Table:
     cells = [
         [
             row["mechanism"],
-            significant(float(row["output_error"])) if float(row["output_error"]) > ROUNDING else "0",
+            error_of(row),
             number(float(row["output_cosine"]), 3),
             number(max(float(row["output_kl"]), 0.0), 3),
             number(100 * float(row["same_class"]), 1),
@@ -105,6 +112,31 @@ def primary(part: str, raw: Raw) -> Table:
     metric, digits, scale = next(iter(METRICS[part].values()))
     every = verdicts(found, metric, {name: name for name in found.configs}, digits, scale)
     return Table(every.heads, [row for row in every.rows if row[0] in healed(found)])
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
+    far = ("symmetric", "rpc", "differential")
+    cosines = [minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far]
+    probe = {each: 100 * minilm.mean("test/probe_accuracy", each) for each in ("softmax", *far)}
+    lost = [probe["softmax"] - probe[each] for each in far]
+
+    def accuracies(*names: str) -> str:
+        return " and ".join(number(100 * vit.mean("test/top1", each)) for each in names)
+
+    behind = sorted(-100 * vit.row("test/top1", each, "softmax").difference for each in far[:2])
+    errors = {each: vit.mean("val/drift/relative_error/mean", each) for each in (*far, "gated")}
+    return {
+        "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
+        "probe-lost": " to ".join(number(pick(lost)) for pick in (min, max)),
+        "teacher": number(100 * vit.mean("test/top1", BEFORE.format("softmax"))),
+        "near": accuracies("gated", "differential"),
+        "far-before": accuracies(*map(BEFORE.format, far[:2])),
+        "far": accuracies(*far[:2]),
+        "behind": " to ".join(number(each, 0) for each in behind),
+        "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
+    }
 
 
 for name in METRICS:

@@ -212,6 +212,11 @@ def prose(raw: Raw) -> dict[str, str]:
     everywhere, matrix = "RPC in all layers (n = 2, lam = 3)", "Scaled, matrix, all layers"
     in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
     with_ratio = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)
+    accuracies = [
+        {name: of_seed_0(name, metric) for name in first} for metric in ("test/top1", *ATTACKED.values(), CORRUPTED)
+    ]
+    best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
+    of_twin = 100 * float(found.values("test/top1", "rpc without S")[0])
     gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
     return {
         "top1": difference(found.row("test/top1", "rpc", "softmax"), 2, 100),
@@ -241,6 +246,9 @@ def prose(raw: Raw) -> dict[str, str]:
         "everywhere-gain": " to ".join(number(each) for each in sorted(gained)),
         "ratio-share": f"{number(100 * with_ratio[-1], 0)}%",
         "ratio-residual": f"{number(100 * by_pass(extra, 'residual', 'rpc with threshold ratio', 4)[-1], 0)}%",
+        "ratio-twin": signed(of_seed_0("RPC, `ratio` threshold, its own lam", "test/top1") - of_twin),
+        "scalar-clean": signed(more("Scaled, scalar, all layers", "test/top1")),
+        "matrix-best": f"{best} of the {len(accuracies)}",
         "matrix-clean": number(more(matrix, "test/top1")),
         "matrix-corrupted": number(more(matrix, CORRUPTED)),
         "matrix-transfer": number(more(matrix, ATTACKED["transfer 4/255"])),

@@ -124,6 +124,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
         "added": ", ".join(f"{number(found.mean(ADDED, config), 2)}% for {name}" for config, name in NAMES.items()),
         "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
+        "added-symmetric": difference(found.row(ADDED, "symmetric", "softmax"), 2),
+        "added-iterating": difference(found.row(ADDED, "rpc without S", "symmetric"), 2),
         "added-twin": difference(found.row(ADDED, "rpc", "rpc without S"), 2),
         "added-part": number(test["RPC − softmax"].difference / -added, 0),
         "growing": ", ".join(signed(each, 2) for each in grown),

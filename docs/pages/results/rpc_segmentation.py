@@ -140,13 +140,14 @@ def cost(raw: Raw) -> Table:
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
-    clean = {name: found.row(MIOU, *pair) for name, pair in PAIRS.items()}
+    clean, found_iou = {name: found.row(MIOU, *pair) for name, pair in PAIRS.items()}, iou(raw)
     shares = found.values("val/pursuit/sparsity/layer_00/pass_6", "rpc")
     most = int(shares.argmax())
     entropies = found.values("val/pursuit/entropy/layer_00/pass_6", "rpc")
     pixels = {row["class"]: int(row["pixels"]) for row in raw.rows("classes.csv")}
     twin = found.values(MIOU, "rpc") - found.values(MIOU, "rpc without S")
     return {
+        "seen": str(sum(all(found_iou[config, each].mean() > 20 for config in NAMES) for each in CLASSES)),
         "rpc": difference(clean["RPC − softmax"], 2, 100),
         "rpc-verdict": clean["RPC − softmax"].verdict,
         "rpc-most": number(clean["RPC − softmax"].high * 100, 2),

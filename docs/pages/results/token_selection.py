@@ -99,9 +99,9 @@ def claims(raw: Raw) -> list[Claim]:
         Claim(
             "Gradient descent on a prompt converges to the max-margin direction (Tarzanagh et al., NeurIPS 2023)",
             f"cosine at least {number(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
-            f"{number(min(released), 4)} in {len(released)} of the released code, with a gradient that survives a "
-            f"saturated softmax; above {COSINE} in {kept} of {len(plain)} with plain autograd",
-            f"holds in {reached} of {len(plain)} problems (cosine above {COSINE})",
+            f"{number(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
+            f"survives a saturated softmax; above {COSINE} in {kept} of {len(plain)} runs with plain autograd",
+            f"holds in {reached} of {len(plain)} runs (cosine above {COSINE})",
         ),
         Claim(
             "... and v to the SVM of the selected tokens, where it is learned too",

@@ -11,13 +11,15 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from docs.pages.figures import Figure, differences_of
-from docs.pages.numbers import difference, mean_std, number, significant
+from docs.pages.numbers import difference, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, p_value, verdicts
 from lightning_tasks.compare.choice import Choice
-from lightning_tasks.compare.summary import corrected_by_family
+from lightning_tasks.compare.summary import SummaryRow, corrected_by_family
 
 NOTHING = "no numbers yet"
 # By part: digits and scale of the score, and the metrics of the other columns with theirs.
@@ -39,6 +41,37 @@ OTHERS = {
         "last layer": ("val/lipschitz/layer_01", 1.0),
     },
 }
+SOFTMAX, LONGER = "softmax", ("softmax longer", "softmax longest")
+BETTER, BETTER_SIGN = {"images": "higher", "text": "lower"}, {"images": 1, "text": -1}
+# What the text compares a configuration with, by part, where that is not softmax.
+CONTROLS = {("images", "scaled"): "softmax widest", ("text", "scaled"): "softmax wider"}
+# The differences that the text names: of the first seeds, of the further ones, and of all.
+SAID = {
+    "images": {
+        "": ("scaled", "qk_norm", "softmax longest", "uniform"),
+        "more-": ("scaled", "qk_norm", "entmax", "hard", "l2", "ssmax"),
+        "all-": ("softmax longest",),
+    },
+    "text": {
+        "": ("forgetting", "dam", "rpc", "l2", "symmetric", "hard", "entmax", "differential", "softmax longer"),
+        "more-": (
+            *("forgetting", "dam", "scaled", "kde", "qk_norm", "rpc", "l2", "symmetric", "hard", "entmax"),
+            "softmax longer",
+        ),
+    },
+}
+OF_IMAGES = [
+    "images-below",
+    "images-detectable",
+    "images-qk_norm-apart",
+    "images-qk_norm-over-images",
+    "images-corrupted-scaled",
+    "images-corrupted-rest",
+    "images-corrupted-qk_norm",
+    "images-same-sign",
+    "images-all-gated",
+]
+OF_TEXT = ["text-ahead", "text-uniform", "text-undecided", "text-worse", "text-above-longer", "text-times"]
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
@@ -59,6 +92,23 @@ def score(part: str, raw: Raw) -> Table:
     return verdicts(found, metric, {name: name for name in found.configs}, digits, scale, seeds=True)
 
 
+def together(first: Comparison, further: Comparison) -> Comparison:
+    """All seeds of the configurations that have further ones."""
+    rows = [row for row in first.rows if row["config"] in further.configs]
+    return replace(further, rows=[*rows, *further.rows], images=())
+
+
+def corrected(metric: str, first: Comparison, both: Comparison) -> list[SummaryRow]:
+    """The rows of `both` of a metric: their p-values are corrected for all differences of the first seeds.
+
+    The first seeds chose the configurations of `both` among all, so that all differences are one family.
+    """
+    rows = [row for row in both.summary if row.metric == metric]
+    followed = {(row.config, row.reference) for row in rows}
+    others = [row for row in first.summary if row.metric == metric and (row.config, row.reference) not in followed]
+    return corrected_by_family([*rows, *others])[: len(rows)]
+
+
 def more_seeds(part: str, raw: Raw) -> Table:
     """The primary endpoint of the mechanisms with further seeds: by these alone, and by all.
 
@@ -69,19 +119,13 @@ def more_seeds(part: str, raw: Raw) -> Table:
     if first is None or further is None:
         return Table([*heads, "verdict"], [[NOTHING, *[""] * len(heads)]])
     metric, digits, scale = SCORES[part]
-    together = replace(
-        further, rows=[*(row for row in first.rows if row["config"] in further.configs), *further.rows], images=()
-    )
-    # The first seeds chose these mechanisms among all, so that all differences are the family of their p-values.
-    every = [row for row in together.summary if row.metric == metric]
-    followed = {(row.config, row.reference) for row in every}
-    every += [row for row in first.summary if row.metric == metric and (row.config, row.reference) not in followed]
+    both = together(first, further)
     rows = []
-    for row in corrected_by_family(every)[: len(followed)]:
+    for row in corrected(metric, first, both):
         if row.pairs:
             alone = further.row(metric, row.config, row.reference)
             intervals = [difference(each, digits, scale) for each in (alone, row)]
-            score = mean_std(together.values(metric, row.config), digits, scale)
+            score = mean_std(both.values(metric, row.config), digits, scale)
             rows.append([row.config, score, row.reference, *intervals, p_value(row.corrected), row.verdict])
     return Table([*heads, "verdict"], rows)
 
@@ -131,6 +175,86 @@ def differences(part: str, raw: Raw) -> Figure | None:
     """The primary endpoint of each mechanism less that of softmax."""
     found, (metric, _, scale) = read(raw, part), SCORES[part]
     return None if found is None else differences_of(found, metric, f"{UNITS[part]}, difference to softmax", scale)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
+    if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
+        counted = [f"{part}-{each}" for part in SCORES for each in ("better", "pairs", "longer")]
+        return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT], NOTHING)
+    texts: dict[str, str] = {}
+    for part, (metric, _, scale) in SCORES.items():
+        first, further = (raw.comparison(f"{part}{more}", f"zoo/{part}") for more in ("", "_more"))
+        every = together(first, further)
+        for when, names in SAID[part].items():
+            found = {"": first, "more-": further, "all-": every}[when]
+            for config in names:
+                row = found.row(metric, config, CONTROLS.get((part, config), SOFTMAX))
+                texts[_said(part, when, config)] = signed(row.difference * scale)
+        rows = [row for row in first.summary if row.metric == metric and row.pairs]
+        longer = [row for row in rows if row.reference in LONGER]
+        best = [row for row in corrected(metric, first, every) if row.reference == SOFTMAX]
+        best = [row for row in best if row.verdict == BETTER[part] and not row.config.startswith(SOFTMAX)]
+        best.sort(key=lambda row: -abs(row.difference))
+        *before, last = [f"`{row.config}`" for row in best]
+        texts[f"{part}-better"] = f"{', '.join(before)} and {last}"
+        texts[f"{part}-pairs"] = str(len(rows))
+        texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
+    texts |= zip(OF_IMAGES, _of_images(raw), strict=True)
+    return texts | dict(zip(OF_TEXT, _of_text(raw), strict=True))
+
+
+def _said(part: str, when: str, config: str) -> str:
+    return f"{part}-{when}{config.replace(' ', '-')}"
+
+
+def _differences_said() -> list[str]:
+    return [_said(part, when, each) for part, of in SAID.items() for when, names in of.items() for each in names]
+
+
+def _of_images(raw: Raw) -> list[str]:
+    """The numbers of `OF_IMAGES`."""
+    found, (metric, _, scale) = raw.comparison("images", "zoo/images"), SCORES["images"]
+    rows = [row for row in found.summary if row.metric == metric and row.pairs]
+    (over,) = [each for each in found.images if (each.metric, each.config) == (metric, "qk_norm")]
+    apart = found.values(metric, "qk_norm") - found.values(metric, SOFTMAX)
+    further = raw.comparison("images_more", "zoo/images")
+    chosen = [name for name in further.configs if not name.startswith(SOFTMAX)]
+    signs = [each.row(metric, name, SOFTMAX).difference > 0 for name in chosen for each in (found, further)]
+    corrupted, by = OTHERS["images"]["corrupted, %"]
+    rest = [found.mean(corrupted, name) * by for name in found.configs if name != "scaled"]
+    return [
+        str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
+        number(float(np.median([row.detectable for row in rows])) * scale),
+        number(float(np.ptp(apart)) * scale),
+        f"{number(over.low * scale)} to {number(over.high * scale)}",
+        number(found.mean(corrupted, "scaled") * by),
+        " to ".join(number(pick(rest), 0) for pick in (min, max)),
+        signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
+        f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
+        difference(together(found, further).row(metric, "gated, element-wise", SOFTMAX), 1, scale),
+    ]
+
+
+def _of_text(raw: Raw) -> list[str]:
+    """The numbers of `OF_TEXT`."""
+    found, (metric, _, _) = raw.comparison("text", "zoo/text"), SCORES["text"]
+    rows = [row for row in found.summary if row.metric == metric and row.pairs]
+    against = [row for row in rows if row.reference == SOFTMAX and not row.config.startswith((SOFTMAX, "uniform"))]
+    after = [row.difference for row in rows if row.reference in LONGER]
+    ahead = sorted(row.difference for row in against)
+    undecided = sum(row.verdict not in ("lower", "higher") for row in against)
+    costs = {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs("zoo/text")}
+    times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
+    return [
+        number(ahead[0] / ahead[1]),
+        difference(found.row(metric, "uniform", SOFTMAX)),
+        f"{undecided} of {len(against)}",
+        str(sum(row.verdict == "higher" for row in against)),
+        " to ".join(number(pick(after)) for pick in (min, max)),
+        " to ".join(number(pick(times), 0) for pick in (min, max)),
+    ]
 
 
 for name in SCORES:
