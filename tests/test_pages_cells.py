@@ -79,6 +79,10 @@ def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
         with pytest.raises(SystemExit, match="has another metric or other seeds to choose by than plain was"):
             main([str(recipe), str(raw), str(tmp_path / "third")])
     recipe.write_text(given)
+    results = (raw / "results.csv").read_text()
+    (raw / "results.csv").write_text("\n".join(line for line in results.splitlines() if not line.startswith("plain,1")))
+    with pytest.raises(SystemExit, match=r"results\.csv has no values of plain seed 1, which comparison\.json"):
+        main([str(recipe), str(raw), str(tmp_path / "third")])
     (raw / "comparison.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"comparison\.json is damaged"):
         main([str(recipe), str(raw), str(tmp_path / "third")])

@@ -64,6 +64,8 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
             raise PageError(f"{recipe} has other settings for {cell.label} than {raw} was made with; run it anew")
         if place not in known:
             continue
+        if place not in rows:
+            raise PageError(f"{raw / RESULTS} has no values of {cell.label}, which comparison.json calls finished")
         environment = record.environments[found.environment] if found.environment >= 0 else None
         yield (
             cell,

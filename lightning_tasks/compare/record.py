@@ -295,7 +295,7 @@ def finished_before(variants: Iterable[Cell], cells: Sequence[Cell]) -> Iterator
     for variant in variants:
         for place in sorted(variant.folder.parent.glob("seed_*")):
             seed = place.name.removeprefix("seed_")
-            if seed.isdecimal() and (variant.name, int(seed)) not in asked:
+            if seed.isdecimal() and str(int(seed)) == seed and (variant.name, int(seed)) not in asked:
                 with contextlib.suppress(UsageError):  # of a damaged result; who reads it says so
                     if (cell := replace(variant, seed=int(seed))).is_finished():
                         yield cell

@@ -13,6 +13,7 @@ from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTION
 from lightning_tasks.robustness.detection import check_scores
 from lightning_tasks.robustness.outside import Outside
 from lightning_tasks.robustness.scores import read_baseline
+from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.limits import check_integer, check_number
 
@@ -90,10 +91,11 @@ def read_settings(
     for each in corrupted:
         check_corruption(*each)
     for name, given in (("eps", [text for text, _ in radii]), ("corruptions", corruptions), ("severities", levels)):
-        if twice := [
-            each for place, each in enumerate(given) if each in given[:place]
-        ]:  # it would count twice in means
+        if twice := _twice(given):  # it would count twice in means
             raise ValueError(f"{name} has {twice[0]!r} twice: give each once")
+    for names in ([setting.label for setting in chosen], ["clean", "mean corruption", *(shifts or {})]):
+        if twice := _twice([robustness_name(name) for name in names]):  # the later would be logged over the first
+            raise ValueError(f"two rows would be logged as {twice[0]!r}: give the attack or the shift another name")
     rows = None if baseline is None else read_baseline(Path(baseline), corrupted)
     for root in (shifts or {}).values():
         class_names(root)
@@ -127,6 +129,10 @@ def read_settings(
         num_workers=num_workers,
         seed=seed,
     )
+
+
+def _twice(given: Sequence[Any]) -> list[Any]:
+    return [each for place, each in enumerate(given) if each in given[:place]]
 
 
 def _are_names(value: Any) -> bool:
