@@ -16,9 +16,9 @@ from docs.pages.figures import curves_of
 from docs.pages.numbers import interval, mean_std, number, signed, significant
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
-from docs.pages.results import out_of_distribution, zoo
+from docs.pages.results import out_of_distribution, rpc_sparse_part, zoo
 from docs.pages.tables import Table, differences, means
-from docs.pages.verdicts import verdict
+from docs.pages.verdicts import by_count, verdict
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.statistics import paired_p
@@ -315,6 +315,11 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     del earlier["primary"], earlier["margins"]
     (folder / "comparison.json").write_text(json.dumps(earlier))
     assert command.check(tmp_path, [zoo.PAGE]) == [], "the recipe names the primary endpoint"
+    results = (folder / "results.csv").read_text()
+    (folder / "results.csv").write_text(results.replace("softmax", "other"))
+    (found,) = command.check(tmp_path, [zoo.PAGE])
+    assert "has no values of softmax, which all others are compared with" in found
+    (folder / "results.csv").write_text(results)
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
@@ -360,6 +365,38 @@ def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
     assert "| softmax | digits | 51.5 ± 1.3 |" in str(out_of_distribution.figures("auroc", raw))
     primary = str(out_of_distribution.primary(raw))
     assert "| rpc lam 1 | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
+    shutil.rmtree(folder / "out_of_distribution" / "softmax")
+    with pytest.raises(PageError, match=r"has no values of softmax, which all others are compared with"):
+        out_of_distribution.primary(page.raw(tmp_path))
+
+
+def test_what_autoattack_leaves_is_read_with_its_flags(tmp_path):
+    raw = rpc_sparse_part.PAGE.raw(tmp_path)
+    shutil.copytree(ROOT / "docs" / "results" / "rpc_sparse_part", raw.folder)
+    shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
+    assert "no numbers yet" in str(rpc_sparse_part.autoattack(raw))
+    assert rpc_sparse_part.prose(raw)["flags"] == "no numbers yet"
+    for variant, more in (("softmax", 0.2), ("rpc_lam_1", 0.1)):
+        folder = raw.folder / "autoattack" / variant
+        folder.mkdir(parents=True)
+        for seed in range(4):
+            note = f"worst case of square; flags: {'the output is random' if more == seed / 10 else 'none'}"
+            rows = [
+                robustness.Row("attack", name, f"{eps}/255", "accuracy", more + seed / 100, note=note)
+                for name in ("autoattack", "autoattack after square")
+                for eps in ("0.25", "0.5", "1", "4")
+            ]
+            robustness.write_csv(rows, folder / f"seed_{seed}.csv")
+    raw = rpc_sparse_part.PAGE.raw(tmp_path)
+    assert "| softmax | 4 | 21.5 ± 1.3 |" in str(rpc_sparse_part.autoattack(raw))
+    assert "| rpc lam 1 | 4 | 11.5 ± 1.3 | softmax | −10.0" in str(rpc_sparse_part.autoattack_primary(raw))
+    assert rpc_sparse_part.prose(raw)["flags"] == "the output is random: 8 of 32"
+
+
+def test_a_verdict_without_seeds_follows_what_was_counted():
+    assert by_count(3, 3, "intervals that hold 1/2") == "holds here (intervals that hold 1/2: 3 of 3)"
+    assert by_count(1, 3, "layers") == "not shown here (layers: 1 of 3)"
+    assert by_count(0, 3, "layers") == "does not hold here (layers: 0 of 3)"
 
 
 def test_the_check_imports_no_torch():

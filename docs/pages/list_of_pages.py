@@ -10,6 +10,7 @@ from docs.pages.results import (
     rpc_classification,
     rpc_language_modeling,
     rpc_segmentation,
+    rpc_sparse_part,
     smoothness,
     token_selection,
     zoo,
@@ -17,6 +18,7 @@ from docs.pages.results import (
 
 RESULTS = [
     rpc_classification.PAGE,
+    rpc_sparse_part.PAGE,
     rpc_language_modeling.PAGE,
     rpc_segmentation.PAGE,
     out_of_distribution.PAGE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -238,7 +238,8 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         asked = json_of(folder / COMPARISON)
         choices = [_choice(each) for each in asked.get("choices", [])]
         logged = {row["config"] for row in rows}
-        configs = [name for each in asked["variants"] if (name := each["name"]) in logged]
+        names = [each["name"] for each in asked["variants"]]
+        configs = with_first(names, logged, folder)
         # One written before there were endpoints: what the recipe says counts.
         stated = "primary" in asked
         endpoints = Endpoints(asked["primary"], asked["margins"]) if stated else summary_endpoints([recipe])
@@ -247,6 +248,17 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
+
+
+def with_first(names: Sequence[str], there: Container[str], folder: Path) -> list[str]:
+    """Those of a comparison's variants that have values, in its order.
+
+    Raises:
+        PageError: the first one, which all others are compared with, has none.
+    """
+    if names[0] not in there:
+        raise PageError(f"{folder} has no values of {names[0]}, which all others are compared with")
+    return [name for name in names if name in there]
 
 
 def _choice(given: Mapping[str, Any]) -> Choice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from docs.pages.numbers import significant
 from docs.pages.raw import Comparison
 from docs.pages.tables import Table
@@ -17,21 +19,25 @@ PAIRS = {
 }
 
 
-def pursuit(comparison: Comparison, passes: int) -> Table:
-    """What the iteration of RPC-Attention and of its twin without S does in the first layer, by pass."""
-    shown = [
-        ("RPC", "rpc", "share of S that is not 0", "sparsity", 2),
-        ("", "rpc", "residual ‖K − L − S‖ / ‖K‖", "residual", 3),
-        ("", "rpc", "entropy of a row, nats", "entropy", 3),
-        ("", "rpc", "what a token gives to itself", "self_probability", 2),
-        ("without S", "rpc without S", "residual ‖K − L‖ / ‖K‖", "residual", 3),
-        ("", "rpc without S", "entropy of a row, nats", "entropy", 3),
-        ("", "rpc without S", "what a token gives to itself", "self_probability", 2),
-    ]
-    rows = [
-        [name, what, *(significant(each, digits) for each in by_pass(comparison, quantity, config, passes))]
-        for name, config, what, quantity, digits in shown
-    ]
+PASSES = {"RPC": "rpc", "without S": "rpc without S"}
+
+
+def pursuit(comparison: Comparison, passes: int, configs: Mapping[str, str] = PASSES) -> Table:
+    """What the iteration of RPC-Attention does in the first layer, by pass: the last of `configs` has no S."""
+    *_, without = configs
+    rows = []
+    for name, config in configs.items():
+        shown = [
+            ("share of S that is not 0", "sparsity", 2),
+            ("residual ‖K − L − S‖ / ‖K‖", "residual", 3),
+            ("entropy of a row, nats", "entropy", 3),
+            ("what a token gives to itself", "self_probability", 2),
+        ]
+        if name == without:
+            shown[:2] = [("residual ‖K − L‖ / ‖K‖", "residual", 3)]
+        for what, quantity, digits in shown:
+            found = [significant(each, digits) for each in by_pass(comparison, quantity, config, passes)]
+            rows.append([name if what == shown[0][0] else "", what, *found])
     return Table(["", "pass", *(str(1 + place) for place in range(passes))], rows)
 
 

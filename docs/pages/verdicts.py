@@ -31,6 +31,12 @@ def verdict(claimed: str, *rows: SummaryRow) -> str:
     return f"{worth} ({' or '.join(found)})"
 
 
+def by_count(those: int, of: int, what: str) -> str:
+    """The same where no seeds are compared, by how many of some things are as was claimed."""
+    worth = "holds here" if those == of else "does not hold here" if those == 0 else "not shown here"
+    return f"{worth} ({what}: {those} of {of})"
+
+
 def span(rows: Sequence[SummaryRow]) -> tuple[float, float]:
     """The least and the largest difference."""
     return min(row.difference for row in rows), max(row.difference for row in rows)

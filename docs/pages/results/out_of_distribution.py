@@ -7,17 +7,12 @@ docs/results/out_of_distribution/VARIANT/seed_N.csv, VARIANT as the folder of th
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
+from docs.pages.cell_tests import compare_tests
 from docs.pages.numbers import mean_std
 from docs.pages.page import Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table, verdicts
-from lightning_tasks.compare.cell import folder_name
-from lightning_tasks.compare.plan import summary_references
-from lightning_tasks.compare.summary import Endpoints
-from lightning_tasks.recipes import find_recipe, read_settings
-from lightning_tasks.runs.robustness import read_csv
 
 RECIPE = "rpc/compare_sparse_part"
 NOTHING = "no numbers yet"
@@ -33,29 +28,7 @@ METRICS = list(dict.fromkeys(METRICS))
 
 def read(raw: Raw) -> Comparison | None:
     """What the cells' tables say of images from outside; None before there are any."""
-    return raw.once("cells", partial(_read, raw.folder))
-
-
-def _read(folder: Path) -> Comparison | None:
-    variants = [*read_settings(find_recipe(RECIPE))["variants"]]
-    rows = [
-        {"config": variant, "seed": int(path.stem.removeprefix("seed_")), "step": 0, "metric": metric, "value": value}
-        for variant in variants
-        for path in sorted((folder / folder_name(variant)).glob("seed_*.csv"))
-        for metric, value in _values(path).items()
-    ]
-    configs = [variant for variant in variants if any(row["config"] == variant for row in rows)]
-    if not rows:
-        return None
-    return Comparison(rows, METRICS, summary_references([RECIPE]), Endpoints(PRIMARY), configs)
-
-
-def _values(path: Path) -> dict[str, float]:
-    return {
-        f"{row.name}/{row.setting}/{row.metric}": row.value
-        for row in read_csv(path)
-        if row.test == "out of distribution"
-    }
+    return raw.once("cells", lambda: compare_tests(raw.folder, RECIPE, "out of distribution", METRICS, PRIMARY))
 
 
 @PAGE.table

@@ -20,7 +20,6 @@ PAGE.summaries |= {
     "": "rpc/compare_classification",
     "exploratory": "rpc/compare_classification_exploratory",
     "scaled": "rpc/compare_scaled",
-    "lam": "rpc/compare_lam",
 }
 GRADIENT = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("fgsm", "pgd") for eps in (1, 4)]
 BLIND = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("square", "transfer_of_pgd") for eps in (1, 4)]
@@ -110,23 +109,6 @@ def paired(raw: Raw) -> Table:
 @PAGE.table
 def passes(raw: Raw) -> Table:
     return pursuit(read(raw), 4)
-
-
-@PAGE.table
-def filled(raw: Raw) -> Table:
-    found = raw.comparison("lam", "rpc/compare_lam")
-    shares = [f"val/pursuit/sparsity/layer_00/pass_{n}" for n in range(1, 5)]
-    rows = [
-        [
-            config.removeprefix("lam "),
-            number(found.mean("val/pursuit/mean_abs_key/layer_00", config), 2),
-            number(found.mean("val/pursuit/threshold/layer_00", config), 2),
-            *(f"{number(found.mean(share, config) * 100)}%" for share in shares),
-            number(found.mean("val/top1", config) * 100),
-        ]
-        for config in found.configs
-    ]
-    return Table(["lam", "mean absolute key", "threshold", *(f"pass {n}" for n in range(1, 5)), "val. accuracy"], rows)
 
 
 def steps(raw: Raw) -> list[int]:

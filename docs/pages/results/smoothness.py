@@ -13,6 +13,7 @@ from docs.pages.numbers import number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
+from docs.pages.verdicts import by_count
 from lightning_tasks.analyses import lipschitz_report as report
 from lightning_tasks.analyses.lipschitz_report import Fit, Row
 
@@ -190,12 +191,12 @@ def claims(raw: Raw) -> list[Claim]:
             "Peyré, ICML 2024)",
             f"slopes of MiniLM's six layers on two texts: {between([*six.values()])}; of the four of a small causal "
             f"model: {between(trained)}",
-            f"it depends on the layer: {holding} of {len(six) + len(trained)} intervals hold 1/4",
+            by_count(holding, len(six) + len(trained), "intervals that hold 1/4"),
         ),
         Claim(
             "... and like n^{1/2} for adversarial inputs",
             f"MiniLM, 300 steps of ascent: {slopes}; from n = 32 on {late}",
-            f"neither shown nor excluded: {len(inside)} of {len(LAYERS)} intervals holds 1/2",
+            by_count(len(inside), len(LAYERS), "intervals that hold 1/2"),
         ),
     ]
 
