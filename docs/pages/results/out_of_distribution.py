@@ -9,10 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 from docs.pages.cell_tests import compare_tests
-from docs.pages.numbers import mean_std
-from docs.pages.page import Page
+from docs.pages.numbers import difference, mean_std
+from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table, verdicts
+from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_sparse_part"
 NOTHING = "no numbers yet"
@@ -29,6 +30,23 @@ METRICS = list(dict.fromkeys(METRICS))
 def read(raw: Raw) -> Comparison | None:
     """What the cells' tables say of images from outside; None before there are any."""
     return raw.once("cells", lambda: compare_tests(raw.folder, RECIPE, "out of distribution", METRICS, PRIMARY))
+
+
+@PAGE.claims
+def claims(raw: Raw) -> list[Claim]:
+    found = read(raw)
+    filled = [] if found is None else [name for name in ("rpc lam 1", "rpc lam 0.75") if name in found.configs]
+    rows = [] if found is None else [found.row(PRIMARY, name, found.configs[0]) for name in filled]
+    if not rows:
+        return []
+    return [
+        Claim(
+            "RPC-Attention tells images of no known class better than softmax attention (Teo and Nguyen, NeurIPS 2024)",
+            "CIFAR-10 against a sample of ImageNet-1k, by the largest softmax probability: AUPR "
+            f"{' and '.join(difference(row, 1, 100) for row in rows)} points to softmax, with S filled",
+            verdict("higher", *rows),
+        )
+    ]
 
 
 @PAGE.table
