@@ -13,7 +13,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.rpc import by_pass, pursuit
+from docs.pages.results.rpc import by_pass, pursuit
 from docs.pages.tables import Table, differences, means, verdicts
 from docs.pages.verdicts import span, verdict
 from lightning_tasks.compare.summary import SummaryRow
