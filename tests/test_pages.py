@@ -13,7 +13,7 @@ import pytest
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
 from docs.pages.figures import curves_of
-from docs.pages.numbers import interval, mean_std, number, signed, significant
+from docs.pages.numbers import interval, listed, mean_std, number, signed, significant
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
 from docs.pages.results import out_of_distribution, rpc_sparse_part, zoo
@@ -387,10 +387,17 @@ def test_what_autoattack_leaves_is_read_with_its_flags(tmp_path):
                 for eps in ("0.25", "0.5", "1", "4")
             ]
             robustness.write_csv(rows, folder / f"seed_{seed}.csv")
+        claimed = [each.claim for each in rpc_sparse_part.claims(rpc_sparse_part.PAGE.raw(tmp_path))]
+        assert ("... and under AutoAttack" in claimed) == (variant == "rpc_lam_1"), "a claim needs pairs"
     raw = rpc_sparse_part.PAGE.raw(tmp_path)
     assert "| softmax | 4 | 21.5 ± 1.3 |" in str(rpc_sparse_part.autoattack(raw))
     assert "| rpc lam 1 | 4 | 11.5 ± 1.3 | softmax | −10.0" in str(rpc_sparse_part.autoattack_primary(raw))
     assert rpc_sparse_part.prose(raw)["flags"] == "the output is random: 8 of 32"
+
+
+def test_names_are_listed_however_many_there_are():
+    given = [], ["a"], ["a", "b"], ["a", "b", "a", "c"]
+    assert [listed(each) for each in given] == ["none", "a", "a and b", "a, b and c"]
 
 
 def test_a_verdict_without_seeds_follows_what_was_counted():

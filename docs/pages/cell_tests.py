@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from docs.pages.raw import Comparison, with_first
+from docs.pages.tables import Table, verdicts
 from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.compare.plan import summary_references
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.robustness import Row, read_csv
+
+NOTHING = "no numbers yet"
 
 
 def variants(recipe: str) -> list[str]:
@@ -50,3 +53,10 @@ def compare_tests(folder: Path, recipe: str, test: str, metrics: Sequence[str], 
         return None
     configs = with_first(variants(recipe), {row["config"] for row in rows}, folder)
     return Comparison(rows, metrics, summary_references([recipe]), Endpoints(primary), configs)
+
+
+def primary_table(found: Comparison | None, metric: str) -> Table:
+    """The primary endpoint, a share, in percent; a row for each reference."""
+    if found is None:
+        return Table(["configuration", "mean ± std"], [[NOTHING, ""]])
+    return verdicts(found, metric, {name: name for name in found.configs}, 1, 100.0, seeds=True)

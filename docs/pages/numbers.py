@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -39,6 +39,12 @@ def mean_std(values: Sequence[float] | np.ndarray, digits: int = 1, scale: float
     """Mean ± standard deviation of seeds; the mean alone of one."""
     mean = number(float(np.mean(values)) * scale, digits)
     return f"{mean} ± {number(float(np.std(values, ddof=1)) * scale, digits)}" if len(values) > 1 else mean
+
+
+def listed(texts: Iterable[str]) -> str:
+    """Each text once: `a`, `a and b`, `a, b and c`; `none` where there is none."""
+    *before, last = dict.fromkeys(texts) or ["none"]
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def difference(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:

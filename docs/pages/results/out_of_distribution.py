@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from docs.pages.cell_tests import compare_tests
-from docs.pages.numbers import difference, mean_std
+from docs.pages.cell_tests import NOTHING, compare_tests, primary_table
+from docs.pages.numbers import difference, listed, mean_std
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, verdicts
+from docs.pages.tables import Table
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_sparse_part"
-NOTHING = "no numbers yet"
 OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
 SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
 FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
@@ -37,13 +36,13 @@ def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     filled = [] if found is None else [name for name in ("rpc lam 1", "rpc lam 0.75") if name in found.configs]
     rows = [] if found is None else [found.row(PRIMARY, name, found.configs[0]) for name in filled]
-    if not rows:
+    if not all(row.pairs for row in rows) or not rows:
         return []
     return [
         Claim(
             "RPC-Attention tells images of no known class better than softmax attention (Teo and Nguyen, NeurIPS 2024)",
             "CIFAR-10 against a sample of ImageNet-1k, by the largest softmax probability: AUPR "
-            f"{' and '.join(difference(row, 1, 100) for row in rows)} points to softmax, with S filled",
+            f"{listed(difference(row, 1, 100) for row in rows)} points to softmax, with S filled",
             verdict("higher", *rows),
         )
     ]
@@ -51,10 +50,7 @@ def claims(raw: Raw) -> list[Claim]:
 
 @PAGE.table
 def primary(raw: Raw) -> Table:
-    found = read(raw)
-    if found is None:
-        return Table(["configuration", "mean ± std"], [[NOTHING, ""]])
-    return verdicts(found, PRIMARY, {name: name for name in found.configs}, 1, 100.0, seeds=True)
+    return primary_table(read(raw), PRIMARY)
 
 
 def figures(figure: str, raw: Raw) -> Table:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from docs.pages.numbers import significant
+from docs.pages.numbers import signed, significant
+from docs.pages.page import Claim
 from docs.pages.raw import Comparison
 from docs.pages.tables import Table
+from docs.pages.verdicts import span, verdict
+from lightning_tasks.compare.summary import SummaryRow
 
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
@@ -39,6 +42,20 @@ def pursuit(comparison: Comparison, passes: int, configs: Mapping[str, str] = PA
             found = [significant(each, digits) for each in by_pass(comparison, quantity, config, passes)]
             rows.append([name if what == shown[0][0] else "", what, *found])
     return Table(["", "pass", *(str(1 + place) for place in range(passes))], rows)
+
+
+def points(rows: Sequence[SummaryRow]) -> str:
+    """The least and the largest difference of accuracies, in points."""
+    return " to ".join(signed(each * 100) for each in span(rows))
+
+
+def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, Sequence[SummaryRow]]) -> list[Claim]:
+    """The claims on attacks with the model's gradient and without it: the attacks' names and the differences."""
+    claimed = {"... and by more under gradient attacks": gradient, "... and under attacks without its gradient": blind}
+    return [
+        Claim(claim, f"{names}: {points(rows)} points to softmax", verdict("higher", *rows))
+        for claim, (names, rows) in claimed.items()
+    ]
 
 
 def by_pass(comparison: Comparison, quantity: str, config: str, passes: int) -> list[float]:

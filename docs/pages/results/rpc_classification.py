@@ -10,9 +10,9 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.results.rpc import NAMES, PAIRS, by_pass, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, step_costs
-from docs.pages.verdicts import span, verdict
+from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 PAGE = Page("rpc_classification", "CIFAR-10")
@@ -48,9 +48,6 @@ def claims(raw: Raw) -> list[Claim]:
     corrupted = found.row(CORRUPTED, "rpc", "softmax")
     accuracies = " against ".join(f"{number(found.mean('test/top1', config) * 100)}%" for config in ("rpc", "softmax"))
 
-    def points(rows):
-        return " to ".join(signed(each * 100) for each in span(rows))
-
     return [
         Claim(
             "RPC-Attention classifies better than softmax attention (Teo and Nguyen, NeurIPS 2024)",
@@ -62,16 +59,7 @@ def claims(raw: Raw) -> list[Claim]:
             f"{difference(symmetric, 1, 100)} points",
             verdict("higher", symmetric),
         ),
-        Claim(
-            "... and by more under gradient attacks",
-            f"FGSM and PGD: {points(gradient)} points to softmax",
-            verdict("higher", *gradient),
-        ),
-        Claim(
-            "... and under attacks without its gradient",
-            f"Square and transfer: {points(blind)} points to softmax",
-            verdict("higher", *blind),
-        ),
+        *under_attack(("FGSM and PGD", gradient), ("Square and transfer", blind)),
         Claim(
             "... and under corruption",
             f"mean of 15 corruptions: {difference(corrupted, 1, 100)} points to softmax",

@@ -6,17 +6,16 @@ docs/results/rpc_sparse_part/autoattack/VARIANT/seed_N.csv, VARIANT as the folde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from docs.pages.cell_tests import compare_tests, tables
+from docs.pages.cell_tests import NOTHING, compare_tests, primary_table, tables
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, mean_std, number, signed
+from docs.pages.numbers import difference, listed, mean_std, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import by_pass, pursuit
-from docs.pages.tables import Table, differences, means, verdicts
-from docs.pages.verdicts import span, verdict
+from docs.pages.results.rpc import by_pass, points, pursuit, under_attack
+from docs.pages.tables import Table, differences, means
+from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.runs.robustness import right_from_text
 
 RECIPE = "rpc/compare_sparse_part"
 FILLED = ["rpc lam 1", "rpc lam 0.75"]
@@ -29,7 +28,6 @@ BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robust
 CORRUPTED = "robustness/mean_corruption/accuracy"
 AUTOATTACK = {f"{eps}/255": f"autoattack/{eps}/255/accuracy" for eps in ("0.25", "0.5", "1", "4")}
 AUTOATTACK_PRIMARY = AUTOATTACK["1/255"]
-NOTHING = "no numbers yet"
 
 PAGE = Page("rpc_sparse_part", "CIFAR-10, S filled")
 PAGE.summaries |= {"": RECIPE, "lam": "rpc/compare_lam"}
@@ -58,10 +56,7 @@ def claims(raw: Raw) -> list[Claim]:
     gradient, blind = (to("softmax", found, *metrics.values()) for metrics in (GRADIENT, BLIND))
     corrupted = to("softmax", found, CORRUPTED)
     top1 = {config: number(found.mean(TOP1, config) * 100) for config in found.configs}
-    accuracies = " and ".join(top1[config] for config in FILLED if config in top1)
-
-    def points(rows: list[SummaryRow]) -> str:
-        return " to ".join(signed(each * 100) for each in span(rows))
+    accuracies = listed(top1[config] for config in FILLED if config in top1)
 
     made = [
         Claim(
@@ -70,24 +65,14 @@ def claims(raw: Raw) -> list[Claim]:
             verdict("higher", *clean),
         ),
         Claim("... and S has a part in it", f"{points(twin)} points to RPC without S", verdict("higher", *twin)),
-        Claim(
-            "... and by more under gradient attacks",
-            f"PGD, also the released one: {points(gradient)} points to softmax",
-            verdict("higher", *gradient),
-        ),
-        Claim(
-            "... and under attacks without its gradient",
-            f"SPSA and Square: {points(blind)} points to softmax",
-            verdict("higher", *blind),
-        ),
+        *under_attack(("PGD, also the released one", gradient), ("SPSA and Square", blind)),
         Claim(
             "... and under corruption",
             f"mean of 15 corruptions: {points(corrupted)} points to softmax",
             verdict("higher", *corrupted),
         ),
     ]
-    if attacked is not None:
-        worst = to("softmax", attacked, AUTOATTACK_PRIMARY)
+    if worst := [] if attacked is None else [row for row in to("softmax", attacked, AUTOATTACK_PRIMARY) if row.pairs]:
         made.append(
             Claim("... and under AutoAttack", f"1/255: {points(worst)} points to softmax", verdict("higher", *worst))
         )
@@ -113,8 +98,7 @@ def filled(raw: Raw) -> Table:
 
 @PAGE.table
 def primary(raw: Raw) -> Table:
-    found = read(raw)
-    return verdicts(found, TOP1, {name: name for name in found.configs}, 1, 100.0, seeds=True)
+    return primary_table(read(raw), TOP1)
 
 
 @PAGE.table
@@ -166,10 +150,7 @@ def autoattack(raw: Raw) -> Table:
 
 @PAGE.table
 def autoattack_primary(raw: Raw) -> Table:
-    found = autoattack_of(raw)
-    if found is None:
-        return Table(["configuration", "mean ± std"], [[NOTHING, ""]])
-    return verdicts(found, AUTOATTACK_PRIMARY, {name: name for name in found.configs}, 1, 100.0, seeds=True)
+    return primary_table(autoattack_of(raw), AUTOATTACK_PRIMARY)
 
 
 @PAGE.numbers
@@ -190,20 +171,30 @@ def prose(raw: Raw) -> dict[str, str]:
     return {
         "cells": str(len(cells)),
         "seeds": str(min(row.pairs for row in softmax)),
+        "square": square(raw),
         "flags": flags or ("none" if notes else NOTHING),
-        "top1": joined(difference(row, 1, 100) for row in softmax),
-        "top1-verdict": joined(row.verdict for row in softmax),
-        "twin": joined(difference(row, 1, 100) for row in twin),
-        "twin-verdict": joined(row.verdict for row in twin),
-        "share": joined(f"{number(100 * each, 0)}%" for each in shares),
-        "residual": joined(number(each, 2) for each in residuals),
-        "gradients": f"{joined(number(each, 2) for each in gradients[:-1])}, softmax {number(gradients[-1], 2)}",
+        "top1": listed(difference(row, 1, 100) for row in softmax),
+        "top1-verdict": listed(row.verdict for row in softmax),
+        "twin": listed(difference(row, 1, 100) for row in twin),
+        "twin-verdict": listed(row.verdict for row in twin),
+        "share": listed(f"{number(100 * each, 0)}%" for each in shares),
+        "residual": listed(number(each, 2) for each in residuals),
+        "gradients": f"{listed(number(each, 2) for each in gradients[:-1])}, softmax {number(gradients[-1], 2)}",
     }
 
 
-def joined(texts: Iterable[str]) -> str:
-    """Both, or what both say."""
-    return " and ".join(dict.fromkeys(texts))
+def square(raw: Raw) -> str:
+    """What our Square and the library's leave of the same images, of each model that both attacked."""
+    texts = []
+    for variant, seed, rows in tables(raw.folder / "square", RECIPE):
+        ours, theirs = (next(row for row in rows if row.name == name) for name in ("square", "autoattack"))
+        left = [right_from_text(row.right, row.samples) for row in (ours, theirs)]
+        texts.append(
+            f"{variant}, seed {seed}, {ours.samples} images: {number(ours.value * 100)}% and "
+            f"{number(theirs.value * 100)}%; {(left[1] & ~left[0]).sum()} images stand against the library's alone, "
+            f"{(left[0] & ~left[1]).sum()} against ours alone"
+        )
+    return "; ".join(texts) or NOTHING
 
 
 @PAGE.figure("curves.png")

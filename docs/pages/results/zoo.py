@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from docs.pages.figures import Figure, differences_of
-from docs.pages.numbers import difference, mean_std, number, signed, significant
+from docs.pages.numbers import difference, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, p_value, verdicts
@@ -197,8 +197,7 @@ def prose(raw: Raw) -> dict[str, str]:
         best = [row for row in corrected(metric, first, every) if row.reference == SOFTMAX]
         best = [row for row in best if row.verdict == BETTER[part] and not row.config.startswith(SOFTMAX)]
         best.sort(key=lambda row: -abs(row.difference))
-        *before, last = [f"`{row.config}`" for row in best]
-        texts[f"{part}-better"] = f"{', '.join(before)} and {last}"
+        texts[f"{part}-better"] = listed(f"`{row.config}`" for row in best)
         texts[f"{part}-pairs"] = str(len(rows))
         texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
     texts |= zip(OF_IMAGES, _of_images(raw), strict=True)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_modules import AttentionSpec, available_mechanisms, build_mechanism, mechanisms as found
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
@@ -23,15 +24,21 @@ def test_nan_stays_nan(case):
             assert case.function(**inputs).isnan().any(), poisoned
 
 
-def test_nan_in_a_query_without_a_mask_is_as_in_pytorch():
-    """Its fused CPU kernel may answer such a row with zeros; NaN in a key or a value it keeps."""
-    for poisoned in range(3):
-        inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
-        inputs[poisoned][0, 0, 1, 2] = torch.nan
-        expected = F.scaled_dot_product_attention(*inputs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("poisoned", range(3))
+def test_nan_without_a_mask_is_as_in_pytorch_and_is_kept_beside_one(poisoned, dtype):
+    """Its fused CPU kernel may answer a query of NaN with zeros; NaN in a key or a value it keeps."""
+    inputs = [torch.randn(1, 2, 5, 8, dtype=dtype) for _ in range(3)]
+    inputs[poisoned][0, 0, 1, 2] = torch.nan
+    softmax = build_mechanism("softmax", AttentionSpec(16, 2, 8))
+    for causal in (False, True):
+        expected = F.scaled_dot_product_attention(*inputs, is_causal=causal)
         assert poisoned == 0 or expected.isnan().any()
-        softmax = build_mechanism("softmax", AttentionSpec(16, 2, 8))
-        torch.testing.assert_close(softmax(*inputs), expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(softmax(*inputs, is_causal=causal), expected, rtol=0, atol=0, equal_nan=True)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    assert softmax(*inputs, attn_mask=mask)[0, 0, 1].isnan().any()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert softmax(*inputs)[0, 0, 1].isnan().any()
 
 
 def test_gates_of_nan_are_not_shut():
