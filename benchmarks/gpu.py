@@ -163,7 +163,7 @@ def _memory_row(bench: Bench, name: str, mode: str, tokens: int, expected: float
 
 
 def training(rows: Rows, bench: Bench) -> None:
-    """Tokens and images a second of our tasks and of their peers; eager rows first, as compiling takes long."""
+    """Tokens and images per second of our tasks and of their peers; eager rows first, as compiling takes long."""
     for compiled in ("no",) if bench.dry else ("no", "yes"):
         for peer, contest, amount in contests(bench):
             key = {"compared": contest.name, "peer": peer, "dtype": "bf16", "compiled": compiled}

@@ -47,7 +47,7 @@ class StepCosts(pl.Callback):
 
 
 def measure(name: str, rounds: int) -> list[dict[str, str]]:
-    """A row a variant: parameters, milliseconds a step, their ratio to the first variant's, and MiB."""
+    """A row per variant: parameters, milliseconds per step, their ratio to the first variant's, and MiB."""
     seconds, peaks, parameters = defaultdict(list), defaultdict(list), {}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def measure(name: str, rounds: int) -> list[dict[str, str]]:
         {
             "variant": variant,
             "parameters": str(parameters[variant]),
-            "CPU time a step": f"{taken * 1e3:.0f} ms",
+            "CPU time per step": f"{taken * 1e3:.0f} ms",
             "to the first": f"{taken / first:.2f}",
             "peak memory of a step": f"{statistics.median(peaks[variant]):.0f} MiB",
         }

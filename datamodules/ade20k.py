@@ -19,7 +19,7 @@ class ADE20KDataModule(SegmentationDataModule):
     Reads `root/FOLDER/images/{training,validation}/*.jpg` and `root/FOLDER/annotations/{training,validation}/*.png`,
     the layout of ADEChallengeData2016: label 0 does not count, labels 1 to 150 are classes 0 to 149. Class names are
     those of `root/FOLDER/objectInfo150.txt` where it is there, else numbers. Held-out images keep their own size,
-    and so come one a batch.
+    and so come one per batch.
 
     Args:
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.

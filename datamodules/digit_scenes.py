@@ -14,7 +14,7 @@ from .shared.scenes import Scenes
 
 _SMALLEST = 32
 _KEPT = 32  # pixels a side up to which cut-outs are kept
-_CELLS, _EMPTY = 2, 0.25  # cells a side, with a digit each or none
+_CELLS, _EMPTY = 2, 0.25  # cells per side, with a digit each or none
 _PLACES = {"train": 0, "validation": 1, "test": 2}
 
 

@@ -21,7 +21,7 @@ class GutenbergDataModule(TextDataModule):
     Args:
         name: the file's name without `.txt`.
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
-        num_tokens: T, tokens a window.
+        num_tokens: T, tokens per window.
         batch_size: windows a batch and process.
         num_workers: loader processes.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all words, or for 8,192 BPE tokens.

@@ -24,7 +24,7 @@ _CHECKED_ROWS = 2000
 class ImageNetDataModule(VisionDataModule):
     """ImageNet, or any images in one of its two layouts; test images are the validation images.
 
-    A folder a class (`torchvision.datasets.ImageFolder`): `root/FOLDER/{train,val}/CLASS/*.JPEG`, labels in the order
+    A folder per class (`torchvision.datasets.ImageFolder`): `root/FOLDER/{train,val}/CLASS/*.JPEG`, labels in the order
     of the sorted class names; images in sub-folders of a class count too. Or the hub's:
     `root/FOLDER/data/{train,validation}-XXXXX-of-YYYYY.parquet` with the columns `image` and `label`, which the library
     `datasets` copies once to a memory map in the cache. The number of classes follows from the data. Where there are

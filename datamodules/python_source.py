@@ -22,7 +22,7 @@ class PythonSourceDataModule(TextDataModule):
     indentation, names, numbers and single signs.
 
     Args:
-        num_tokens: T, tokens a window.
+        num_tokens: T, tokens per window.
         batch_size: windows a batch and process.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all.
         num_workers: loader processes.

@@ -40,7 +40,7 @@ class TextDataModule(DataModule):
     is a target once, and what fills up the last window has the target -100. See `docs/data.md`.
 
     Args:
-        num_tokens: T, tokens a window.
+        num_tokens: T, tokens per window.
         batch_size: windows a batch and process.
         num_workers: loader processes.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all words, or for 8,192 BPE tokens.

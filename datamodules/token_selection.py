@@ -127,7 +127,7 @@ def _double(values: Any) -> Tensor:
 
 
 class TokenSelectionDataModule(DataModule):
-    """All inputs in one batch ``(x [n, T, d], labels [n])``, float64, ``steps_per_epoch`` times an epoch.
+    """All inputs in one batch ``(x [n, T, d], labels [n])``, float64, ``steps_per_epoch`` times per epoch.
 
     ``single``, ``multi`` and ``joint`` have the sizes of the paper's experiments; the tokens are drawn by
     us, as its own are not printed. ``problem`` holds the inputs, W and v.

@@ -24,7 +24,7 @@ class WikiTextDataModule(TextDataModule):
     Args:
         name: "wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1" or "wikitext-103-raw-v1".
         root: folder with data sets; None for `$ATTNSWAP_DATA`, else the user's cache folder.
-        num_tokens: T, tokens a window.
+        num_tokens: T, tokens per window.
         batch_size: windows a batch and process.
         num_workers: loader processes.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all words, or for 8,192 BPE tokens.

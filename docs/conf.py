@@ -29,7 +29,7 @@ myst_heading_anchors = 3
 
 # Tutorials run when they are built, each in a kernel of its own, and write into a temporary folder.
 nb_execution_mode = "cache"
-nb_execution_timeout = 600  # seconds a cell, on a machine that is busy with other work
+nb_execution_timeout = 600  # seconds per cell, on a machine that is busy with other work
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True

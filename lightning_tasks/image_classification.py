@@ -240,7 +240,7 @@ class ImageClassificationTask(VisionTask):
         return self(batch[0]).float().softmax(-1)
 
     def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
-        """A row a sample of probabilities ``[B, num_classes]``: class, name, probability, and the best five."""
+        """A row per sample of probabilities ``[B, num_classes]``: class, name, probability, and the best five."""
         names, size = self.class_names, min(TOP_K, prediction.shape[1])
         probabilities, classes = (part.tolist() for part in prediction.topk(size))
         return [
@@ -293,7 +293,7 @@ class ImageClassificationTask(VisionTask):
 
 
 def class_table(names: Sequence[str], counts: Tensor, accuracy: Tensor) -> list[dict[str, Any]]:
-    """A row a class: its number and name, how many samples, and their accuracy, None where there are none."""
+    """A row per class: its number and name, how many samples, and their accuracy, None where there are none."""
     rows = zip(names, counts.tolist(), accuracy.tolist(), strict=True)
     return [
         {"class": index, "name": name, "samples": count, "accuracy": round(share, 4) if count else None}

@@ -164,7 +164,7 @@ class LanguageModelingTask(BaseTask):
         return log_probabilities(self.model, *batch, self._tokens_at_once)
 
     def prediction_rows(self, prediction: Tensor, batch: Batch) -> list[dict[str, Any]]:
-        """A row a window: how many of its tokens count, and their mean loss in nats (0 where none does)."""
+        """A row per window: how many of its tokens count, and their mean loss in nats (0 where none does)."""
         counts = (batch[1] != IGNORE_INDEX).sum(1)
         losses = -prediction.sum(1) / counts.clamp(min=1)
         pairs = zip(counts.tolist(), losses.tolist(), strict=True)

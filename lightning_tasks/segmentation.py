@@ -203,7 +203,7 @@ class SegmentationTask(VisionTask):
         return self.predict_masks(_parts(batch)[0])
 
     def prediction_rows(self, prediction: Tensor, batch: Batch | Tensor) -> list[dict[str, Any]]:
-        """A row an image: its mask."""
+        """A row per image: its mask."""
         return [{"mask": mask} for mask in prediction]
 
     def _evaluate(self, stage: str, batch: Batch, batch_idx: int, dataloader: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention mechanisms, one a file: a pure function under a thin class."""
+"""Attention mechanisms, one per file: a pure function under a thin class."""
 
 from attention_modules.mechanisms.keys.forgetting import (
     ForgettingAttention as ForgettingAttention,

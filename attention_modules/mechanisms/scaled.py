@@ -112,7 +112,7 @@ class ScaledAttention(AttentionMechanism):
 
     Args:
         spec: the layer that it serves.
-        variant: ``"matrix"``, S a free ``[H, N, N]``; ``"scalar"``, S = s · softmax(k kᵀ · scale), one s a layer.
+        variant: ``"matrix"``, S a free ``[H, N, N]``; ``"scalar"``, S = s · softmax(k kᵀ · scale), one s per layer.
         num_tokens: N of the matrix, that of ``spec`` where None. Sequences of fewer tokens use the first rows and
             columns of S, as learned positions do.
 

@@ -69,7 +69,7 @@ class LabelCode:
         if mask.mode not in _MASK_MODES:
             raise ValueError(
                 f"{name} has mode {mask.mode}{' (colors)' if mask.mode.startswith('RGB') else ''}: a mask has one "
-                "number a pixel, its class (mode L or P); save it so"
+                "number per pixel, its class (mode L or P); save it so"
             )
         if mask.size != size:
             raise ValueError(f"{name} has {_text(mask.size)} pixels, its image {_text(size)}: they must be equal")

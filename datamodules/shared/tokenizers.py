@@ -44,7 +44,7 @@ class Tokenizer(ABC):
 
 
 class WordTokenizer(Tokenizer):
-    """One id a word: `words` in the order of their ids, `<unk>` and `<eos>` first."""
+    """One id per word: `words` in the order of their ids, `<unk>` and `<eos>` first."""
 
     file_name = "vocabulary.json"
 

@@ -113,7 +113,7 @@ def step_costs(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> T
     return Table(
         ["", *names.values()],
         [
-            [f"time to {next(iter(names.values()))}'s {first['CPU time a step']}", *time],
+            [f"time to {next(iter(names.values()))}'s {first['CPU time per step']}", *time],
             ["peak of resident memory, MiB", *memory],
         ],
     )

@@ -203,7 +203,7 @@ def summary(lines: Sequence[str], steps: int) -> str:
             f"After {steps} steps (0.1 along the gradient where nothing else is said) from zero, in the released",
             "problems from their own starts, float64 where nothing else is said. Correlation: cosine to the max-margin",
             "direction of the tokens that the first run of the problem selects. Optimality is that of this selection.",
-            "Probability: the least one of a selected token. Norm: ‖p‖, which grows by at most 0.1 a step.",
+            "Probability: the least one of a selected token. Norm: ‖p‖, which grows by at most 0.1 per step.",
             "Regularisation path: ‖p‖ = 100, and ‖v‖ = 100 in joint. Seed: of our problems; or which released one.",
             "",
             _row(*HEADS),

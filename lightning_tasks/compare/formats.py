@@ -63,7 +63,7 @@ def _by_metric(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
 
 
 def markdown(summary: Sequence[SummaryRow], images: Sequence[ImageInterval] = ()) -> str:
-    """The summary as Markdown, one table a metric; those that have intervals over images, with a column of them."""
+    """The summary as Markdown, one table per metric; those that have intervals over images, with a column of them."""
     lines: list[str] = []
     for metric, rows in _by_metric(summary).items():
         intervals = _of_metric(images, metric)

@@ -51,7 +51,7 @@ class RecordImages(Callback):
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """By name what was kept, a row an image, with a digest of images and targets as `data`; {} of other tasks."""
+        """By name what was kept, a row per image, with a digest of images and targets as `data`; {} of other tasks."""
         if not self._parts:
             return {}
         joined = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
@@ -147,7 +147,7 @@ def read_images(path: Path, folder: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as found:
             values = dict(found)
         if len({len(each) for name, each in values.items() if name != "data"} | {0}) != 2 or "data" not in values:
-            raise ValueError("it has not one value an image")
+            raise ValueError("it has not one value per image")
         for name, each in values.items():
             _check_values(name, each)
     except Exception as error:  # zlib, zipfile and numpy raise a dozen of kinds

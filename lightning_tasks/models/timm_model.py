@@ -94,7 +94,7 @@ def normalization(
     """Mean and standard deviation a channel; what is None is the model's own, averaged for one channel.
 
     Raises:
-        ValueError: if there is not one number a channel, or a deviation is not positive.
+        ValueError: if there is not one number per channel, or a deviation is not positive.
     """
     config = resolve_model_data_config(model)
     found = []
@@ -103,7 +103,7 @@ def normalization(
         if given is None and len(values) != in_chans:
             values = [sum(values) / len(values)] * in_chans
         if len(values) != in_chans:
-            raise ValueError(f"{name} has {len(values)} values for {in_chans} channels: {values}; give one a channel")
+            raise ValueError(f"{name} has {len(values)} values for {in_chans} channels: {values}; give one per channel")
         found.append(values)
     if min(found[1]) <= 0:
         raise ValueError(f"std must be positive, got {found[1]}")

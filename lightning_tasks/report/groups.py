@@ -117,7 +117,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Runs whose settings differ in the seed and in folders alone get one name, and each the seed of its settings.
 
     Returns:
-        The runs, one a seed, and sentences about those that are left out or do not say their seed.
+        The runs, one per seed, and sentences about those that are left out or do not say their seed.
     """
     groups: list[list[Run]] = []
     for run in runs:

@@ -86,7 +86,7 @@ def _robust(rows: Sequence[Any]) -> str:
 
 
 def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[Any]:
-    """For each of the first names that monitors logged by layer, a heat map a configuration, in one scale."""
+    """For each of the first names that monitors logged by layer, a heat map per configuration, in one scale."""
     found, logged = [], by_metric(rows)
     for name, metrics in islice(layer_metrics(sorted(logged)).items(), MOST_CURVES):
         of_these = [row for metric in metrics for row in logged[metric]]

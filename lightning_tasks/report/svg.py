@@ -85,7 +85,7 @@ def layer_metrics(metrics: Sequence[str]) -> dict[str, list[str]]:
 
 
 def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[list[int], np.ndarray]:
-    """Steps, and the means over seeds of metrics (one a layer) of one configuration, ``[metrics, steps]``."""
+    """Steps, and the means over seeds of metrics (one per layer) of one configuration, ``[metrics, steps]``."""
     values: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         values.setdefault((row["metric"], row["step"]), []).append(row["value"])

@@ -1,4 +1,4 @@
-"""Folders that a command writes into: one a run, and that of --output."""
+"""Folders that a command writes into: one per run, and that of --output."""
 
 from __future__ import annotations
 

@@ -92,5 +92,5 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def current_step(trainer: Any) -> int:
-    """Steps taken so far, as Lightning's own metrics count them: one a batch that stepped, for any optimizers."""
+    """Steps taken so far, as Lightning's own metrics count them: one per batch that stepped, for any optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped  # type: ignore[no-any-return]

@@ -26,6 +26,6 @@ def test_a_row_a_variant_with_time_and_memory(comparison, tmp_path, monkeypatch)
     training_step.main()
     written = (tmp_path / "results" / "training_step_tiny.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in written] == ["variant", "rpc", "one pass"]
-    assert written[0].split(",")[:4] == ["variant", "parameters", "CPU time a step", "to the first"]
+    assert written[0].split(",")[:4] == ["variant", "parameters", "CPU time per step", "to the first"]
     assert written[1].split(",")[3] == "1.00"
     assert int(written[1].split(",")[1]) == int(written[2].split(",")[1]) > 1000

@@ -21,7 +21,7 @@ def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def write_class_folders(folder: Path, counts: dict[str, int], size: int = 20) -> None:
-    """JPEG files in a folder a class."""
+    """JPEG files in a folder per class."""
     for place, (name, count) in enumerate(counts.items()):
         (folder / name).mkdir(parents=True)
         for index, pixels in enumerate(random_pixels(count, size, place)):

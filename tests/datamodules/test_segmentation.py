@@ -363,5 +363,5 @@ def test_bad_arguments(options, text):
 @pytest.mark.parametrize("label", [0.5, float("nan")])
 def test_a_mask_of_numbers_that_are_no_whole_ones_is_refused(label):
     mask = Image.fromarray(np.full((2, 3), label, np.float32))
-    with pytest.raises(ValueError, match=r"mine\.tif has mode F: a mask has one number a pixel, its class"):
+    with pytest.raises(ValueError, match=r"mine\.tif has mode F: a mask has one number per pixel, its class"):
         LabelCode(3, 0, 255).decode(mask, (3, 2), "mine.tif")

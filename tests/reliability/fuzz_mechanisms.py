@@ -238,7 +238,7 @@ def judge(case: Case) -> tuple[dict[str, float], list[str]]:
 
 
 def fuzz(cases: int, seed: int = 0, first: int = 0) -> tuple[str, list[str]]:
-    """The summary, a line a mechanism and precision, and what went wrong."""
+    """The summary, a line per mechanism and precision, and what went wrong."""
     counts: Counter[tuple[str, str]] = Counter()
     worst: dict[tuple[str, str], dict[str, float]] = {}
     lost: Counter[tuple[str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""timm's attention layers: one file a kind of attention, one small class a layer."""
+"""timm's attention layers: one file per kind of attention, one small class per layer."""
 
 from __future__ import annotations
 

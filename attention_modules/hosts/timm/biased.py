@@ -35,7 +35,7 @@ class BiasedHost(TimmHost):
         if not self.biased(layer):
             return None
         return (
-            "its relative position bias differs from row to row, and this mechanism takes one number a key alone, as "
+            "its relative position bias differs from row to row, and this mechanism takes one number per key alone, as "
             "padding gives it; choose another mechanism"
         )
 

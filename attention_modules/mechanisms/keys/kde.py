@@ -25,7 +25,7 @@ def kde_attention(
 ) -> Tensor:
     """softmax(-‖q - k̂‖² · scale + mask) v, k̂ the keys of norm 1 (the kernel form of Han et al., 2022, released code).
 
-    ‖q‖² and ‖k̂‖² are one number a row, so that this is attention with k̂ at twice the scale.
+    ‖q‖² and ‖k̂‖² are one number per row, so that this is attention with k̂ at twice the scale.
 
     Args:
         q: queries ``[B, H, N, d]``.

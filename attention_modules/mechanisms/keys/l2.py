@@ -26,7 +26,7 @@ def l2_attention(
 ) -> Tensor:
     """softmax(-‖q - k‖² · scale + mask) v (Kim, Papamakarios and Mnih, ICML 2021, eq. 2).
 
-    ‖q‖² is one number a row, so that the weights are those of 2 q·k · scale - ‖k‖² · scale.
+    ‖q‖² is one number per row, so that the weights are those of 2 q·k · scale - ‖k‖² · scale.
 
     Args:
         q: queries ``[B, H, N, d]``.

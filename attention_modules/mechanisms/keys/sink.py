@@ -27,7 +27,7 @@ def sink_attention(
     """Attention whose weights are exp(z) / (exp(s) + Σ exp(z)), z the row's logits and s that of the head's sink.
 
     With s = 0 it is softmax-plus-one (E. Miller, "Attention is off by one", 2023), with s = ln n "softmax-n", with s
-    toward -∞ softmax. gpt-oss (OpenAI, 2025) learns one s a head. Equal to softmax attention times σ(lse z - s).
+    toward -∞ softmax. gpt-oss (OpenAI, 2025) learns one s per head. Equal to softmax attention times σ(lse z - s).
 
     Args:
         q: queries ``[B, H, N, d]``.
@@ -54,14 +54,14 @@ def sink_attention(
         torch.Size([1, 3, 5, 8])
     """
     if sink.shape != q.shape[1:2]:
-        raise ValueError(f"sink must be one number a head, ({q.shape[1]},), got {tuple(sink.shape)}")
+        raise ValueError(f"sink must be one number per head, ({q.shape[1]},), got {tuple(sink.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     return attend_with_sink(q, k, v, sink, hide(attn_mask), is_causal, dropout_p, scale)
 
 
 @register_mechanism("sink")
 class SinkAttention(AttentionMechanism):
-    """:func:`sink_attention` as a mechanism, with one s a head.
+    """:func:`sink_attention` as a mechanism, with one s per head.
 
     Args:
         spec: the layer that it serves.

@@ -73,7 +73,7 @@ def sinkhorn_attention(
 ) -> Tensor:
     """A v, A = exp(q kᵀ · scale) with rows and columns normalized in turn (Sinkformer, Sander et al., AISTATS 2022).
 
-    After an odd number of normalizations, this is softmax attention with a bias a key. As in the released code, the
+    After an odd number of normalizations, this is softmax attention with a bias per key. As in the released code, the
     gradient goes through the last normalization of the rows alone, unless ``detach`` is False.
 
     Args:

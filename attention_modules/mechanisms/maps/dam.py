@@ -1,4 +1,4 @@
-"""Differentiable attention mask: a learned gate a head and distance (SparseBERT, Shi et al., ICML 2021)."""
+"""Differentiable attention mask: a learned gate per head and distance (SparseBERT, Shi et al., ICML 2021)."""
 
 from __future__ import annotations
 

@@ -79,5 +79,5 @@ class HardAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """Read one value a row."""
+        """Read one value per row."""
         return hard_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

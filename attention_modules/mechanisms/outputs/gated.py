@@ -31,7 +31,7 @@ def gated_attention(
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
         v: values ``[B, H, M, d]``.
-        gate: logits of the gate, ``[B, H, N, 1]`` for one a head and token, ``[B, H, N, d]`` for one an element.
+        gate: logits of the gate, ``[B, H, N, 1]`` for one per head and token, ``[B, H, N, d]`` for one per element.
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout.
@@ -66,7 +66,7 @@ class GatedAttention(AttentionMechanism):
 
     Args:
         spec: the layer that it serves.
-        gate: ``"head"``, one gate a head and token, which adds ``dim * num_heads`` weights; ``"element"``, one an
+        gate: ``"head"``, one gate per head and token, which adds ``dim * num_heads`` weights; ``"element"``, one per
             element of the head's output, which adds ``dim * num_heads * value_dim``.
         bias: start of the gate's bias. The published form starts at 0, where gates are about a half; with 10 the start
             is plain attention up to 5e-5.

@@ -70,7 +70,7 @@ class QKNormAttention(AttentionMechanism):
 
     Args:
         spec: the layer that it serves.
-        gain: ``"vector"``, one number a feature of the head, as timm and Qwen3 have it; ``"scalar"``, one a layer,
+        gain: ``"vector"``, one number per feature of the head, as timm and Qwen3 have it; ``"scalar"``, one per layer,
             which is what commutes with rotary positions: a layer that rotates its queries and keys refuses the vector.
         eps: added to the mean of squares.
 

@@ -37,7 +37,7 @@ def ssa_attention(
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
         v: values ``[B, H, M, d]``.
-        beta: β, one number a head, ``[H]``.
+        beta: β, one number per head, ``[H]``.
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout.
@@ -58,7 +58,7 @@ def ssa_attention(
         torch.Size([1, 3, 5, 8])
     """
     if beta.shape != q.shape[1:2]:
-        raise ValueError(f"beta must be one number a head, ({q.shape[1]},), got {tuple(beta.shape)}")
+        raise ValueError(f"beta must be one number per head, ({q.shape[1]},), got {tuple(beta.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     # Above the limit growth is 0 in every precision, and e^β may be infinite, whose gradient would be NaN.
     growth = beta.clamp(max=_LARGEST_BETA).exp().neg().exp().view(1, -1, 1, 1)
@@ -68,7 +68,7 @@ def ssa_attention(
 
 @register_mechanism("ssa")
 class SelectiveAttention(AttentionMechanism):
-    """:func:`ssa_attention` as a mechanism, with one learned β a head.
+    """:func:`ssa_attention` as a mechanism, with one learned β per head.
 
     Args:
         spec: the layer that it serves.

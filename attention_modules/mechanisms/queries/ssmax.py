@@ -33,7 +33,7 @@ def ssmax_attention(
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
         v: values ``[B, H, M, d]``.
-        s: one number a head, ``[H]``.
+        s: one number per head, ``[H]``.
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout.
@@ -54,7 +54,7 @@ def ssmax_attention(
         torch.Size([1, 3, 5, 8])
     """
     if s.shape != q.shape[1:2]:
-        raise ValueError(f"s must be one number a head, ({q.shape[1]},), got {tuple(s.shape)}")
+        raise ValueError(f"s must be one number per head, ({q.shape[1]},), got {tuple(s.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     factor = s.view(1, -1, 1, 1) * visible_keys(q, k, attn_mask, is_causal).log().to(s.dtype)
     return attend((q * factor).to(q.dtype), k, v, hide(attn_mask), is_causal, dropout_p, scale)
@@ -62,7 +62,7 @@ def ssmax_attention(
 
 @register_mechanism("ssmax")
 class SSMaxAttention(AttentionMechanism):
-    """:func:`ssmax_attention` as a mechanism, with one learned s a head.
+    """:func:`ssmax_attention` as a mechanism, with one learned s per head.
 
     Args:
         spec: the layer that it serves.

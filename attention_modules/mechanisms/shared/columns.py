@@ -1,4 +1,4 @@
-"""Exact terms of the logits on fused attention: a bias a key as further columns of queries and keys.
+"""Exact terms of the logits on fused attention: a bias per key as further columns of queries and keys.
 
 With q' = [q · scale, 1], k' = [k, b] and values padded to their width, scaled dot-product attention at scale 1 has the
 logits q kᵀ · scale + b, and the gradient of b, for which a mask would leave the fused kernels.
@@ -54,7 +54,7 @@ def attend_with_key_bias(
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
         v: values ``[B, H, M, d']``.
-        bias: one number a key, ``[B, H, M]``, finite; float32 where the inputs are of half precision.
+        bias: one number per key, ``[B, H, M]``, finite; float32 where the inputs are of half precision.
         attn_mask: boolean or additive, broadcastable to ``[B, H, N, M]``; not together with ``is_causal``.
         is_causal: row i sees keys 0 to i only.
         dropout_p: attention dropout.

@@ -156,7 +156,7 @@ def memory(raw: Raw) -> Table:
 
 @PAGE.table
 def training(raw: Raw) -> Table:
-    """Tokens and images a second beside the peers'."""
+    """Tokens and images per second beside the peers'."""
     rows = [
         [
             row["compared"],

@@ -100,7 +100,7 @@ def passes(raw: Raw) -> Table:
 
 
 def steps(raw: Raw) -> list[int]:
-    """The steps at which validation was logged, one an epoch."""
+    """The steps at which validation was logged, one per epoch."""
     return sorted({row["step"] for row in read(raw).rows if row["metric"] == "val/top1"})
 
 

@@ -157,7 +157,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
         shape = f"[B, classes{', H, W' if rest else ''}]"
         raise ValueError(f"the model must return logits {shape} of {len(images)} images, got {got}")
     if logits.shape[1] < 2:
-        raise ValueError(f"{_name(model)} gives {logits.shape[1]} logit an image: an attack needs at least 2 classes")
+        raise ValueError(f"{_name(model)} gives {logits.shape[1]} logit per image: an attack needs at least 2 classes")
     counted = None if labels is None else labels[labels != IGNORED] if rest else labels
     if counted is not None and counted.numel() and not 0 <= counted.min() <= counted.max() < logits.shape[1]:
         raise ValueError(
@@ -243,7 +243,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "std": (
         lambda value: isinstance(value, Sequence) and len(value) > 0 and all(_positive(each) for each in value),
-        "a list of positive numbers, one a channel",
+        "a list of positive numbers, one per channel",
     ),
 }
 

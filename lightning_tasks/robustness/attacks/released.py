@@ -100,7 +100,7 @@ def _convention(
     check_batch(images, labels)
     check_options(std=std)
     if len(std) != images.shape[1]:
-        raise ValueError(f"std is {list(std)}: give {images.shape[1]} positive numbers, one a channel")
+        raise ValueError(f"std is {list(std)}: give {images.shape[1]} positive numbers, one per channel")
     with held_still(model, gradients=True):
         images, _ = detached(images, labels)
         with torch.no_grad():

@@ -41,7 +41,7 @@ def square(
 
     Args:
         model, images, labels, eps: see :func:`~lightning_tasks.robustness.fgsm`; the model needs no gradient.
-        queries: forward passes an image, at most, after that of the clean image.
+        queries: forward passes per image, at most, after that of the clean image.
         initial_share: share of the image that the first square covers, in (0, 1].
         seed: of the search.
 

@@ -49,7 +49,7 @@ def test_equals_the_dense_norm(seed):
 
 
 class Diagonal(nn.Module):
-    """A linear map with given singular values, a row a sample."""
+    """A linear map with given singular values, a row per sample."""
 
     def __init__(self, values):
         super().__init__()

@@ -160,7 +160,7 @@ def columns() -> list[tuple[list[str], list[str]]]:
 
 
 def table() -> str:
-    """A column for mechanisms that all hosts treat alike, and a row a host, made of the cases of the table test."""
+    """A column for mechanisms that all hosts treat alike, and a row per host, made of the cases of the table test."""
     groups = columns()
     letters = [chr(ord("A") + index) for index in range(len(groups))]
     lines = ["| Column | Mechanisms |", "|---|---|"]

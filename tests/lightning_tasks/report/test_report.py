@@ -38,7 +38,7 @@ def test_runs_that_differ_in_the_seed_are_one_configuration(tmp_path):
     assert "a rpc (iterations 4) in layers 0" in rows
     assert "clean, accuracy 60.0% ± 14.1" in rows
     assert not any(row.startswith("seed_everything") or "logger" in row for row in rows)
-    assert text.count('<figure role="img"') == 2 + 2  # two curves; a heat map a configuration
+    assert text.count('<figure role="img"') == 2 + 2  # two curves; a heat map per configuration
     referred = set(re.findall(r"""url\(#([^)]+)\)|href="#([^"]+)""", text))
     ids = re.findall(r' id="([^"]+)"', text)
     assert referred

@@ -432,7 +432,7 @@ def test_a_model_of_one_logit_is_an_error(attack):
             return images.flatten(1)[:, :1]
 
     images, labels = batch()
-    with pytest.raises(ValueError, match="Single gives 1 logit an image: an attack needs at least 2 classes"):
+    with pytest.raises(ValueError, match="Single gives 1 logit per image: an attack needs at least 2 classes"):
         attack(Single(), images, labels * 0, eps=EPS)
 
 

@@ -101,7 +101,7 @@ def shrunk(config: dict[str, Any], lists: bool = True) -> dict[str, Any]:
 
     Args:
         config: as ``to_dict`` gives it.
-        lists: whether lists of numbers a stage or a layer are shrunk too, and kinds of layers left to the default.
+        lists: whether lists of numbers per stage or a layer are shrunk too, and kinds of layers left to the default.
     """
     found: dict[str, Any] = {}
     ids = iter(range(VOCABULARY - 1, 40, -1))

@@ -24,7 +24,7 @@ from lightning_tasks.runs.heads import TABLE, read_heads, write_heads
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, batches, fit
 from tests.lightning_tasks.runs.logged_files import tensorboard_events, wandb_records
 
-EPOCHS, STEPS = 3, 2  # steps an epoch
+EPOCHS, STEPS = 3, 2  # steps per epoch
 MAPS = [f"attention_maps/layer_0{index}" for index in range(2)]
 HEAD_MAPS = ["attention/entropy_heads", "val/attention/entropy_heads"]
 

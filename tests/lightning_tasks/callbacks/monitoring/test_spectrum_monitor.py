@@ -113,7 +113,7 @@ def test_a_figure_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps,
     monkeypatch.setattr(torch.linalg, "eigvals", lambda matrix: decompositions.append(matrix) or eigvals(matrix))
     monitor = SpectrumMonitor(every_n_steps=1)
     fit(TinyLM(), [monitor], logger=logger, max_steps=steps)
-    assert len(decompositions) == 2 * steps  # one a layer and record
+    assert len(decompositions) == 2 * steps  # one per layer and record
     ((found, spectra, names),) = drawn
     assert found == kept
     assert names == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
