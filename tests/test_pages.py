@@ -221,8 +221,8 @@ def test_what_a_claim_is_worth_follows_from_the_verdicts():
     assert verdict("lower", row(detectable=3.0)) == "not shown here (lower, but budget too small)"
     assert verdict("higher", row(difference=0.0, low=0.0, high=0.0)) == "does not hold here (equal)"
     assert verdict("lower", weak) == "not shown here (lower, not after correction)"
-    assert verdict("higher", weak, open_) == "not shown here (lower, not after correction or budget too small)"
-    assert verdict("lower", lower, open_) == "not shown here (lower or budget too small)"
+    assert verdict("higher", weak, open_) == "not shown here (lower, not after correction: 1 of 2; budget too small: 1 of 2)"
+    assert verdict("lower", lower, open_) == "not shown here (lower: 1 of 2; budget too small: 1 of 2)"
     assert verdict("lower", too_few) == "not shown here (too few pairs)"
     assert verdict("lower", row(p=0.3, corrected=0.9, within=0.01)) == "does not hold here (equivalent)"
     with pytest.raises(PageError, match="without a verdict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from docs.pages.errors import PageError
@@ -14,21 +15,22 @@ def verdict(claimed: str, *rows: SummaryRow) -> str:
     """Whether a difference is as was claimed ("lower" or "higher"), by the verdicts of `rows` on it.
 
     It holds where all of them say just that, and it does not where all say the opposite, or that the two are equivalent
-    or equal. All else shows nothing, and the verdicts say why.
+    or equal. All else shows nothing, and the verdicts say why, with the count of each where they differ.
 
     Raises:
         PageError: a row has no verdict.
     """
-    found = list(dict.fromkeys(row.verdict for row in rows))
+    found = Counter(row.verdict for row in rows)
     if "" in found or not found:
         raise PageError("a claim has a row without a verdict: nothing is paired")
-    if found == [claimed]:
+    if found.keys() == {claimed}:
         worth = "holds here"
-    elif {*found} <= {OPPOSITE[claimed], "equivalent", "equal"}:
+    elif found.keys() <= {OPPOSITE[claimed], "equivalent", "equal"}:
         worth = "does not hold here"
     else:
         worth = "not shown here"
-    return f"{worth} ({' or '.join(found)})"
+    counted = (f"{each}: {count} of {len(rows)}" for each, count in found.items())
+    return f"{worth} ({'; '.join(counted) if len(found) > 1 else next(iter(found))})"
 
 
 def by_count(those: int, of: int, what: str) -> str:

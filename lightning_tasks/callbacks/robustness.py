@@ -68,7 +68,7 @@ class RobustnessEvaluation(Callback):
         rows: file of the figures that are done; by default robustness_rows.jsonl beside the folders version_N of the
             recipe's runs, or in the folder of the run where it has another name.
         ood_scores: what tells them, by the library pytorch-ood: msp, energy, vim and knn, of which the last two are
-            fitted to training images. Where None, 1 - the largest softmax probability, without the library.
+            fitted to training images. Where None, 1 - the maximum softmax probability, without the library.
         ood_fit_images: to how many, evenly chosen; all where None.
 
     Raises:

@@ -131,7 +131,7 @@ def _mean_row(rows: Sequence[Row]) -> list[Row]:
 
 
 def anomaly_scores(logits: Tensor) -> Tensor:
-    """1 - the largest softmax probability of each row of ``[N, classes]``, ``[N]`` in float64."""
+    """1 - the maximum softmax probability of each row of ``[N, classes]``, ``[N]`` in float64."""
     # 1 - max p = Σ of the others: sure predictions, which 1 - p rounds to 0, keep their order.
     probabilities = to_float64(logits).softmax(1)
     highest = probabilities.argmax(1, keepdim=True)
