@@ -2,7 +2,7 @@
 
 A mechanism that asks for ``first_value`` or ``previous_value`` reads what another layer of its stack has projected in
 this very pass. Nothing is kept between passes: a pass begins and ends with the forward of a module that holds the whole
-stack, and what no layer has given in it is an error, never a value of before.
+stack, and what no layer has given in it is an error, never an earlier value.
 """
 
 from __future__ import annotations

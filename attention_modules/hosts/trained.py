@@ -1,6 +1,6 @@
 """Parameters that a swap made, and the optimizers that should hold them.
 
-An optimizer that was built before a swap holds the Parameters of before: what stands in their place would stay as it
+An optimizer that was built before a swap holds the former Parameters: what stands in their place would stay as it
 is without a word. So the Parameters that a swap makes are remembered, by weak references only, until the first step of
 an optimizer that holds them; a step of one that holds their predecessors is an error.
 """

@@ -227,10 +227,10 @@ def prose(raw: Raw) -> dict[str, str]:
 
 
 def counted(rows: list[SummaryRow]) -> str:
-    """How many intervals leave 0 out, and how many differences are lower or higher after the correction."""
+    """How many intervals exclude 0, and how many differences are lower or higher after the correction."""
     out = sum(row.low > 0 or row.high < 0 for row in rows)
     kept = sum(row.verdict in ("lower", "higher") for row in rows)
-    return f"{out} of {len(rows)} intervals leave 0 out, {kept} after the correction"
+    return f"{out} of {len(rows)} intervals exclude 0, {kept} after the correction"
 
 
 def attacks(found: Comparison) -> list[SummaryRow]:

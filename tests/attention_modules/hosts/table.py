@@ -20,8 +20,8 @@ REASONS = {
 
 NOTES = """\
 ✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient), evaluation,
-`no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and taken out again
-bit by bit; softmax put in for softmax changes no output beyond 1e-5
+`no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and restored
+bitwise; softmax put in for softmax changes no output beyond 1e-5
 (of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
 them away, float64 1e-13). A number is a refusal, an error that leaves the model as it was; "call" is one at the call,
 where the layer itself cannot tell. `scaled` is tried with `variant='scalar'`, `dam` and `position_bias` with
@@ -47,7 +47,7 @@ What else to know:
   copies and pickles, and are no Parameters, no buffers (DDP would broadcast them at every forward) and not in
   `state_dict()`. A swapped checkpoint that is assigned to a model on the meta device brings none, so that
   `restore_attention` refuses it until a plain one is loaded.
-- Softmax put in for softmax leaves training as it was bit by bit (outputs, gradients, weights, dropout masks and memory
+- Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
   layouts), which `tests/attention_modules/hosts/test_layout.py` shows for every host. Layers that write the softmax out
   themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer, TNT, Hiera in
   its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention

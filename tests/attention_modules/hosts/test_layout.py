@@ -1,4 +1,4 @@
-"""Softmax put in for softmax: the same memory layouts and dropout draws, so that training goes on bit by bit."""
+"""Softmax put in for softmax: the same memory layouts and dropout draws, so that training stays bitwise identical."""
 
 from __future__ import annotations
 

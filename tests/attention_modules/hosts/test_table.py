@@ -91,7 +91,7 @@ def test_every_registered_mechanism_is_in_the_table() -> None:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("host", HOSTS)
 def test_mechanism_is_called(host: str, mechanism: str) -> None:
-    """In every mode, and taken out again bit by bit."""
+    """In every mode, and restored bitwise."""
     case = HOSTS[host]
     model, run = subject(host, mechanism)
     if mechanism in case.refuses:

@@ -262,7 +262,7 @@ def _check_symmetric(model: nn.Module, inputs: dict[str, Any], names: set[str], 
 def _check_restored(
     model: nn.Module, inputs: dict[str, Any], plain: list[Tensor], state: dict[str, Tensor], shown: Shown
 ) -> None:
-    """After all that, the model is what it was, bit by bit."""
+    """After all that, the model is bitwise unchanged."""
     after = model.state_dict()
     if list(after) != list(state) or not all(torch.equal(after[name], value) for name, value in state.items()):
         shown.problems.append("restored weights differ")
