@@ -24,6 +24,7 @@ from lightning_tasks.compare.record import FINISHED, CellRecord, Record, Variant
 from lightning_tasks.compare.statistics import paired_p
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.runs import robustness
+from lightning_tasks.runs.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "variants: {}\nprimary: test/top1\nmetrics: [test/top1, val/loss]\n"
@@ -221,10 +222,11 @@ def test_what_a_claim_is_worth_follows_from_the_verdicts():
     assert verdict("lower", row(detectable=3.0)) == "not shown here (lower, but budget too small)"
     assert verdict("higher", row(difference=0.0, low=0.0, high=0.0)) == "does not hold here (equal)"
     assert verdict("lower", weak) == "not shown here (lower, not after correction)"
-    assert verdict("higher", weak, open_) == "not shown here (lower, not after correction: 1 of 2; budget too small: 1 of 2)"
+    counted = "lower, not after correction: 1 of 2; budget too small: 1 of 2"
+    assert verdict("higher", weak, open_) == f"not shown here ({counted})"
     assert verdict("lower", lower, open_) == "not shown here (lower: 1 of 2; budget too small: 1 of 2)"
     assert verdict("lower", too_few) == "not shown here (too few pairs)"
-    assert verdict("lower", row(p=0.3, corrected=0.9, within=0.01)) == "does not hold here (equivalent)"
+    assert verdict("lower", row(p=0.3, corrected=0.9, within_corrected=0.01)) == "does not hold here (equivalent)"
     with pytest.raises(PageError, match="without a verdict"):
         verdict("lower", SummaryRow("m", "a", 1, 0.0, float("nan")))
 
@@ -323,6 +325,30 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     (folder / "comparison.json").write_text('{"metrics": []}')
     (found,) = command.check(tmp_path, [zoo.PAGE])
     assert "images/comparison.json is damaged (KeyError: 'variants')" in found
+
+
+def test_what_a_recipe_asks_for_is_corrected_for_before_it_has_run(toy):
+    root, page = toy
+    raw = page.raw(root)
+    assert raw.comparison("", "compare.yaml").row("test/top1", "rpc", "softmax").family == 1
+    (root / "compare.yaml").write_text(
+        RECIPE.replace("{}", "{softmax: {}, rpc: {}, third: {}, fourth: {}}") + "references: {third: [rpc]}\n"
+    )
+    row = page.raw(root).comparison("", "compare.yaml").row("test/top1", "rpc", "softmax")
+    assert (row.family, row.corrected) == (4, pytest.approx(4 * row.p))
+    record = Record(
+        [VariantRecord("softmax"), VariantRecord("rpc")],
+        {},
+        ["test/top1"],
+        primary="test/top1",
+        environments=[Environment("0" * 40), Environment("1" * 40)],
+        comparisons=7,
+    )
+    write_record(record, raw.folder)
+    found = page.raw(root).comparison("", "compare.yaml")
+    assert found.row("test/top1", "rpc", "softmax").family == 7
+    (said,) = found.remarks["Code"]
+    assert said.endswith("different commits: 0000000000, 1111111111")
 
 
 def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(tmp_path):

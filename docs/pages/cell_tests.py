@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from docs.pages.raw import Comparison, with_first
+from docs.pages.raw import Comparison, asked_of, with_first
 from docs.pages.tables import Table, verdicts
 from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.compare.plan import summary_references
-from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.robustness import Row, read_csv
 
@@ -52,7 +52,8 @@ def compare_tests(folder: Path, recipe: str, test: str, metrics: Sequence[str], 
     if not rows:
         return None
     configs = with_first(variants(recipe), {row["config"] for row in rows}, folder)
-    return Comparison(rows, metrics, summary_references([recipe]), Endpoints(primary), configs)
+    endpoints = replace(asked_of(recipe), primary=primary, margins={})
+    return Comparison(rows, metrics, summary_references([recipe]), endpoints, configs)
 
 
 def primary_table(found: Comparison | None, metric: str) -> Table:

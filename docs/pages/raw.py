@@ -17,8 +17,18 @@ from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
-from lightning_tasks.compare.summary import Endpoints, ImageInterval, PairedCell, SummaryRow, summarize, unpaired
+from lightning_tasks.compare.summary import (
+    Endpoints,
+    ImageInterval,
+    PairedCell,
+    SummaryRow,
+    count_comparisons,
+    summarize,
+    unpaired,
+)
+from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, with_stops
+from lightning_tasks.runs.environment import Environment, mixed_code
 from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
@@ -41,6 +51,7 @@ class Comparison:
         choices: values that were chosen on other seeds.
         cells: what `comparison.json` says of each cell.
         images: the intervals over images, as `attnswap compare` found them.
+        environments: those in which cells ran.
     """
 
     rows: Sequence[Row]
@@ -51,6 +62,7 @@ class Comparison:
     choices: Sequence[Choice] = ()
     cells: Sequence[Mapping[str, Any]] = ()
     images: Sequence[ImageInterval] = ()
+    environments: Sequence[Environment] = ()
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -81,6 +93,7 @@ class Comparison:
             "Chosen": list(map(str, self.choices)),
             "Diverged": [f"{name} seed {seed}: {text}" for (name, seed), text in diverged_cells(self.rows).items()],
             "Not paired": unpaired(paired),
+            "Code": mixed_code(self.environments),
             "Intervals": said_of(self.images),
             "Not finished": [f"{each['variant']} seed {each['seed']}" for each in self.cells if each not in finished],
         }
@@ -155,10 +168,14 @@ class Raw:
     def comparison(self, place: str, recipe: str) -> Comparison:
         """The comparison in a folder; `recipe` says what was asked where no `comparison.json` does.
 
+        A recipe that is not shipped is a path from the root of the repository.
+
         Raises:
             PageError: there is no table.
         """
-        return self.once(("comparison", place, recipe), lambda: _comparison(self.folder / place, recipe))
+        file = self.root / recipe
+        name = str(file) if file.is_file() else recipe
+        return self.once(("comparison", place, recipe), lambda: _comparison(self.folder / place, name))
 
     def rows(self, name: str, folder: Path | None = None) -> list[dict[str, str]]:
         """The rows of a CSV file.
@@ -232,7 +249,7 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
     rows, images = with_stops(rows), _images(folder / IMAGES)
     if not (folder / COMPARISON).is_file():
         configs = list(dict.fromkeys(row["config"] for row in rows))
-        said = summary_metrics([recipe]), summary_references([recipe]), summary_endpoints([recipe])
+        said = summary_metrics([recipe]), summary_references([recipe]), asked_of(recipe)
         return Comparison(rows, *said, configs, images=images)
     try:
         asked = json_of(folder / COMPARISON)
@@ -240,14 +257,23 @@ def _comparison(folder: Path, recipe: str) -> Comparison:
         logged = {row["config"] for row in rows}
         names = [each["name"] for each in asked["variants"]]
         configs = with_first(names, logged, folder)
-        # One written before there were endpoints: what the recipe says counts.
-        stated = "primary" in asked
-        endpoints = Endpoints(asked["primary"], asked["margins"]) if stated else summary_endpoints([recipe])
-        return Comparison(
-            rows, asked["metrics"], asked["references"], endpoints, configs, choices, asked["cells"], images
-        )
+        # What an earlier version did not write is what the recipe says.
+        endpoints = asked_of(recipe)
+        if "primary" in asked:
+            endpoints = replace(endpoints, primary=asked["primary"], margins=asked["margins"])
+        if "comparisons" in asked:
+            endpoints = replace(endpoints, comparisons=asked["comparisons"])
+        environments = [Environment(**each) for each in asked.get("environments", [])]
+        said = asked["metrics"], asked["references"], endpoints
+        return Comparison(rows, *said, configs, choices, asked["cells"], images, environments)
     except (KeyError, TypeError, ValueError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
+
+
+def asked_of(recipe: str) -> Endpoints:
+    """What a comparison's recipe says of its metrics, and how many differences it asks for."""
+    variants = [*read_settings(find_recipe(recipe)).get("variants", {})]
+    return replace(summary_endpoints([recipe]), comparisons=count_comparisons(variants, summary_references([recipe])))
 
 
 def with_first(names: Sequence[str], there: Container[str], folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -25,12 +25,13 @@ from lightning_tasks.compare.plan import (
 )
 from lightning_tasks.compare.record import environment_of, record_of, write_record
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
-from lightning_tasks.compare.summary import Endpoints, SummaryRow
+from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_comparisons
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.runs.environment import mixed_code, this_environment
+from lightning_tasks.runs.environment import mixed_code
 from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.this_environment import this_environment
 from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
 
 LOCK = ".compare.lock"
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     if endpoints.primary not in ("", *metrics):
         raise UsageError(f"--metrics leaves out {endpoints.primary}, the primary endpoint, which decides; name it too")
     references = summary_references(options.configs)
+    comparisons = count_comparisons([variant.name for variant in variants], references)
+    endpoints = replace(endpoints, comparisons=comparisons)
     comparison = Comparison(
         variants,
         seeds,

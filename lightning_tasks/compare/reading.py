@@ -202,6 +202,6 @@ def _summary_row(row: dict[str, str]) -> SummaryRow:
             tested["p"] = p_of_interval(paired["difference"], paired["low"], paired["high"], pairs)
         paired |= tested
     paired["primary"] = row.get("primary") == "True"
-    paired |= {key: int(row.get(key) or 0) for key in ("diverged", "reference_diverged")}
+    paired |= {key: int(row.get(key) or 0) for key in ("diverged", "reference_diverged", "family")}
     mean, std = float(row["mean"]), float(row.get("std") or "nan")
     return SummaryRow(row["metric"], row["config"], int(row.get("seeds") or 0), mean, std, reference, pairs, **paired)

@@ -17,9 +17,10 @@ from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.environment import Environment, mixed_code, this_environment
+from lightning_tasks.runs.environment import Environment, mixed_code
 from lightning_tasks.runs.run import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
+from lightning_tasks.runs.this_environment import this_environment
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
 _DIGESTS = ("initial_weights", "training_data")
@@ -77,6 +78,8 @@ class Record:
         versions: of Python and of libraries, by name.
         choices: what was chosen for variants that have a grid, so far.
         environments: the different ones in which finished cells ran.
+        comparisons: how many differences were asked for of each metric, also between variants that are not here; 0
+            where an earlier version wrote the record.
     """
 
     variants: list[VariantRecord]
@@ -89,11 +92,12 @@ class Record:
     primary: str = ""
     margins: dict[str, float] = field(default_factory=dict)
     environments: list[Environment] = field(default_factory=list)
+    comparisons: int = 0
 
     @property
     def endpoints(self) -> Endpoints:
         """What the summary is told of its metrics."""
-        return Endpoints(self.primary, self.margins)
+        return Endpoints(self.primary, self.margins, self.comparisons)
 
     @property
     def configs(self) -> list[str]:
@@ -134,6 +138,7 @@ def record_of(
         endpoints.primary if endpoints else "",
         dict(endpoints.margins) if endpoints else {},
         environments,
+        endpoints.comparisons if endpoints else 0,
     )
 
 
@@ -193,6 +198,7 @@ def _checked(given: Any) -> Record:
         _text(given.get("primary", "")),
         {_text(name): _margin(value) for name, value in _of(given.get("margins", {}), dict).items()},
         [_environment(each) for each in _list(given.get("environments", []), dict)],
+        _count(given.get("comparisons", 0)),
     )
     names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
     if len(names) < len(found.variants) or len(cells) < len(found.cells):
@@ -232,6 +238,12 @@ def _margin(value: Any) -> float:
     if not 0 < float(_of(value, float, int)) < math.inf:
         raise ValueError(f"a margin is {str(value)[:80]}, and must be above 0")
     return float(value)
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _of(value, int) < 1 << 32:
+        raise ValueError(f"comparisons is {str(value)[:80]}, and must be a number of them")
+    return int(value)
 
 
 def _choice(given: Any) -> Choice:

@@ -99,12 +99,17 @@ def _p_above(distance: float, differences: Sequence[float]) -> float:
     return float(stats.t.sf(distance / error, len(differences) - 1)) if error > 0 else math.nan
 
 
-def holm(values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979), in their order; nan stays, and counts as none."""
+def holm(values: Sequence[float], family: int = 0) -> list[float]:
+    """p-values corrected for the number of comparisons (Holm, 1979), in their order.
+
+    nan stays, and counts as a comparison. There are `family` comparisons, where these are more than the p-values: of
+    those without one, each may have the largest.
+    """
     order = sorted((place for place, p in enumerate(values) if not math.isnan(p)), key=values.__getitem__)
+    count = max(family, len(values))
     corrected, largest = [math.nan] * len(values), 0.0
     for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * values[place]))
+        largest = max(largest, min(1.0, (count - rank) * values[place]))
         corrected[place] = largest
     return corrected
 

@@ -30,12 +30,13 @@ class SummaryRow:
     """One metric of one configuration over its seeds; differences are to the configuration `reference`, seed by seed.
 
     `detectable` is the smallest true difference that a paired t-test at level 0.05 finds with probability 0.8, given
-    the spread seen here. `p` is that of the t-test, `corrected` the same after Holm's correction for the rows of its
-    family: those of the primary endpoint, or all others. `within` is the p-value that the difference is within
-    `margin`, which was stated before. These are nan where there is no reference or fewer than two seeds are paired,
-    where a value of a pair is not finite, and the p-values where all differences are equal but for rounding.
-    `diverged` counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged` those of
-    the reference.
+    the spread seen here, without a correction. `p` is that of the t-test, `corrected` the same after Holm's correction
+    for its family, of `family` comparisons: those of the primary endpoint, or of all other metrics, whether they have a
+    p-value or not. `within` is the p-value that the difference is within `margin`, which was stated before, and
+    `within_corrected` is corrected in the same way. These are nan where there is no reference or fewer than two seeds
+    are paired, or where a value of a pair is not finite; the p-values also where all differences are equal but for
+    rounding. `diverged` counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged`
+    those of the reference.
     """
 
     metric: str
@@ -56,6 +57,8 @@ class SummaryRow:
     margin: float = math.nan
     within: float = math.nan
     primary: bool = False
+    family: int = 0
+    within_corrected: float = math.nan
 
     @property
     def verdict(self) -> str:
@@ -73,7 +76,7 @@ class SummaryRow:
         side = "lower" if self.difference < 0 else "higher"
         if self.corrected < LEVEL:
             return side if abs(self.difference) >= self.detectable else f"{side}, but budget too small"
-        if self.within < LEVEL:
+        if self.within_corrected < LEVEL:
             return "equivalent"
         return f"{side}, not after correction" if self.p < LEVEL else "budget too small"
 
@@ -107,10 +110,24 @@ class Endpoints:
     Args:
         primary: the metric that decides; "" where none was named.
         margins: by metric, the difference below which two configurations count as equivalent.
+        comparisons: how many differences were asked for of each metric, whether they have a result or not; 0 where
+            nobody said: then those between the configurations of the summary count.
     """
 
     primary: str = ""
     margins: Mapping[str, float] = field(default_factory=dict)
+    comparisons: int = 0
+
+
+def references_of(config: str, configs: Sequence[str], references: Mapping[str, Sequence[str]] | None) -> list[str]:
+    """What a configuration is compared with: the first one, and then those that `references` has for it."""
+    first = [configs[0]] if config != configs[0] else []
+    return list(dict.fromkeys([*first, *(references or {}).get(config, ())]))
+
+
+def count_comparisons(configs: Sequence[str], references: Mapping[str, Sequence[str]] | None = None) -> int:
+    """How many differences between configurations a metric has."""
+    return sum(len(references_of(config, configs, references)) for config in configs)
 
 
 def summarize(
@@ -120,14 +137,13 @@ def summarize(
     references: Mapping[str, Sequence[str]] | None = None,
     endpoints: Endpoints | None = None,
 ) -> list[SummaryRow]:
-    """A row for each metric that was logged, each configuration that has it, and each of its references.
-
-    Those are `configs[0]` for all but itself, and then those that `references` has for the configuration.
-    """
+    """A row for each metric that was logged, each configuration that has it, and each of its references."""
     endpoints = endpoints or Endpoints()
     summary = []
     diverged = diverged_cells(rows)
     logged = by_metric(rows)
+    comparisons = max(endpoints.comparisons, count_comparisons(configs, references))
+    others = len({metric for metric in metrics if metric in logged} - {endpoints.primary})
     for metric in metrics:
         values = last_values(logged.get(metric, []), metric)
         bad = {
@@ -136,13 +152,13 @@ def summarize(
         }
         for config in configs:
             if config in values:
-                first = configs[0] if config != configs[0] else ""
-                named = dict.fromkeys([first, *(references or {}).get(config, ())])
-                for reference in named:
+                alone = [""] if config == configs[0] else []
+                for reference in [*alone, *references_of(config, configs, references)]:
                     margin = endpoints.margins.get(metric, math.nan)
                     row = _summary_row(metric, config, values, reference, margin)
                     row = replace(row, diverged=bad[config], reference_diverged=bad.get(reference, 0))
-                    summary.append(replace(row, primary=metric == endpoints.primary))
+                    primary = metric == endpoints.primary
+                    summary.append(replace(row, primary=primary, family=comparisons * (1 if primary else others)))
     return corrected_by_family(summary)
 
 
@@ -159,13 +175,15 @@ def not_logged(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> list[s
 
 
 def corrected_by_family(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows with p-values that are corrected for the number of those of the primary endpoint, or of the others."""
-    corrected = [math.nan] * len(rows)
+    """The rows with corrected p-values: the primary endpoint is one family, all other metrics are another."""
+    found = list(rows)
     for primary in (True, False):
-        places = [place for place, row in enumerate(rows) if row.primary is primary]
-        for place, p in zip(places, holm([rows[place].p for place in places]), strict=True):
-            corrected[place] = p
-    return [replace(row, corrected=p) for row, p in zip(rows, corrected, strict=True)]
+        places = [place for place, row in enumerate(rows) if row.primary is primary and row.reference]
+        count = max([rows[place].family for place in places], default=0)
+        corrected = [holm([getattr(rows[place], name) for place in places], count) for name in ("p", "within")]
+        for place, p, within in zip(places, *corrected, strict=True):
+            found[place] = replace(rows[place], corrected=p, within_corrected=within)
+    return found
 
 
 def _summary_row(

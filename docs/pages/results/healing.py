@@ -13,7 +13,7 @@ from docs.pages.tables import Table, verdicts
 PAGE = Page(
     "healing",
     "all-MiniLM-L6-v2",
-    summaries={"minilm": "examples/healing/compare_minilm", "vit": "examples/healing/compare_cifar10_vit"},
+    summaries={"minilm": "examples/healing/compare_minilm.yaml", "vit": "examples/healing/compare_cifar10_vit.yaml"},
 )
 DRIFT = "drift/drift.csv"
 METRICS = {  # of each comparison the primary endpoint is the first

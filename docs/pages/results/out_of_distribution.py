@@ -40,7 +40,8 @@ def claims(raw: Raw) -> list[Claim]:
         return []
     return [
         Claim(
-            "RPC-Attention detects out-of-distribution images better than softmax attention (Teo and Nguyen, NeurIPS 2024)",
+            "RPC-Attention detects out-of-distribution images better than softmax attention (Teo and Nguyen, NeurIPS "
+            "2024)",
             "CIFAR-10 against a sample of ImageNet-1k, by maximum softmax probability: AUPR "
             f"{listed(difference(row, 1, 100) for row in rows)} points to softmax, with S filled",
             verdict("higher", *rows),

@@ -16,7 +16,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.recipes import COMPARISON_KEYS
-from lightning_tasks.runs.environment import this_environment
+from lightning_tasks.runs.this_environment import this_environment
 from tests.lightning_tasks.programs import start_forked
 
 
@@ -94,6 +94,7 @@ def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_pat
     assert seeds() == [("fast 1e-1", "0"), ("slow", "0")]  # with the first, which it is compared with
     assert read_record(output).configs == ["slow", "fast 1e-1"]
     assert read_record(output).references == {}
+    assert read_record(output).comparisons == 3  # those of `watched` count, though it has not run
     assert "Not finished" not in (output / "summary.md").read_text()
 
     main([*command, "--seeds", "0"])

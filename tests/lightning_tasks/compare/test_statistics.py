@@ -15,7 +15,7 @@ from lightning_tasks.compare.statistics import (
     paired_interval,
     paired_p,
 )
-from lightning_tasks.compare.summary import Endpoints, SummaryRow, summarize
+from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_comparisons, summarize
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import read_metrics
@@ -67,6 +67,12 @@ def test_holm_of_the_textbook():
     assert holm([0.6, math.nan, 0.7])[::2] == [1.0, 1.0]
     assert math.isnan(holm([0.6, math.nan])[1])
     assert holm([]) == []
+
+
+def test_holm_counts_comparisons_without_a_result():
+    assert holm([0.01, math.nan, 0.02]) == pytest.approx([0.03, math.nan, 0.04], nan_ok=True)
+    assert holm([0.01, 0.02], 5) == pytest.approx([0.05, 0.08])
+    assert holm([0.01, 0.02], 1) == holm([0.01, 0.02])
 
 
 def with_differences(differences, metric="m"):
@@ -142,6 +148,32 @@ def test_other_metrics_are_corrected_for_their_number_and_the_primary_endpoint_i
     assert found["m0"].corrected == found["m0"].p == found["m1"].p
     assert found["m1"].corrected == pytest.approx(19 * found["m1"].p)
     assert (found["m0"].verdict, found["m1"].verdict) == ("higher", "higher, not after correction")
+
+
+def test_a_family_counts_variants_that_have_not_run_and_differences_without_a_spread():
+    one = with_differences([1.0, 1.3, 0.3, 0.9, 0.6])
+    same = [{**row, "config": "c", "value": row["value"] + 0.5} for row in one if row["config"] == "a"]
+    alone = summarize(one, ["a", "b"], ["m"])[-1]
+    assert (alone.family, alone.corrected) == (1, alone.p)
+    for rows, configs, references, comparisons, family in (
+        (one, ["a", "b", "c", "d"], {}, 0, 3),
+        (one, ["a", "b", "c", "d"], {"d": ["b", "c"]}, 0, 5),
+        (one, ["a", "b"], {}, 4, 4),
+        ([*one, *same], ["a", "b", "c"], {"c": ["b"]}, 2, 3),
+    ):
+        found = summarize(rows, configs, ["m", "never logged"], references, Endpoints(comparisons=comparisons))
+        row = next(row for row in found if row.config == "b")
+        assert (row.family, row.corrected) == (family, pytest.approx(family * row.p))
+    assert count_comparisons([], {}) == 0
+
+
+def test_equivalence_is_corrected_as_differences_are():
+    rows, endpoints = with_differences([0.01, -0.02, 0.015, 0.0]), Endpoints(margins={"m": 0.022})
+    few = summarize(rows, ["a", "b"], ["m"], None, endpoints)[-1]
+    many = summarize(rows, ["a", "b", "c", "d", "e"], ["m"], None, endpoints)[-1]
+    assert few.within == few.within_corrected == many.within
+    assert many.within_corrected == pytest.approx(4 * many.within)
+    assert (few.verdict, many.verdict) == ("equivalent", "budget too small")
 
 
 def logged(config, seed, **values):
