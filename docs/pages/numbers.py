@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from decimal import ROUND_FLOOR, Decimal
 
 import numpy as np
 
@@ -15,6 +16,11 @@ MINUS = "−"
 def number(value: float, digits: int = 1) -> str:
     """With so many digits behind the point, commas between thousands, and a minus sign; "" of NaN."""
     return "" if math.isnan(value) else f"{value:,.{digits}f}".replace("-", MINUS)
+
+
+def at_least(value: float, digits: int = 1) -> str:
+    """The same, rounded down: a bound that holds as it is written."""
+    return number(float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_FLOOR)), digits)
 
 
 def signed(value: float, digits: int = 1) -> str:

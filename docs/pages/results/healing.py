@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from docs.pages.numbers import mean_std, number, significant
+from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, verdicts
@@ -126,6 +126,7 @@ def prose(raw: Raw) -> dict[str, str]:
         return " and ".join(number(100 * vit.mean("test/top1", each)) for each in names)
 
     behind = sorted(-100 * vit.row("test/top1", each, "softmax").difference for each in far[:2])
+    loss = vit.row("test/loss", BEFORE.format("softmax"), "softmax")
     errors = {each: vit.mean("val/drift/relative_error/mean", each) for each in (*far, "gated")}
     return {
         "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
@@ -135,6 +136,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "far-before": accuracies(*map(BEFORE.format, far[:2])),
         "far": accuracies(*far[:2]),
         "behind": " to ".join(number(each, 0) for each in behind),
+        "softmax-loss": f"{difference(loss, 4)} ({loss.verdict})",
         "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
     }
 

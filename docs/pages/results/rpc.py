@@ -51,7 +51,7 @@ def points(rows: Sequence[SummaryRow]) -> str:
 
 def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, Sequence[SummaryRow]]) -> list[Claim]:
     """The claims on attacks with the model's gradient and without it: the attacks' names and the differences."""
-    claimed = {"... and by more under gradient attacks": gradient, "... and under attacks without its gradient": blind}
+    claimed = {"... also under gradient attacks": gradient, "... also under attacks without its gradient": blind}
     return [
         Claim(claim, f"{names}: {points(rows)} points to softmax", verdict("higher", *rows))
         for claim, (names, rows) in claimed.items()

@@ -31,6 +31,7 @@ CORRUPTED = "robustness/mean_corruption/accuracy"
 ON_500 = {"clean": "robustness/clean/accuracy", **ATTACKED, "corrupted": CORRUPTED}
 INPUT_GRADIENT = "robustness/input_gradient/l2"
 TAKEN = "taken by corruption"
+SHARE = "val/pursuit/sparsity/layer_00/pass_4"
 
 
 def read(raw: Raw) -> Comparison:
@@ -191,7 +192,6 @@ def prose(raw: Raw) -> dict[str, str]:
     return {
         "top1": difference(found.row("test/top1", "rpc", "softmax"), 2, 100),
         "top1-verdict": found.row("test/top1", "rpc", "softmax").verdict,
-        "top1-most": number(found.row("test/top1", "rpc", "softmax").high * 100, 2),
         "loss": difference(found.row("test/loss", "rpc", "softmax"), 3),
         "loss-verdict": found.row("test/loss", "rpc", "softmax").verdict,
         "symmetric": difference(found.row("test/top1", "symmetric", "softmax"), 2, 100),
@@ -200,7 +200,9 @@ def prose(raw: Raw) -> dict[str, str]:
         "blind-detectable": " to ".join(number(pick(row.detectable for row in blind) * 100) for pick in (min, max)),
         "taken": difference(taken.row(TAKEN, "rpc", "softmax"), 1, 100),
         "share": significant(share[-1], 1),
-        "share-largest": significant(found.values("val/pursuit/sparsity/layer_00/pass_4", "rpc").max(), 2),
+        "share-largest": significant(
+            max(row["value"] for row in found.rows if (row["config"], row["metric"]) == ("rpc", SHARE)), 2
+        ),
         "twin": difference(found.row("test/top1", "rpc", "rpc without S"), 1, 100),
         "gradient-intervals": counted(gradient),
         "twin-intervals": counted(twins),

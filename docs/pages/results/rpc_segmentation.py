@@ -150,7 +150,6 @@ def prose(raw: Raw) -> dict[str, str]:
         "seen": str(sum(all(found_iou[config, each].mean() > 20 for config in NAMES) for each in CLASSES)),
         "rpc": difference(clean["RPC − softmax"], 2, 100),
         "rpc-verdict": clean["RPC − softmax"].verdict,
-        "rpc-most": number(clean["RPC − softmax"].high * 100, 2),
         "rpc-symmetric": difference(clean["RPC − symmetric"], 1, 100),
         "symmetric": difference(clean["symmetric − softmax"], 1, 100),
         "taken": " and ".join(number(100 * found.mean(TAKEN, config)) for config in ("rpc", "softmax")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.pages.numbers import number
+from docs.pages.numbers import at_least, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table, cells_of
@@ -98,14 +98,14 @@ def claims(raw: Raw) -> list[Claim]:
     return [
         Claim(
             "Gradient descent on a prompt converges to the max-margin direction (Tarzanagh et al., NeurIPS 2023)",
-            f"cosine at least {number(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
-            f"{number(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
+            f"cosine at least {at_least(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
+            f"{at_least(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
             f"survives a saturated softmax; above {COSINE} in {kept} of {len(plain)} runs with plain autograd",
             f"holds in {reached} of {len(plain)} runs (cosine above {COSINE})",
         ),
         Claim(
             "... and v to the SVM of the selected tokens, where it is learned too",
-            f"cosine of v at least {number(min(heads), 4)} in {len(heads)} problems",
+            f"cosine of v at least {at_least(min(heads), 4)} in {len(heads)} problems",
             f"holds in {sum(each > COSINE for each in heads)} of {len(heads)} problems (cosine above {COSINE})",
         ),
     ]
@@ -178,6 +178,7 @@ def prose(raw: Raw) -> dict[str, str]:
     locals_ = [
         last(raw, "released_single", start, PLAIN) for start in groups["single, second set, to a local optimum"][1]
     ]
+    plain = cosines(raw, (*DRAWN, *RELEASED), PLAIN)
     kinds = optimality(raw)
     odd = [
         f"{experiment} seed {seed}"
@@ -215,13 +216,14 @@ def prose(raw: Raw) -> dict[str, str]:
         if run in (DIFFERENCE, PLAIN, FLOAT32)
     ]
     return {
+        "plain-below": f"{sum(each <= COSINE for each in plain)} of the {len(plain)} runs",
         "single-plain": f"{len(single)} of the {len(single) + len(locals_)}",
         "single-cosines": f"{number(min(single), 2)} and {number(max(single), 2)}",
         "local-probability": f"{max(each['probability'] for each in locals_):.0e}".replace("e-", "e−"),
         "norms-0": f"{norm('0', 530, PLAIN)} at step 530, {norm('0', 1000, PLAIN)} at the end",
         "norms-1": f"{norm('1', 710, PLAIN)} at step 710, {norm('1', 1000, PLAIN)} at the end",
         "odd": ", ".join(odd),
-        "heads": number(min(heads), 4),
+        "heads": at_least(min(heads), 4),
         "early-first": early(zero["global"]),
         "early-second": early(zero["local"]),
         "turns": turns(PLAIN),

@@ -19,7 +19,8 @@ from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, p_value, verdicts
 from lightning_tasks.compare.choice import Choice
-from lightning_tasks.compare.summary import SummaryRow, corrected_by_family
+from lightning_tasks.compare.statistics import minimum_detectable_effect
+from lightning_tasks.compare.summary import LEVEL, SummaryRow, corrected_by_family
 
 NOTHING = "no numbers yet"
 # By part: digits and scale of the score, and the metrics of the other columns with theirs.
@@ -63,6 +64,7 @@ SAID = {
 OF_IMAGES = [
     "images-below",
     "images-detectable",
+    "images-detectable-corrected",
     "images-qk_norm-apart",
     "images-qk_norm-over-images",
     "images-corrupted-scaled",
@@ -70,8 +72,18 @@ OF_IMAGES = [
     "images-corrupted-qk_norm",
     "images-same-sign",
     "images-all-gated",
+    "images-hours",
+    "images-close",
 ]
-OF_TEXT = ["text-ahead", "text-uniform", "text-undecided", "text-worse", "text-above-longer", "text-times"]
+OF_TEXT = [
+    "text-ahead",
+    "text-uniform",
+    "text-undecided",
+    "text-worse",
+    "text-above-longer",
+    "text-times",
+    "text-hours",
+]
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
@@ -223,9 +235,13 @@ def _of_images(raw: Raw) -> list[str]:
     signs = [each.row(metric, name, SOFTMAX).difference > 0 for name in chosen for each in (found, further)]
     corrupted, by = OTHERS["images"]["corrupted, %"]
     rest = [found.mean(corrupted, name) * by for name in found.configs if name != "scaled"]
+    detectable = float(np.median([row.detectable for row in rows]))
+    single = minimum_detectable_effect(1.0, 4)
+    best = [sorted((each.score for each in choice.tried), reverse=True)[:2] for choice in found.choices]
     return [
         str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
-        number(float(np.median([row.detectable for row in rows])) * scale),
+        number(detectable * scale),
+        number(detectable * scale * minimum_detectable_effect(1.0, 4, alpha=LEVEL / len(rows)) / single),
         number(float(np.ptp(apart)) * scale),
         f"{number(over.low * scale)} to {number(over.high * scale)}",
         number(found.mean(corrupted, "scaled") * by),
@@ -233,6 +249,8 @@ def _of_images(raw: Raw) -> list[str]:
         signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
         f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
         difference(together(found, further).row(metric, "gated, element-wise", SOFTMAX), 1, scale),
+        hours(found),
+        f"{sum(one - other < 0.01 for one, other in best)} of {len(best)}",
     ]
 
 
@@ -253,7 +271,13 @@ def _of_text(raw: Raw) -> list[str]:
         str(sum(row.verdict == "higher" for row in against)),
         " to ".join(number(pick(after)) for pick in (min, max)),
         " to ".join(number(pick(times), 0) for pick in (min, max)),
+        hours(found),
     ]
+
+
+def hours(found: Comparison) -> str:
+    """How long the cells of a table took together."""
+    return number(sum(each["seconds"] for each in found.cells) / 3600)
 
 
 for name in SCORES:
