@@ -3,7 +3,8 @@
 python -m docs.pages build    # write tables, numbers, summaries and figures
 python -m docs.pages check    # say what differs from the raw files; exits with 1 if anything does
 
-`--page gpu` is of that page alone, `--root FOLDER` of the pages below another folder than this repository.
+`--page gpu` is of that page alone, and of the tables that are made of all pages; `--root FOLDER` of the pages below
+another folder than this repository.
 """
 
 from __future__ import annotations
@@ -36,17 +37,22 @@ def check(root: Path, pages: Sequence[Page]) -> list[str]:
 def build(root: Path, pages: Sequence[Page]) -> list[Path]:
     """Write what is not as the raw files say; returns the files that changed.
 
+    Pages are made before any is written, and then those that are made of other pages.
+
     Raises:
-        PageError: a page or a raw file that cannot be used.
+        PageError: a page or a raw file that cannot be used; no page is written then.
     """
     changed = []
-    for page in pages:
-        raw = page.raw(root)
-        changed += files.write(page, raw)
-        text, made = written(page, raw)
-        if made != text:
-            (root / page.file).write_text(made, encoding="utf-8")
-            changed.append(root / page.file)
+    for group in ([page for page in pages if page.name], [page for page in pages if not page.name]):
+        texts, drawn = {}, []
+        for page in group:
+            raw = page.raw(root)
+            texts |= dict(files.old_texts(page, raw))
+            drawn.append((page, raw, files.old_figures(page, raw)))
+            text, made = written(page, raw)
+            texts |= {root / page.file: made} if made != text else {}
+        files.write(texts)
+        changed += [*texts, *(path for each in drawn for path in files.draw(*each))]
     return changed
 
 
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--page", choices=[page.name for page in PAGES if page.name], help="this page alone")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder in which docs/results lies")
     options = parser.parse_args(list(arguments))
-    pages = [page for page in PAGES if options.page in (None, page.name)]
+    pages = [page for page in PAGES if options.page in (None, page.name) or not page.name]
     if options.what == "check":
         found = check(options.root, pages)
         print("\n".join(found) if found else f"{len(pages)} pages equal their raw files", file=sys.stderr)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from docs.pages.errors import PageError
 from docs.pages.raw import Comparison, asked_of, with_first
 from docs.pages.tables import Table, verdicts
 from lightning_tasks.compare.cell import folder_name
@@ -22,38 +24,88 @@ def variants(recipe: str) -> list[str]:
     return [*read_settings(find_recipe(recipe))["variants"]]
 
 
-def tables(folder: Path, recipe: str) -> Iterator[tuple[str, int, list[Row]]]:
-    """The variant, the seed and the rows of each table that is there, in the order of the recipe's variants."""
-    for variant in variants(recipe):
-        for path in sorted((folder / folder_name(variant)).glob("seed_*.csv")):
-            yield variant, int(path.stem.removeprefix("seed_")), read_csv(path)
+@dataclass(frozen=True)
+class Tested:
+    """What the test of a cell's last checkpoint gave.
+
+    Args:
+        variant, seed: the cell.
+        path: its table.
+        rows: those of one test, by `name/setting/metric`.
+    """
+
+    variant: str
+    seed: int
+    path: Path
+    rows: Mapping[str, Row]
 
 
-def compare_tests(folder: Path, recipe: str, test: str, metrics: Sequence[str], primary: str) -> Comparison | None:
-    """The rows of one test as metrics `name/setting/metric`, compared as the recipe's variants are.
-
-    None where there are no tables yet.
+def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
+    """The rows of a test in each table that is there, in the order of the recipe's variants, and by seed.
 
     Raises:
-        PageError: there are tables, and none of the first variant.
+        PageError: a file is of no variant or seed, or a table has other rows, another number of samples or other
+            settings than the first one, or a value that was not measured.
     """
-    rows: list[dict[str, Any]] = [
-        {
-            "config": variant,
-            "seed": seed,
-            "step": 0,
-            "metric": f"{row.name}/{row.setting}/{row.metric}",
-            "value": row.value,
-        }
-        for variant, seed, table in tables(folder, recipe)
-        for row in table
-        if row.test == test
-    ]
-    if not rows:
+    found: list[Tested] = []
+    known = {folder_name(variant): variant for variant in variants(recipe)}
+    paths = {path for path in folder.rglob("*") if path.is_file()}
+    for name, variant in known.items():
+        seeds = {path: re.fullmatch(r"seed_(0|[1-9]\d*)\.csv", path.name) for path in (folder / name).glob("*")}
+        of_seed = {int(match[1]): path for path, match in seeds.items() if match}
+        paths -= {*of_seed.values()}
+        found += [Tested(variant, seed, path, _rows(path, test)) for seed, path in sorted(of_seed.items())]
+    if paths:
+        raise PageError(f"{min(paths)} is none of VARIANT/seed_N.csv, VARIANT of {', '.join(known)}")
+    for each in found[1:]:
+        _check_alike(found[0], each)
+    return found
+
+
+def _rows(path: Path, test: str) -> dict[str, Row]:
+    rows = [row for row in read_csv(path) if row.test == test]
+    named = {f"{row.name}/{row.setting}/{row.metric}": row for row in rows}
+    if not rows or len(named) < len(rows):
+        raise PageError(f"{path} has {'a row twice' if rows else 'no row'} of the test {test!r}")
+    if absent := [name for name, row in named.items() if not row.is_measured]:
+        raise PageError(f"{path}: {absent[0]} was not measured")
+    return named
+
+
+def _check_alike(first: Tested, other: Tested) -> None:
+    if strange := sorted(first.rows.keys() ^ other.rows.keys()):
+        raise PageError(f"{first.path} and {other.path} have other rows: {strange[0]} is in one alone")
+    for name, row in other.rows.items():
+        said = [(each.samples, settings_of(each.note)) for each in (first.rows[name], row)]
+        if said[0] != said[1]:
+            raise PageError(f"{first.path} and {other.path} have other settings of {name}: {said[0]} and {said[1]}")
+
+
+def settings_of(note: str) -> str:
+    """What a note says of the settings, without what was found."""
+    return note.partition("; flags: ")[0]
+
+
+def compare_tests(
+    folder: Path, recipe: str, test: str, primary: str, metrics: Sequence[str] | None = None
+) -> Comparison | None:
+    """The rows of one test as metrics, compared as the recipe's variants are; None where there are no tables yet.
+
+    Raises:
+        PageError: there are tables and none of the first variant, or they are not alike.
+    """
+    found = tested(folder, recipe, test)
+    if not found:
         return None
-    configs = with_first(variants(recipe), {row["config"] for row in rows}, folder)
+    rows: list[dict[str, Any]] = [
+        {"config": each.variant, "seed": each.seed, "step": 0, "metric": name, "value": row.value}
+        for each in found
+        for name, row in each.rows.items()
+    ]
+    configs = with_first(variants(recipe), {each.variant for each in found}, folder)
+    named = {name: [*filter(configs.__contains__, others)] for name, others in summary_references([recipe]).items()}
     endpoints = replace(asked_of(recipe), primary=primary, margins={})
-    return Comparison(rows, metrics, summary_references([recipe]), endpoints, configs)
+    return Comparison(rows, metrics or [*found[0].rows], named, endpoints, configs)
 
 
 def primary_table(found: Comparison | None, metric: str) -> Table:

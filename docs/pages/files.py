@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -69,8 +70,15 @@ def old_figures(page: Page, raw: Raw) -> dict[str, Figure]:
     kept = json_of(raw.folder / DIGESTS) or {}
     made = {name: figure for name, make in page.figures.items() if (figure := page.made(name, make, raw)) is not None}
     return {
-        name: each for name, each in made.items() if kept.get(name) != each.digest or not (raw.folder / name).is_file()
+        name: each
+        for name, each in made.items()
+        if kept.get(name) != {"drawn_of": each.digest, "file": digest_of(raw.folder / name)}
     }
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file; "" where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def differences(page: Page, raw: Raw) -> Iterator[str]:
@@ -82,23 +90,26 @@ def differences(page: Page, raw: Raw) -> Iterator[str]:
         place = place or min(len(there), len(lines)) + 1
         yield f"{path.relative_to(raw.root)}, line {place}: it is not what the raw files give; {CURE}"
     for name in old_figures(page, raw):
-        yield f"{(raw.folder / name).relative_to(raw.root)}: drawn of other data, or by other code; {CURE}"
+        place = (raw.folder / name).relative_to(raw.root)
+        yield f"{place}: drawn of other data or by other code, or changed since; {CURE}"
 
 
-def write(page: Page, raw: Raw) -> list[Path]:
-    """Write the files that are not what they should be."""
-    changed = []
-    for path, text in old_texts(page, raw):
+def write(texts: Mapping[Path, str]) -> None:
+    """Write files of text, each whole or not at all."""
+    for path, text in texts.items():
         with written_whole(path) as partial:
             partial.write_bytes(text.encode())
-        changed.append(path)
-    if figures := old_figures(page, raw):
-        folder = raw.folder
-        for name, figure in figures.items():
-            with written_whole(folder / name) as partial:
-                figure.draw(partial)
-            changed.append(folder / name)
-        digests = {**(json_of(folder / DIGESTS) or {}), **{name: each.digest for name, each in figures.items()}}
+
+
+def draw(page: Page, raw: Raw, figures: Mapping[str, Figure]) -> list[Path]:
+    """Draw the figures, and keep what they were drawn of; returns their files."""
+    folder = raw.folder
+    digests = json_of(folder / DIGESTS) or {}
+    for name, figure in figures.items():
+        with written_whole(folder / name) as partial:
+            figure.draw(partial)
+        digests[name] = {"drawn_of": figure.digest, "file": digest_of(folder / name)}
+    if figures:
         kept = {name: digest for name, digest in sorted(digests.items()) if name in page.figures}
         (folder / DIGESTS).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    return changed
+    return [folder / name for name in figures]

@@ -14,8 +14,8 @@ MINUS = "−"
 
 
 def number(value: float, digits: int = 1) -> str:
-    """With so many digits behind the point, commas between thousands, and a minus sign; "" of NaN."""
-    return "" if math.isnan(value) else f"{value:,.{digits}f}".replace("-", MINUS)
+    """With so many digits behind the point, commas between thousands, and a minus sign."""
+    return f"{value:,.{digits}f}".replace("-", MINUS)
 
 
 def at_least(value: float, digits: int = 1) -> str:
@@ -25,13 +25,13 @@ def at_least(value: float, digits: int = 1) -> str:
 
 def signed(value: float, digits: int = 1) -> str:
     """The same with its sign, whichever it is."""
-    return "" if math.isnan(value) else f"{value:+,.{digits}f}".replace("-", MINUS)
+    return "nan" if math.isnan(value) else f"{value:+,.{digits}f}".replace("-", MINUS)
 
 
 def significant(value: float, digits: int = 3) -> str:
     """With so many significant digits and no exponent, commas between thousands."""
     if math.isnan(value) or value == 0.0:
-        return "" if math.isnan(value) else "0"
+        return "nan" if math.isnan(value) else "0"
     places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
     return number(round(value, places), max(0, places))
 

@@ -97,6 +97,8 @@ class Page:
         """
         try:
             return make(raw)
+        except PageError as error:
+            raise PageError(f"{self.file}: {what}: {error}") from error
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             text = f"{type(error).__name__}: {error}"
             raise PageError(f"{self.file}: {what} cannot be made of the raw files ({text})") from error

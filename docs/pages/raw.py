@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ COMPARISON, RESULTS = "comparison.json", "results.csv"
 FINISHED = "finished"  # a cell's state
 Kept = TypeVar("Kept")
 Record = TypeVar("Record")
+_COLUMNS = ("config", "seed", "step", "metric", "value")
 _KINDS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": "True".__eq__}
 
 
@@ -230,29 +232,89 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _images(path: Path) -> list[ImageInterval]:
-    """The intervals over images; none where there is no such file."""
+def _parsed(path: Path, parse: Callable[[dict[str, str]], Record]) -> list[Record]:
+    """The rows of a CSV file, parsed.
+
+    Raises:
+        PageError: there is no such file, or a line that holds something else.
+    """
+    found = []
+    for number, line in enumerate(read_csv(path), start=2):
+        try:
+            found.append(parse(line))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PageError(f"{path}, line {number}, is damaged ({type(error).__name__}: {error})") from error
+    return found
+
+
+def _interval(line: dict[str, str]) -> ImageInterval:
     numbers = {"images": int, "seeds": int, "low": float, "high": float}
-    return [
-        ImageInterval(**{key: numbers.get(key, str)(value) for key, value in row.items()})
-        for row in (read_csv(path) if path.is_file() else [])
-    ]
+    return ImageInterval(**{key: numbers.get(key, str)(value) for key, value in line.items()})
+
+
+def _row(line: dict[str, str]) -> Row:
+    if len(line) != len(_COLUMNS):
+        raise ValueError(f"columns are {', '.join(map(str, line))}")
+    texts = {key: str(line[key]) for key in ("config", "metric")}
+    return {**texts, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}
+
+
+def _results(path: Path) -> list[Row]:
+    """The logged values.
+
+    Raises:
+        PageError: there are none, a line is damaged, or a value is there twice.
+    """
+    rows = _parsed(path, _row)
+    if not rows:
+        raise PageError(f"{path} has no rows")
+    counted = Counter((row["config"], row["seed"], row["metric"], row["step"]) for row in rows)
+    ((config, seed, metric, step), most), *_ = counted.most_common(1)
+    if most > 1:
+        raise PageError(f"{path} has {metric} of {config} seed {seed} at step {step} {most} times")
+    return rows
 
 
 def _comparison(folder: Path, recipe: str) -> Comparison:
-    rows: list[Row] = [
-        {**line, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}
-        for line in read_csv(folder / RESULTS)
-    ]
-    if not rows:
-        raise PageError(f"{folder / RESULTS} has no rows")
-    rows, images = with_stops(rows), _images(folder / IMAGES)
+    found = _as_asked(folder, recipe)
+    _check_cells(found, folder)
+    pairs = {(row.metric, row.config, row.reference): row.pairs for row in found.summary}
+    for each in found.images:
+        if pairs.get((each.metric, each.config, each.reference)) != each.seeds:
+            raise PageError(
+                f"{folder / IMAGES} has an interval of {each.metric} of {each.config} to {each.reference} over "
+                f"{each.seeds} seeds, which is none of those in {RESULTS}: copy both from one folder"
+            )
+    return found
+
+
+def _check_cells(found: Comparison, folder: Path) -> None:
+    """Refuse values of other cells than the record calls finished."""
+    if not found.cells:
+        return
+    finished = {(each["variant"], each["seed"]) for each in found.cells if each["state"] == FINISHED}
+    there = {(row["config"], row["seed"]) for row in found.rows}
+    for what, places in (("has no values of", finished - there), ("has values of", there - finished)):
+        if places:
+            config, seed = min(places)
+            said = "finished" if places <= finished else "not finished"
+            raise PageError(
+                f"{folder / RESULTS} {what} {config} seed {seed}, which {COMPARISON} calls {said}: copy both from one "
+                "folder"
+            )
+
+
+def _as_asked(folder: Path, recipe: str) -> Comparison:
+    rows = with_stops(_results(folder / RESULTS))
+    images = _parsed(folder / IMAGES, _interval) if (folder / IMAGES).is_file() else []
     if not (folder / COMPARISON).is_file():
         configs = list(dict.fromkeys(row["config"] for row in rows))
         said = summary_metrics([recipe]), summary_references([recipe]), asked_of(recipe)
         return Comparison(rows, *said, configs, images=images)
     try:
         asked = json_of(folder / COMPARISON)
+        if not isinstance(asked, dict):
+            raise TypeError(f"it is a {type(asked).__name__}")
         choices = [_choice(each) for each in asked.get("choices", [])]
         logged = {row["config"] for row in rows}
         names = [each["name"] for each in asked["variants"]]

@@ -69,15 +69,17 @@ class SummaryRow:
             return ""
         if self.reference_diverged:
             return "reference diverged"
-        if self.low == self.high:
-            return "equal" if self.difference == 0.0 else "no spread"
         if self.pairs < FEWEST:
             return "too few pairs"
+        if self.low == self.high:
+            return "equal" if self.difference == 0.0 else "no spread"
         side = "lower" if self.difference < 0 else "higher"
-        if self.corrected < LEVEL:
-            return side if abs(self.difference) >= self.detectable else f"{side}, but budget too small"
+        if self.corrected < LEVEL and abs(self.difference) >= self.detectable:
+            return side
         if self.within_corrected < LEVEL:
             return "equivalent"
+        if self.corrected < LEVEL:
+            return f"{side}, but budget too small"
         return f"{side}, not after correction" if self.p < LEVEL else "budget too small"
 
 

@@ -6,10 +6,11 @@ docs/results/out_of_distribution/VARIANT/seed_N.csv, VARIANT as the folder of th
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from docs.pages.cell_tests import NOTHING, compare_tests, primary_table
-from docs.pages.numbers import difference, listed, mean_std
+from docs.pages.numbers import difference, listed, mean_std, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table
@@ -28,7 +29,7 @@ METRICS = list(dict.fromkeys(METRICS))
 
 def read(raw: Raw) -> Comparison | None:
     """What the cells' tables say of images from outside; None before there are any."""
-    return raw.once("cells", lambda: compare_tests(raw.folder, RECIPE, "out of distribution", METRICS, PRIMARY))
+    return raw.once("cells", lambda: compare_tests(raw.folder, RECIPE, "out of distribution", PRIMARY, METRICS))
 
 
 @PAGE.claims
@@ -52,6 +53,23 @@ def claims(raw: Raw) -> list[Claim]:
 @PAGE.table
 def primary(raw: Raw) -> Table:
     return primary_table(read(raw), PRIMARY)
+
+
+@PAGE.numbers
+def prose(raw: Raw) -> dict[str, str]:
+    found = read(raw)
+    if found is None:
+        return dict.fromkeys(("seeds", "verdicts", "msp", "knn"), NOTHING)
+    first = found.configs[0]
+    counts = Counter(row.verdict for row in found.summary if row.metric == PRIMARY and row.pairs)
+    msp = (number(found.mean(f"{place}/msp/auroc", first) * 100) for place in OUTSIDE)
+    knn = [found.mean("digits/knn/auroc", config) * 100 for config in found.configs]
+    return {
+        "seeds": str(min(len(found.values(PRIMARY, config)) for config in found.configs)),
+        "verdicts": "; ".join(f"{verdict} {count} of {counts.total()}" for verdict, count in counts.items()),
+        "msp": listed(msp),
+        "knn": " to ".join(number(pick(knn), 0) for pick in (min, max)),
+    }
 
 
 def figures(figure: str, raw: Raw) -> Table:

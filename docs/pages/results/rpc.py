@@ -45,8 +45,8 @@ def pursuit(comparison: Comparison, passes: int, configs: Mapping[str, str] = PA
 
 
 def points(rows: Sequence[SummaryRow]) -> str:
-    """The least and the largest difference of accuracies, in points."""
-    return " to ".join(signed(each * 100) for each in span(rows))
+    """The least and the largest difference of accuracies, in points; one of them where they are equal."""
+    return " to ".join(dict.fromkeys(signed(each * 100) for each in span(rows)))
 
 
 def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, Sequence[SummaryRow]]) -> list[Claim]:

@@ -6,14 +6,20 @@ docs/results/rpc_sparse_part/autoattack/VARIANT/seed_N.csv, VARIANT as the folde
 
 from __future__ import annotations
 
-from docs.pages.cell_tests import NOTHING, compare_tests, primary_table, tables
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from docs.pages.cell_tests import NOTHING, Tested, compare_tests, primary_table, settings_of, tested
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, listed, mean_std, number
+from docs.pages.numbers import difference, interval, listed, mean_std, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc import by_pass, points, pursuit, under_attack
 from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import verdict
+from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.runs.robustness import right_from_text
 
@@ -26,8 +32,10 @@ GRADIENT = {
 }
 BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robustness/square/1_255/accuracy"}
 CORRUPTED = "robustness/mean_corruption/accuracy"
-AUTOATTACK = {f"{eps}/255": f"autoattack/{eps}/255/accuracy" for eps in ("0.25", "0.5", "1", "4")}
-AUTOATTACK_PRIMARY = AUTOATTACK["1/255"]
+EPS = ("0.25", "0.5", "1", "4")
+AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
+AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "clean//accuracy"
+AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
 
 PAGE = Page("rpc_sparse_part", "CIFAR-10, S filled")
 PAGE.summaries |= {"": RECIPE, "lam": "rpc/compare_lam"}
@@ -40,8 +48,8 @@ def read(raw: Raw) -> Comparison:
 
 def autoattack_of(raw: Raw) -> Comparison | None:
     """What AutoAttack leaves; None before it has run."""
-    folder, metrics = raw.folder / "autoattack", [*AUTOATTACK.values()]
-    return raw.once("autoattack", lambda: compare_tests(folder, RECIPE, "attack", metrics, AUTOATTACK_PRIMARY))
+    folder = raw.folder / "autoattack"
+    return raw.once("autoattack", lambda: compare_tests(folder, RECIPE, "attack", AUTOATTACK_PRIMARY))
 
 
 def to(reference: str, found: Comparison, *metrics: str) -> list[SummaryRow]:
@@ -133,18 +141,20 @@ def passes(raw: Raw) -> Table:
 
 @PAGE.table
 def autoattack(raw: Raw) -> Table:
-    found = autoattack_of(raw)
-    heads = ["configuration", "seeds", *AUTOATTACK]
+    found, after = autoattack_of(raw), [AUTOATTACK.format(attack=f" after {name}") for name in AFTER]
+    heads = ["configuration", "seeds", "ε", "clean", *(f"after {name}" for name in AFTER.values())]
     if found is None:
         return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
-    rows = [
-        [
-            config,
-            str(len(found.values(AUTOATTACK_PRIMARY, config))),
-            *(mean_std(found.values(metric, config), 1, 100.0) for metric in AUTOATTACK.values()),
-        ]
-        for config in found.configs
-    ]
+    clean = compare_tests(raw.folder / "autoattack", RECIPE, "clean", CLEAN)
+    rows = []
+    for config in found.configs:
+        for eps in EPS:
+            metrics = [name.format(eps=eps) for name in after]
+            if clean is None or metrics[-1] not in found.metrics:
+                continue
+            values = [clean.values(CLEAN, config), *(found.values(metric, config) for metric in metrics)]
+            seeds = str(len(values[0]))
+            rows.append([config, seeds, f"{eps}/255", *(mean_std(each, 1, 100.0) for each in values)])
     return Table(heads, rows)
 
 
@@ -156,14 +166,6 @@ def autoattack_primary(raw: Raw) -> Table:
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
-    notes = [
-        row.note.partition("flags: ")[2]
-        for _, _, rows in tables(raw.folder / "autoattack", RECIPE)
-        for row in rows
-        if row.test == "attack" and row.name == "autoattack"
-    ]
-    raised = {text: notes.count(text) for text in sorted({*notes} - {"none"})}
-    flags = "; ".join(f"{text}: {count} of {len(notes)}" for text, count in raised.items())
     cells = {(row["config"], row["seed"]) for row in found.rows}
     shares, residuals = ([by_pass(found, what, name, 4)[-1] for name in FILLED] for what in ("sparsity", "residual"))
     gradients = [found.mean("robustness/input_gradient/l2", name) for name in [*FILLED, "softmax"]]
@@ -172,25 +174,69 @@ def prose(raw: Raw) -> dict[str, str]:
         "cells": str(len(cells)),
         "seeds": str(min(row.pairs for row in softmax)),
         "square": square(raw),
-        "flags": flags or ("none" if notes else NOTHING),
+        **attack_numbers(raw),
         "top1": listed(difference(row, 1, 100) for row in softmax),
-        "top1-verdict": listed(row.verdict for row in softmax),
+        "top1-verdict": by_lam(softmax),
         "twin": listed(difference(row, 1, 100) for row in twin),
-        "twin-verdict": listed(row.verdict for row in twin),
+        "twin-verdict": by_lam(twin),
         "share": listed(f"{number(100 * each, 0)}%" for each in shares),
+        "residual-empty": number(by_pass(found, "residual", "rpc without S", 4)[-1], 2),
         "residual": listed(number(each, 2) for each in residuals),
         "gradients": f"{listed(number(each, 2) for each in gradients[:-1])}, softmax {number(gradients[-1], 2)}",
     }
 
 
+def by_lam(rows: Sequence[SummaryRow]) -> str:
+    """The verdict at each lam; one where they are equal."""
+    each = dict.fromkeys(row.verdict for row in rows)
+    return "; ".join(each if len(each) == 1 else (f"{row.config.removeprefix('rpc ')}: {row.verdict}" for row in rows))
+
+
+def attack_numbers(raw: Raw) -> dict[str, str]:
+    """What AutoAttack was told, its flags by configuration and eps, and intervals over the attacked images."""
+    cells = tested(raw.folder / "autoattack", RECIPE, "attack")
+    found = autoattack_of(raw)
+    if not cells or found is None:
+        return dict.fromkeys(("autoattack-settings", "autoattack-seeds", "autoattack-images", "flags"), NOTHING)
+    raised: Counter[str] = Counter()
+    for each in cells:
+        for row in each.rows.values():
+            flags = row.note.partition("; flags: ")[2]
+            raised.update(f"{each.variant} at {row.setting}: {flag}" for flag in flags.split("; ") if flag)
+    counts = {variant: sum(each.variant == variant for each in cells) for variant in found.configs}
+    told = [
+        f"{text} ({count} of {counts[text.partition(' at ')[0]]} seeds)"
+        for text, count in raised.items()
+        if not text.endswith(": none")
+    ]
+    row = cells[0].rows[AUTOATTACK_PRIMARY]
+    intervals = [over_images(cells, config) for config in FILLED if config in found.configs]
+    return {
+        "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
+        "autoattack-seeds": str(min(counts.values())),
+        "autoattack-images": listed(intervals),
+        "flags": "; ".join(told) or "none",
+    }
+
+
+def over_images(cells: Sequence[Tested], config: str) -> str:
+    """The 95% interval of the difference to softmax over the attacked images, which are drawn anew."""
+    rows = {(each.variant, each.seed): each.rows[AUTOATTACK_PRIMARY] for each in cells}
+    right = {cell: right_from_text(row.right, row.samples).astype(float) for cell, row in rows.items()}
+    seeds = [seed for variant, seed in right if variant == config and ("softmax", seed) in right]
+    mean = np.mean([right[config, seed] - right["softmax", seed] for seed in seeds], axis=0)
+    low, high = percentile_interval(resampled_sums(mean[:, None])[:, 0] / len(mean))
+    return interval(low, high, 1, 100)
+
+
 def square(raw: Raw) -> str:
     """What our Square and the library's leave of the same images, of each model that both attacked."""
     texts = []
-    for variant, seed, rows in tables(raw.folder / "square", RECIPE):
-        ours, theirs = (next(row for row in rows if row.name == name) for name in ("square", "autoattack"))
+    for each in tested(raw.folder / "square", RECIPE, "attack"):
+        ours, theirs = (each.rows[f"{name}/1/255/accuracy"] for name in ("square", "autoattack"))
         left = [right_from_text(row.right, row.samples) for row in (ours, theirs)]
         texts.append(
-            f"{variant}, seed {seed}, {ours.samples} images: {number(ours.value * 100)}% and "
+            f"{each.variant}, seed {each.seed}, {ours.samples} images: {number(ours.value * 100)}% and "
             f"{number(theirs.value * 100)}%; {(left[1] & ~left[0]).sum()} images stand against the library's alone, "
             f"{(left[0] & ~left[1]).sum()} against ours alone"
         )

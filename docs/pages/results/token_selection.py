@@ -119,7 +119,8 @@ def forms(raw: Raw) -> Table:
             difference, plain, path = (last(raw, experiment, problem, run) for run in (DIFFERENCE, PLAIN, PATH))
             directions = [number(each["correlation_p"], 4) for each in (difference, plain, path)]
             norms = [number(each["norm_p"]) for each in (difference, plain)]
-            rows.append([experiment, problem, *directions, number(difference["correlation_v"], 4), *norms])
+            head = number(difference["correlation_v"], 4) if experiment == "joint" else ""
+            rows.append([experiment, problem, *directions, head, *norms])
     heads = ["p, difference form", "p, plain autograd", "p, regularization path", "v, difference form"]
     return Table(["experiment", "seed", *heads, "‖p‖, difference form", "‖p‖, plain autograd"], rows)
 
