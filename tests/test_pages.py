@@ -2,18 +2,20 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
 from docs.pages.figures import curves_of
-from docs.pages.numbers import interval, listed, mean_std, number, signed, significant
+from docs.pages.numbers import at_least, interval, listed, mean_std, number, signed, significant
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
 from docs.pages.results import out_of_distribution, rpc_sparse_part, zoo
@@ -164,7 +166,13 @@ def test_a_missing_or_damaged_raw_file_or_figure_is_named(toy):
     assert "toy/curves.png" in command.check(root, [page])[0]
     text = (folder / "results.csv").read_text()
     (folder / "results.csv").write_text(text.replace("0.52", "much", 1))
-    assert "toy.md: table scores cannot be made of the raw files (ValueError" in command.check(root, [page])[0]
+    (said,) = command.check(root, [page])
+    assert "docs/results/toy.md: table scores: " in said
+    assert "results.csv, line 8, is damaged (ValueError: could not convert string to float: 'much')" in said
+    (folder / "results.csv").write_text(text + text.splitlines()[1] + "\n")
+    assert "results.csv has test/top1 of softmax seed 0 at step 10 2 times" in command.check(root, [page])[0]
+    (folder / "results.csv").write_text(text.replace(",value", "", 1))
+    assert "results.csv, line 2, is damaged (ValueError: columns are" in command.check(root, [page])[0]
     (folder / "results.csv").unlink()
     assert "results.csv is missing" in command.check(root, [page])[0]
 
@@ -193,7 +201,9 @@ def test_markers_that_make_no_sense_are_refused(toy, old, new, said):
 
 
 def test_numbers_are_written_in_one_way():
-    assert [number(-1234.56), number(0.00234, 3), number(float("nan"))] == ["−1,234.6", "0.002", ""]
+    assert [number(-1234.56), number(0.00234, 3), number(float("nan"))] == ["−1,234.6", "0.002", "nan"]
+    assert [signed(float("nan")), significant(float("nan"))] == ["nan", "nan"]  # a page says it
+    assert [at_least(0.99898, 4), at_least(1.0, 4), at_least(-0.01)] == ["0.9989", "1.0000", "−0.1"]
     assert [signed(2.0), signed(-2.0, 0)] == ["+2.0", "−2"]
     assert [significant(each, 2) for each in (0.0, 0.000047, 0.0996, 13.4, 45321.0)] == [
         *("0", "0.000047", "0.10", "13", "45,000")
@@ -388,6 +398,8 @@ def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
             table = folder / "out_of_distribution" / variant / f"seed_{seed}.csv"
             robustness.write_csv([robustness.Row("clean", "", "", "accuracy", 0.5), *rows], table)
     raw = page.raw(tmp_path)
+    assert out_of_distribution.prose(raw)["verdicts"] == "no spread 1 of 1"
+    assert (raw.folder / "softmax" / "seed_0.csv").is_file()
     assert "| softmax | digits | 51.5 ± 1.3 |" in str(out_of_distribution.figures("auroc", raw))
     primary = str(out_of_distribution.primary(raw))
     assert "| rpc lam 1 | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
@@ -396,7 +408,27 @@ def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
         out_of_distribution.primary(page.raw(tmp_path))
 
 
-def test_what_autoattack_leaves_is_read_with_its_flags(tmp_path):
+ATTACKED = 50  # images
+
+
+def attacked(share, note):
+    """The table that a test with AutoAttack writes."""
+    right = robustness.right_as_text(np.arange(ATTACKED) + 0.5 < share * ATTACKED)
+    clean = robustness.Row("clean", "", "", "accuracy", 0.5, ATTACKED)
+    after = [f" after {name}" for name in ("apgd-ce", "apgd-t", "fab-t", "square")]
+    return [
+        clean,
+        *(
+            robustness.Row("attack", f"autoattack{name}", eps, "accuracy", share, ATTACKED, note=said, right=right)
+            for eps in ("1/255", "4/255")
+            for name, said in [("", note), *((name, "") for name in after)]
+        ),
+    ]
+
+
+@pytest.fixture
+def with_attacks(tmp_path):
+    """The page of the comparison, with what AutoAttack leaves of two variants."""
     raw = rpc_sparse_part.PAGE.raw(tmp_path)
     shutil.copytree(ROOT / "docs" / "results" / "rpc_sparse_part", raw.folder)
     shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
@@ -406,19 +438,59 @@ def test_what_autoattack_leaves_is_read_with_its_flags(tmp_path):
         folder = raw.folder / "autoattack" / variant
         folder.mkdir(parents=True)
         for seed in range(4):
-            note = f"worst case of square; flags: {'the output is random' if more == seed / 10 else 'none'}"
-            rows = [
-                robustness.Row("attack", name, f"{eps}/255", "accuracy", more + seed / 100, note=note)
-                for name in ("autoattack", "autoattack after square")
-                for eps in ("0.25", "0.5", "1", "4")
-            ]
-            robustness.write_csv(rows, folder / f"seed_{seed}.csv")
+            flags = "the output is random; some gradients are zero" if more == 0.1 and seed == 1 else "none"
+            note = f"worst case of square (5,000 queries); L-inf; flags: {flags}"
+            robustness.write_csv(attacked(more + seed * 0.02, note), folder / f"seed_{seed}.csv")
         claimed = [each.claim for each in rpc_sparse_part.claims(rpc_sparse_part.PAGE.raw(tmp_path))]
         assert ("... and under AutoAttack" in claimed) == (variant == "rpc_lam_1"), "a claim needs pairs"
-    raw = rpc_sparse_part.PAGE.raw(tmp_path)
-    assert "| softmax | 4 | 21.5 ± 1.3 |" in str(rpc_sparse_part.autoattack(raw))
-    assert "| rpc lam 1 | 4 | 11.5 ± 1.3 | softmax | −10.0" in str(rpc_sparse_part.autoattack_primary(raw))
-    assert rpc_sparse_part.prose(raw)["flags"] == "the output is random: 8 of 32"
+    return rpc_sparse_part.PAGE.raw(tmp_path)
+
+
+def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
+    raw = with_attacks
+    rows = [row[:4] for row in rpc_sparse_part.autoattack(raw).rows]
+    clean = "50.0 ± 0.0"
+    assert rows == [[name, "4", eps, clean] for name in ("softmax", "rpc lam 1") for eps in ("1/255", "4/255")]
+    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(rpc_sparse_part.autoattack(raw))
+    primary = rpc_sparse_part.autoattack_primary(raw).rows
+    assert [row[3] for row in primary] == ["", "softmax"]  # references without tables are left out
+    assert primary[1][4].startswith("−10.0")
+    text = rpc_sparse_part.prose(raw)
+    one = "(1 of 4 seeds)"
+    assert text["flags"].split("; ") == [
+        f"rpc lam 1 at {eps}: {flag} {one}"
+        for eps in ("1/255", "4/255")
+        for flag in ("the output is random", "some gradients are zero")
+    ]
+    assert text["autoattack-settings"] == "50 images; worst case of square (5,000 queries); L-inf"
+    assert re.fullmatch(r"\[−\d+\.\d, −\d+\.\d\]", text["autoattack-images"])
+
+
+def cut(table):
+    table.write_text("\n".join(table.read_text().splitlines()[:-1]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda table: table.rename(table.with_name("seed_00.csv")), r"seed_00\.csv is none of VARIANT/seed_N\.csv"),
+        (lambda table: table.parent.rename(table.parents[1] / "rpc lam 1"), r"is none of VARIANT/seed_N\.csv"),
+        (cut, "have other rows: autoattack after square/4/255/accuracy is in one alone"),
+        (lambda table: table.write_text(table.read_text() + table.read_text().splitlines()[-1] + "\n"), "a row twice"),
+        (
+            lambda table: table.write_text(table.read_text().replace("5,000", "100")),
+            "other settings of autoattack/1/255",
+        ),
+        (lambda table: table.write_text(table.read_text().replace(",50,", ",500,")), "other settings of autoattack"),
+        (lambda table: table.write_text(table.read_text().replace("attack,", "shift,")), "no row of the test 'attack'"),
+        (lambda table: robustness.write_csv(attacked(float("nan"), "none"), table), "was not measured"),
+    ],
+    ids=["seed_00", "folder", "cut", "twice", "queries", "images", "other test", "nan"],
+)
+def test_a_table_of_another_test_is_named(with_attacks, damage, said):
+    damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
+    with pytest.raises(PageError, match=said):
+        rpc_sparse_part.autoattack(rpc_sparse_part.PAGE.raw(with_attacks.root))
 
 
 def test_names_are_listed_however_many_there_are():
@@ -441,10 +513,63 @@ def test_the_check_imports_no_torch():
 
 def test_intervals_over_images_stand_in_the_summary_that_is_made(toy):
     root, page = toy
-    lines = ["metric,config,reference,images,seeds,low,high", "test/top1,rpc,softmax,50,8,-0.25,0.125"]
-    (root / "docs/results/toy/images.csv").write_text("\n".join([*lines, ""]))
+    lines = ["metric,config,reference,images,seeds,low,high", "test/top1,rpc,softmax,50,4,-0.25,0.125"]
+    path = root / "docs/results/toy/images.csv"
+    path.write_text("\n".join([*lines, ""]))
     command.build(root, [page])
     text = (root / "docs/results/toy/summary.md").read_text()
     assert "| [-0.25, +0.125] |" in text
     assert "over the 50 test images" in text
     assert command.check(root, [page]) == []
+    for old, new in ((",4,", ",8,"), ("rpc,softmax", "rpc,other")):
+        path.write_text("\n".join([lines[0], lines[1].replace(old, new), ""]))
+        assert "images.csv has an interval of test/top1 of rpc to" in command.check(root, [page])[0]
+    path.write_text("metric,foo\na,b\n")
+    assert "images.csv, line 2, is damaged" in command.check(root, [page])[0]
+
+
+def test_a_record_of_other_cells_than_the_values_is_named(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    variants = [VariantRecord("softmax"), VariantRecord("rpc")]
+    cells = [CellRecord(each.name, seed, state=FINISHED) for each in variants for seed in range(4)]
+    write_record(Record(variants, {}, ["test/top1"], cells=cells), folder)
+    command.build(root, [page])
+    write_record(Record(variants, {}, ["test/top1"], cells=cells[:-1]), folder)
+    assert "results.csv has values of rpc seed 3, which comparison.json calls not finished" in said_by(toy)
+    write_record(Record(variants, {}, ["test/top1"], cells=[*cells, replace(cells[0], seed=4)]), folder)
+    assert "results.csv has no values of softmax seed 4, which comparison.json calls finished" in said_by(toy)
+    for text in ("[]", "{", "{}"):
+        (folder / "comparison.json").write_text(text)
+        assert "comparison.json is damaged" in said_by(toy)
+
+
+def said_by(toy):
+    root, page = toy
+    with pytest.raises(PageError) as caught:
+        command.build(root, [page])
+    (found,) = command.check(root, [page])
+    assert found.startswith("docs/results/toy.md: table scores: ")
+    assert found.partition("scores: ")[2] in str(caught.value)
+    return found
+
+
+def test_nothing_is_written_where_one_page_cannot_be_made(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    before = {path: path.read_bytes() for path in [*folder.iterdir(), root / page.file] if path.suffix != ".csv"}
+    write_results(folder / "results.csv", more=0.01)
+    other = Page("other")
+    (folder.parent / "other.md").write_text("<!-- table gone -->\n<!-- end -->\n")
+    with pytest.raises(PageError, match="nothing makes the table gone"):
+        command.build(root, [page, other])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_figure_that_was_changed_is_named_and_drawn_anew(toy):
+    root, page = toy
+    path = root / "docs" / "results" / "toy" / "curves.png"
+    path.write_bytes(b"x")
+    assert "toy/curves.png: drawn of other data or by other code, or changed since" in command.check(root, [page])[0]
+    assert command.build(root, [page]) == [path]
+    assert path.read_bytes()[1:4] == b"PNG"

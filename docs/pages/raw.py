@@ -253,7 +253,7 @@ def _interval(line: dict[str, str]) -> ImageInterval:
 
 
 def _row(line: dict[str, str]) -> Row:
-    if len(line) != len(_COLUMNS):
+    if {*line} != {*_COLUMNS}:
         raise ValueError(f"columns are {', '.join(map(str, line))}")
     texts = {key: str(line[key]) for key in ("config", "metric")}
     return {**texts, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}

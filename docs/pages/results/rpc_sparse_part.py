@@ -34,7 +34,7 @@ BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robust
 CORRUPTED = "robustness/mean_corruption/accuracy"
 EPS = ("0.25", "0.5", "1", "4")
 AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
-AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "clean//accuracy"
+AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
 AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
 
 PAGE = Page("rpc_sparse_part", "CIFAR-10, S filled")
