@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--page", choices=[page.name for page in PAGES if page.name], help="this page alone")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder in which docs/results lies")
     options = parser.parse_args(list(arguments))
-    pages = [page for page in PAGES if options.page in (None, page.name) or not page.name]
+    every = options.root == ROOT  # elsewhere there may be one page alone
+    pages = [page for page in PAGES if options.page in (None, page.name) or (every and not page.name)]
     if options.what == "check":
         found = check(options.root, pages)
         print("\n".join(found) if found else f"{len(pages)} pages equal their raw files", file=sys.stderr)

@@ -49,7 +49,7 @@ class Row:
             "word swap".
         name: the attack, corruption or folder.
         setting: eps, severity or share, as text.
-        metric: "accuracy", "mIoU", "perplexity", "auroc", "l1" (of the input gradient, in nats a unit of the image),
+        metric: "accuracy", "mIoU", "perplexity", "auroc", "l1" (of the input gradient, in nats per unit of the image),
             ...
         value: the figure; nan where it could not be measured, or the model gives nan: `note` says which.
         samples: images or tokens it was measured on.

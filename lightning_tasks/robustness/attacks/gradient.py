@@ -123,7 +123,7 @@ def fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float) -> Tensor:
 
 
 def input_gradient_norms(model: Model, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """L1 and L2 norm of the gradient of each image's cross-entropy for that image, each ``[B]``, in nats a unit.
+    """L1 and L2 norm of the gradient of each image's cross-entropy for that image, each ``[B]``, in nats per unit.
 
     Args:
         model, images, labels: see :func:`~lightning_tasks.robustness.fgsm`.
