@@ -42,9 +42,10 @@ def build(root: Path, pages: Sequence[Page]) -> list[Path]:
     Raises:
         PageError: a page or a raw file that cannot be used; no page is written then.
     """
-    changed = []
+    changed: list[Path] = []
     for group in ([page for page in pages if page.name], [page for page in pages if not page.name]):
-        texts, drawn = {}, []
+        texts: dict[Path, str] = {}
+        drawn = []
         for page in group:
             raw = page.raw(root)
             texts |= dict(files.old_texts(page, raw))

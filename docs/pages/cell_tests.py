@@ -49,7 +49,7 @@ def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
     """
     found: list[Tested] = []
     known = {folder_name(variant): variant for variant in variants(recipe)}
-    paths = {path for path in folder.rglob("*") if path.is_file()}
+    paths = {path for path in folder.rglob("[!.]*") if path.is_file()}
     for name, variant in known.items():
         seeds = {path: re.fullmatch(r"seed_(0|[1-9]\d*)\.csv", path.name) for path in (folder / name).glob("*")}
         of_seed = {int(match[1]): path for path, match in seeds.items() if match}

@@ -90,8 +90,8 @@ def differences(page: Page, raw: Raw) -> Iterator[str]:
         place = place or min(len(there), len(lines)) + 1
         yield f"{path.relative_to(raw.root)}, line {place}: it is not what the raw files give; {CURE}"
     for name in old_figures(page, raw):
-        place = (raw.folder / name).relative_to(raw.root)
-        yield f"{place}: drawn of other data or by other code, or changed since; {CURE}"
+        figure = (raw.folder / name).relative_to(raw.root)
+        yield f"{figure}: drawn of other data or by other code, or changed since; {CURE}"
 
 
 def write(texts: Mapping[Path, str]) -> None:
