@@ -45,7 +45,8 @@ class RobustnessEvaluation(Callback):
     Args:
         num_images: how many images, all where None. They are held in memory.
         attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, autoattack (``attacks``,
-            ``queries``), transfer (``source``: checkpoint of the twin; ``attack``: what to run on it, pgd by default),
+            ``queries``), transfer (``source``: checkpoint of the twin; ``attack``: what to run on it, pgd by default;
+            ``mechanism``: other options of its mechanisms, or of the model's own where there is no source),
             released_fgsm, released_pgd, released_spsa (``std``: what the model divides by). Of two with one name, one
             needs ``label``, its name in the table. Of a :class:`~lightning_tasks.SegmentationTask`: fgsm and pgd.
         eps: radii in [0, 1], as numbers or fractions ("4/255").

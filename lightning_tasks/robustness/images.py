@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from attention_modules import AttentionMechanism
+from attention_modules.held_options import other_options
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
 from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
 from lightning_tasks.robustness.attacks.table import AttackSetting
@@ -56,19 +58,21 @@ def attack_measurement(
     source: Callable[[], nn.Module] | None = None,
     source_digest: str = "",
 ) -> Measurement[Row]:
-    """Accuracy under an attack; ``source`` gives the twin of a transfer attack."""
+    """Accuracy under an attack; ``source`` gives the twin of a transfer attack, the model itself where None."""
     text, radius = eps
 
     def measure(advance: Advance) -> list[Row]:
         options = dict(setting.options)
-        if setting.on_source is not None and source is not None:
+        twin = subject.model if source is None else source()
+        if setting.on_source is not None:
             attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
-            options |= {"source": source(), "attack": attack}
+            options |= {"source": twin, "attack": attack}
         right = []
         for first, images, labels in subject.batches():
             if setting.seeded:
                 options["seed"] = subject.seed + first
-            attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
+            with other_options(mechanisms_of(twin), setting.mechanism):
+                attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
             with held_still(subject.model, gradients=False):
                 right.append(logits_of(subject.model, attacked).argmax(1) == labels)
             advance(len(images) / len(subject.images))
@@ -80,7 +84,13 @@ def attack_measurement(
 
     what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text}
     what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
+    what |= {"mechanism": dict(setting.mechanism)} if setting.mechanism else {}
     return Measurement(what, setting.passes, measure)
+
+
+def mechanisms_of(model: nn.Module) -> list[AttentionMechanism]:
+    """Those in a model, in its order."""
+    return [each for each in model.modules() if isinstance(each, AttentionMechanism)]
 
 
 def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[str, float]) -> Measurement[Row]:
@@ -161,7 +171,10 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
             measurements += [autoattack_measurement(subject, setting, eps) for eps in asked.eps]
             continue
         source, digest = None, ""
-        if setting.source is not None:
+        if setting.source is None:
+            with other_options(mechanisms_of(subject.model), setting.mechanism):
+                pass  # what it refuses, it refuses before anything is measured
+        else:
             digest = hashlib.sha256(Path(setting.source).read_bytes()).hexdigest()
             source = cache(lambda path=setting.source: _twin(path, task, trainer))
         measurements += [attack_measurement(subject, setting, eps, source, digest) for eps in asked.eps]

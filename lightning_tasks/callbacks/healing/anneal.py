@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
-
 from attention_modules import AttentionMechanism
 from attention_modules.function import FunctionAttention
-from attention_modules.mechanism import build_mechanism
+from attention_modules.held_options import held_option, hold_option, try_options
 from lightning_tasks.training.limits import check_integer, check_number, is_sequence
 
 
@@ -54,11 +52,11 @@ class Anneal:
             ValueError: naming the option and its layer.
         """
         for name, (first, last) in self.values.items():
-            having = {layer: found for layer, found in mechanisms.items() if _is_number(_held(found, name))}
+            having = {layer: found for layer, found in mechanisms.items() if _is_number(held_option(found, name))}
             if not having:
                 raise ValueError(f"anneal[{name!r}]: {_why_none(name, [*mechanisms.values()])}")
             for layer, found in having.items():
-                own: Any = dict(found.built_with or {}).get(name, _held(found, name))
+                own: Any = dict(found.built_with or {}).get(name, held_option(found, name))
                 if float(own) != float(last):
                     raise ValueError(
                         f"anneal[{name!r}] ends at {last:g}, and the mechanism of {layer!r} was built with {own!r}, "
@@ -75,8 +73,7 @@ class Anneal:
             ValueError: if it refuses it.
         """
         try:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                build_mechanism(type(found), found.spec, **{**(found.built_with or {}), name: value})
+            try_options(found, {name: value})
         except ValueError as error:
             raise ValueError(
                 f"anneal[{name!r}] goes from {self.values[name][0]:g} to {self.values[name][1]:g}, and "
@@ -91,28 +88,13 @@ class Anneal:
         }
         for name, value in values.items():
             for found in mechanisms:
-                if _is_number(_held(found, name)):
-                    _hold(found, name, _as_asked(found, name, value))
+                if _is_number(held_option(found, name)):
+                    hold_option(found, name, _as_asked(found, name, value))
         return values
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _held(mechanism: AttentionMechanism, name: str) -> object:
-    """What the mechanism has under an option's name at a call; None where it has nothing, or no value yet."""
-    if not isinstance(mechanism, FunctionAttention):
-        return getattr(mechanism, name, None)
-    option = inspect.signature(type(mechanism)).parameters.get(name)
-    return mechanism.options.get(name, None if option is None else option.default)
-
-
-def _hold(mechanism: AttentionMechanism, name: str, value: float) -> None:
-    if isinstance(mechanism, FunctionAttention):
-        mechanism.options = {**mechanism.options, name: value}
-    else:
-        setattr(mechanism, name, value)
 
 
 def _why_none(name: str, mechanisms: Sequence[AttentionMechanism]) -> str:
@@ -123,7 +105,7 @@ def _why_none(name: str, mechanisms: Sequence[AttentionMechanism]) -> str:
         return f"no swapped layer has a mechanism with a number of this name ({kinds})"
     kind = type(taking[0]).__name__
     if isinstance(taking[0], FunctionAttention) or hasattr(taking[0], name):
-        held = _held(taking[0], name)
+        held = held_option(taking[0], name)
         return f"{name} of {kind} is {held!r}, no number" + (
             "; give the mechanism its last value" if held is None else ""
         )

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +29,7 @@ class AttackSetting:
         source: for transfer, the checkpoint of the twin.
         on_source: for transfer, the name of the attack on the twin.
         called: what the table calls it; by its own name where None.
+        mechanism: for transfer, options that mechanisms of the attacked twin have other values of.
     """
 
     name: str
@@ -36,12 +37,14 @@ class AttackSetting:
     source: str | None = None
     on_source: str | None = None
     called: str | None = None
+    mechanism: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, given: str | Mapping[str, Any]) -> AttackSetting:
         """From a name, or ``{"name": ..., option: value}``, with ``label`` for the table where that is to differ.
 
-        Transfer also has ``source`` and ``attack``.
+        Transfer also has ``source``, ``attack`` and ``mechanism``. Without a source it attacks the model itself, whose
+        mechanisms have the other options meanwhile: an adaptive attack, with fewer passes of RPC-Attention say.
 
         Raises:
             ValueError: for an unknown attack (the nearest is named), an unknown or missing option, one out of its
@@ -53,10 +56,16 @@ class AttackSetting:
         if name != "transfer":
             return cls(name, _options(name, rest), called=called)
         source, on_source = rest.pop("source", None), str(rest.pop("attack", "pgd"))
-        if not isinstance(source, str):
-            raise ValueError("the attack 'transfer' needs source: the checkpoint of a twin of the model")
+        mechanism = rest.pop("mechanism", {})
+        if not isinstance(mechanism, Mapping) or not all(isinstance(key, str) for key in mechanism):
+            raise ValueError(f"the attack 'transfer': mechanism must be options by name, got {mechanism!r}")
+        if not isinstance(source, str) and not (source is None and mechanism):
+            raise ValueError(
+                "the attack 'transfer' needs source: the checkpoint of a twin of the model; or mechanism: other "
+                "options of the model's own mechanisms"
+            )
         _known(on_source, {key: value for key, value in ATTACKS.items() if key != "transfer"}, "attack on the source")
-        return cls(name, _options(on_source, rest), source, on_source, called)
+        return cls(name, _options(on_source, rest), source, on_source, called, dict(mechanism))
 
     @property
     def attack(self) -> Attack:
@@ -71,7 +80,10 @@ class AttackSetting:
     @property
     def kind(self) -> str:
         """What is run, whatever it is called."""
-        return f"{self.name} of {self.on_source}" if self.on_source else self.name
+        if not self.on_source:
+            return self.name
+        options = ", ".join(f"{key}={value}" for key, value in self.mechanism.items())
+        return f"{self.name} of {self.on_source}" + (f" with {options}" if options else "")
 
     @property
     def seeded(self) -> bool:

@@ -96,6 +96,15 @@ def test_a_module_without_gradients_is_named(tmp_path):
         evaluate(tmp_path, Detached())
 
 
+def test_an_adaptive_attack_on_a_model_without_such_mechanisms_is_refused_before_anything_is_measured(tmp_path):
+    attacks = ["fgsm", {"name": "transfer", "mechanism": {"iterations": 1}}]
+    with pytest.raises(
+        ValueError, match=r"no mechanism of the model reads an option 'iterations' at each call \(none\)"
+    ):
+        evaluate(tmp_path, TinyClassifier(), attacks=attacks)
+    assert not list(tmp_path.rglob("robustness_rows.jsonl"))
+
+
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     runner = trainer(tmp_path)
     monkeypatch.setattr(pl.Trainer, "world_size", 2)
