@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from attention_modules.analysis import Agreement, Drift
 from lightning_tasks.runs.safe_files import write_rows
+
+if TYPE_CHECKING:
+    from attention_modules.analysis import Agreement, Drift
 
 TABLE, FIGURE, SUMMARY = "drift.csv", "drift.png", "summary.md"
 TOGETHER = "all"  # in place of a layer's name

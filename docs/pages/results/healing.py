@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 
+from docs.pages.figures import Figure
 from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, verdicts
+from lightning_tasks.analyses import drift_report as report
 
 PAGE = Page(
     "healing",
     "all-MiniLM-L6-v2",
     summaries={"minilm": "examples/healing/compare_minilm.yaml", "vit": "examples/healing/compare_cifar10_vit.yaml"},
 )
-DRIFT = "drift/drift.csv"
+DRIFT = f"drift/{report.TABLE}"
 METRICS = {  # of each comparison the primary endpoint is the first
     "minilm": {
         "cosine, AG News": ("test/cosine_ag_news", 3, 1.0),
@@ -139,6 +142,13 @@ def prose(raw: Raw) -> dict[str, str]:
         "softmax-loss": f"{difference(loss, 4)} ({loss.verdict})",
         "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
     }
+
+
+@PAGE.figure(f"drift/{report.FIGURE}")
+def drift_of_layers(raw: Raw) -> Figure:
+    """What the analysis draws."""
+    rows = raw.records(DRIFT, report.Row)
+    return Figure(lambda path: report.draw(path, rows), [asdict(row) for row in rows], report)
 
 
 for name in METRICS:
