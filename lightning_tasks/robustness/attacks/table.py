@@ -56,7 +56,7 @@ class AttackSetting:
         if name != "transfer":
             return cls(name, _options(name, rest), called=called)
         source, on_source = rest.pop("source", None), str(rest.pop("attack", "pgd"))
-        mechanism = rest.pop("mechanism", {})
+        mechanism: Any = rest.pop("mechanism", {})
         if not isinstance(mechanism, Mapping) or not all(isinstance(key, str) for key in mechanism):
             raise ValueError(f"the attack 'transfer': mechanism must be options by name, got {mechanism!r}")
         if not isinstance(source, str) and not (source is None and mechanism):
