@@ -158,7 +158,7 @@ def run_cell(cell: Cell) -> None:
     from lightning_tasks.cli.fit import run
     from lightning_tasks.compare.images import FILE, ROBUSTNESS_FILE, RecordImages, robustness_values, write_images
     from lightning_tasks.compare.pairing import RecordPairing
-    from lightning_tasks.runs.this_environment import this_environment
+    from lightning_tasks.runs.environment import this_environment
     from lightning_tasks.runs.wandb_runs import RunLabels, one_run
     from lightning_tasks.training.non_finite import NonFiniteError
 

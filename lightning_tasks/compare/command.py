@@ -29,9 +29,8 @@ from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_compari
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.runs.environment import mixed_code
+from lightning_tasks.runs.environment import mixed_code, this_environment
 from lightning_tasks.runs.folder import make_output_folder
-from lightning_tasks.runs.this_environment import this_environment
 from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
 
 LOCK = ".compare.lock"

@@ -17,10 +17,9 @@ from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.environment import Environment, mixed_code
+from lightning_tasks.runs.environment import Environment, mixed_code, this_environment
 from lightning_tasks.runs.run import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
-from lightning_tasks.runs.this_environment import this_environment
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
 _DIGESTS = ("initial_weights", "training_data")

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism
-from attention_modules.held_options import other_options
+from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
 from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
 from lightning_tasks.robustness.attacks.table import AttackSetting

@@ -1,9 +1,17 @@
-"""Where runs ran, and whether they are of the same code."""
+"""Where a run ran: the code, the machine, and the versions of libraries."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
+_CPU_FILE = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,44 @@ class Environment:
         """The code in a few words."""
         version = self.versions.get("attnswap", "unknown")
         return (self.commit[:10] or f"version {version}") + (" with changes" if self.modified else "")
+
+
+@lru_cache(maxsize=1)  # a process goes on with the code that it has imported
+def this_environment() -> Environment:
+    """That of this process, found at the first call."""
+    import attention_modules  # here, as who reads records of environments needs no torch
+    from lightning_tasks.runs.measurements import library_versions
+
+    commit, modified = commit_of(Path(attention_modules.__file__))
+    versions = {"attnswap": attention_modules.__version__, "python": platform.python_version()}
+    found = {name: version for name, version in library_versions(LIBRARIES).items() if version}
+    return Environment(commit, modified, _hardware(), {**versions, **found})
+
+
+def commit_of(file: Path) -> tuple[str, bool]:
+    """The commit of the checkout that tracks a file, "" of none, and whether tracked files there were changed."""
+    try:
+        _git(file.parent, "ls-files", "--error-unmatch", file.name)
+        commit = _git(file.parent, "rev-parse", "HEAD")
+        return commit, bool(_git(file.parent, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or one of something else
+        return "", False
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # several processes ask at a time, and change nothing
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30, env=environment)
+    return done.stdout.strip()
+
+
+def _hardware() -> str:
+    import torch
+
+    lines = _CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines() if _CPU_FILE.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return ", ".join([f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores", *devices])
 
 
 def mixed_code(environments: Sequence[Environment]) -> list[str]:

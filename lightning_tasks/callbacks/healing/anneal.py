@@ -10,7 +10,7 @@ from typing import Any
 
 from attention_modules import AttentionMechanism
 from attention_modules.function import FunctionAttention
-from attention_modules.held_options import held_option, hold_option, try_options
+from attention_modules.mechanisms.shared.held_options import held_option, hold_option, try_options
 from lightning_tasks.training.limits import check_integer, check_number, is_sequence
 
 

@@ -16,7 +16,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.recipes import COMPARISON_KEYS
-from lightning_tasks.runs.this_environment import this_environment
+from lightning_tasks.runs.environment import this_environment
 from tests.lightning_tasks.programs import start_forked
 
 

@@ -25,8 +25,8 @@ from lightning_tasks.compare.record import (
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.environment import commit_of
 from lightning_tasks.runs.run import is_comparison
-from lightning_tasks.runs.this_environment import commit_of
 from lightning_tasks.variants import Variant
 
 SEEDS = (0, 1)

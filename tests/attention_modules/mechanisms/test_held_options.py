@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from attention_modules import AttentionSpec, RPCAttention, SinkAttention
 from attention_modules.function import function_class
-from attention_modules.held_options import held_option, other_options
+from attention_modules.mechanisms.shared.held_options import held_option, other_options
 
 SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
 

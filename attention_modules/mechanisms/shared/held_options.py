@@ -53,7 +53,7 @@ def other_options(mechanisms: Sequence[AttentionMechanism], options: Mapping[str
     Example:
         >>> import torch
         >>> from attention_modules import AttentionSpec, RPCAttention
-        >>> from attention_modules.held_options import other_options
+        >>> from attention_modules.mechanisms.shared.held_options import other_options
         >>> rpc = RPCAttention(AttentionSpec(dim=16, num_heads=2, head_dim=8), iterations=4)
         >>> with other_options([rpc], {"iterations": 1}):
         ...     rpc.iterations
