@@ -1,0 +1,124 @@
+"""Tests of cells that are copied beside their page fill it, and those of other settings are named."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from docs.pages.errors import PageError
+from docs.pages.results import out_of_distribution, rpc_sparse_part
+from lightning_tasks.runs import robustness
+from tests.pages.toy import ROOT
+
+
+def test_tests_of_cells_that_are_copied_beside_their_page_fill_it(tmp_path):
+    page, folder = out_of_distribution.PAGE, tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / page.file, folder)
+    assert "no numbers yet" in str(out_of_distribution.primary(page.raw(tmp_path)))
+    for variant, more in (("softmax", 0.0), ("rpc_lam_1", 0.1)):
+        for seed in range(4):
+            rows = [
+                robustness.Row("out of distribution", place, score, metric, 0.5 + more + seed / 100)
+                for place in out_of_distribution.OUTSIDE
+                for score in out_of_distribution.SCORES
+                for metric in out_of_distribution.FIGURES
+            ]
+            (folder / "out_of_distribution" / variant).mkdir(parents=True, exist_ok=True)
+            table = folder / "out_of_distribution" / variant / f"seed_{seed}.csv"
+            robustness.write_csv([robustness.Row("clean", "", "", "accuracy", 0.5), *rows], table)
+    raw = page.raw(tmp_path)
+    assert out_of_distribution.prose(raw)["verdicts"] == "no spread 1 of 1"
+    assert (raw.folder / "softmax" / "seed_0.csv").is_file()
+    assert "| softmax | digits | 51.5 ± 1.3 |" in str(out_of_distribution.figures("auroc", raw))
+    primary = str(out_of_distribution.primary(raw))
+    assert "| rpc lam 1 | 4 | 61.5 ± 1.3 | softmax | +10.0 [+10.0, +10.0]" in primary
+    shutil.rmtree(folder / "out_of_distribution" / "softmax")
+    with pytest.raises(PageError, match=r"has no values of softmax, which all others are compared with"):
+        out_of_distribution.primary(page.raw(tmp_path))
+
+
+ATTACKED = 50  # images
+
+
+def attacked(share, note):
+    """The table that a test with AutoAttack writes."""
+    right = robustness.right_as_text(np.arange(ATTACKED) + 0.5 < share * ATTACKED)
+    clean = robustness.Row("clean", "", "", "accuracy", 0.5, ATTACKED)
+    after = [f" after {name}" for name in ("apgd-ce", "apgd-t", "fab-t", "square")]
+    return [
+        clean,
+        *(
+            robustness.Row("attack", f"autoattack{name}", eps, "accuracy", share, ATTACKED, note=said, right=right)
+            for eps in ("1/255", "4/255")
+            for name, said in [("", note), *((name, "") for name in after)]
+        ),
+    ]
+
+
+@pytest.fixture
+def with_attacks(tmp_path):
+    """The page of the comparison, with what AutoAttack leaves of two variants."""
+    raw = rpc_sparse_part.PAGE.raw(tmp_path)
+    shutil.copytree(ROOT / "docs" / "results" / "rpc_sparse_part", raw.folder)
+    shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
+    assert "no numbers yet" in str(rpc_sparse_part.autoattack(raw))
+    assert rpc_sparse_part.prose(raw)["flags"] == "no numbers yet"
+    for variant, more in (("softmax", 0.2), ("rpc_lam_1", 0.1)):
+        folder = raw.folder / "autoattack" / variant
+        folder.mkdir(parents=True)
+        for seed in range(4):
+            flags = "the output is random; some gradients are zero" if more == 0.1 and seed == 1 else "none"
+            note = f"worst case of square (5,000 queries); L-inf; flags: {flags}"
+            robustness.write_csv(attacked(more + seed * 0.02, note), folder / f"seed_{seed}.csv")
+        claimed = [each.claim for each in rpc_sparse_part.claims(rpc_sparse_part.PAGE.raw(tmp_path))]
+        assert ("... and under AutoAttack" in claimed) == (variant == "rpc_lam_1"), "a claim needs pairs"
+    return rpc_sparse_part.PAGE.raw(tmp_path)
+
+
+def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
+    raw = with_attacks
+    rows = [row[:4] for row in rpc_sparse_part.autoattack(raw).rows]
+    clean = "50.0 ± 0.0"
+    assert rows == [[name, "4", eps, clean] for name in ("softmax", "rpc lam 1") for eps in ("1/255", "4/255")]
+    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(rpc_sparse_part.autoattack(raw))
+    primary = rpc_sparse_part.autoattack_primary(raw).rows
+    assert [row[3] for row in primary] == ["", "softmax"]  # references without tables are left out
+    assert primary[1][4].startswith("−10.0")
+    text = rpc_sparse_part.prose(raw)
+    one = "(1 of 4 seeds)"
+    assert text["flags"].split("; ") == [
+        f"rpc lam 1 at {eps}: {flag} {one}"
+        for eps in ("1/255", "4/255")
+        for flag in ("the output is random", "some gradients are zero")
+    ]
+    assert text["autoattack-settings"] == "50 images; worst case of square (5,000 queries); L-inf"
+    assert re.fullmatch(r"\[−\d+\.\d, −\d+\.\d\]", text["autoattack-images"])
+
+
+def cut(table):
+    table.write_text("\n".join(table.read_text().splitlines()[:-1]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda table: table.rename(table.with_name("seed_00.csv")), r"seed_00\.csv is none of VARIANT/seed_N\.csv"),
+        (lambda table: table.parent.rename(table.parents[1] / "rpc lam 1"), r"is none of VARIANT/seed_N\.csv"),
+        (cut, "have other rows: autoattack after square/4/255/accuracy is in one alone"),
+        (lambda table: table.write_text(table.read_text() + table.read_text().splitlines()[-1] + "\n"), "a row twice"),
+        (
+            lambda table: table.write_text(table.read_text().replace("5,000", "100")),
+            "other settings of autoattack/1/255",
+        ),
+        (lambda table: table.write_text(table.read_text().replace(",50,", ",500,")), "other settings of autoattack"),
+        (lambda table: table.write_text(table.read_text().replace("attack,", "shift,")), "no row of the test 'attack'"),
+        (lambda table: robustness.write_csv(attacked(float("nan"), "none"), table), "was not measured"),
+    ],
+    ids=["seed_00", "folder", "cut", "twice", "queries", "images", "other test", "nan"],
+)
+def test_a_table_of_another_test_is_named(with_attacks, damage, said):
+    damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
+    with pytest.raises(PageError, match=said):
+        rpc_sparse_part.autoattack(rpc_sparse_part.PAGE.raw(with_attacks.root))

@@ -1,0 +1,115 @@
+"""Comparisons that are copied beside their page fill it."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from docs.pages import __main__ as command
+from docs.pages.numbers import number
+from docs.pages.results import zoo
+from lightning_tasks.compare.choice import Choice, Tried
+from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
+from lightning_tasks.compare.statistics import paired_p
+from lightning_tasks.runs.environment import Environment
+from tests.pages.toy import RECIPE, ROOT, write_results
+
+
+def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
+    folder = tmp_path / "docs" / "results" / "zoo" / "images"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "zoo.md", folder.parents[1])
+    write_results(folder / "results.csv")
+    rates = [Tried([f"--lr={rate}"], score) for rate, score in (("1e-3", 0.4), ("2e-3", 0.5))]
+    cells = [
+        CellRecord(config, seed, state=FINISHED, initial_weights=f"{config} {seed}" if seed == 3 else "")
+        for seed in range(4)
+        for config in ("softmax", "rpc")
+    ]
+    record = Record(
+        [VariantRecord("softmax"), VariantRecord("rpc")],
+        {},
+        ["test/top1", "val/loss"],
+        cells=cells,
+        choices=[Choice("rpc", "val/top1", "max", [100], rates, 1)],
+        primary="test/top1",
+    )
+    write_record(record, folder)
+    command.build(tmp_path, [zoo.PAGE])
+    assert command.check(tmp_path, [zoo.PAGE]) == []
+    text = (tmp_path / zoo.PAGE.file).read_text()
+    assert "| rpc | 4 | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | 0.0 | higher |" in text
+    assert "| rpc | 40.0 | **50.0** |" in text
+    assert text.count("no numbers yet |") == 5  # the tables of the text, and of further seeds
+    more = folder.with_name("images_more")
+    more.mkdir()
+    write_results(more / "results.csv", start=4)
+    write_record(replace(record, cells=[replace(cell, seed=cell.seed + 4) for cell in cells]), more)
+    command.build(tmp_path, [zoo.PAGE])
+    assert command.check(tmp_path, [zoo.PAGE]) == []
+    text = (tmp_path / zoo.PAGE.file).read_text()
+    both = "| rpc | 55.5 ± 2.5 | softmax | +2.1 [+2.0, +2.1] | +2.0 [+2.0, +2.1] | < 0.001 | higher |"
+    assert both in text
+    shutil.rmtree(more)
+    command.build(tmp_path, [zoo.PAGE])
+    written = (folder / "summary.md").read_text()
+    assert "- rpc: lr=2e-3, by val/top1 (max) of seed 100: lr=1e-3 0.4, lr=2e-3 0.5" in written
+    assert "- rpc seed 3: initial weights differ from those of softmax" in written
+    assert (folder / "differences.png").is_file()
+    earlier = json.loads((folder / "comparison.json").read_text())
+    del earlier["primary"], earlier["margins"]
+    (folder / "comparison.json").write_text(json.dumps(earlier))
+    assert command.check(tmp_path, [zoo.PAGE]) == [], "the recipe names the primary endpoint"
+    results = (folder / "results.csv").read_text()
+    (folder / "results.csv").write_text(results.replace("softmax", "other"))
+    (found,) = command.check(tmp_path, [zoo.PAGE])
+    assert "has no values of softmax, which all others are compared with" in found
+    (folder / "results.csv").write_text(results)
+    (folder / "comparison.json").write_text('{"metrics": []}')
+    (found,) = command.check(tmp_path, [zoo.PAGE])
+    assert "images/comparison.json is damaged (KeyError: 'variants')" in found
+
+
+def test_what_a_recipe_asks_for_is_corrected_for_before_it_has_run(toy):
+    root, page = toy
+    raw = page.raw(root)
+    assert raw.comparison("", "compare.yaml").row("test/top1", "rpc", "softmax").family == 1
+    (root / "compare.yaml").write_text(
+        RECIPE.replace("{}", "{softmax: {}, rpc: {}, third: {}, fourth: {}}") + "references: {third: [rpc]}\n"
+    )
+    row = page.raw(root).comparison("", "compare.yaml").row("test/top1", "rpc", "softmax")
+    assert (row.family, row.corrected) == (4, pytest.approx(4 * row.p))
+    record = Record(
+        [VariantRecord("softmax"), VariantRecord("rpc")],
+        {},
+        ["test/top1"],
+        primary="test/top1",
+        environments=[Environment("0" * 40), Environment("1" * 40)],
+        comparisons=7,
+    )
+    write_record(record, raw.folder)
+    found = page.raw(root).comparison("", "compare.yaml")
+    assert found.row("test/top1", "rpc", "softmax").family == 7
+    (said,) = found.remarks["Code"]
+    assert said.endswith("different commits: 0000000000, 1111111111")
+
+
+def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(tmp_path):
+    raw = zoo.PAGE.raw(tmp_path)
+    shifts = {"softmax": 0.0, "rpc": 0.02, "sink": 0.0, "kde": 0.0}
+    for place, configs, seeds in (("images", [*shifts], range(4)), ("images_more", ["softmax", "rpc"], range(4, 8))):
+        (raw.folder / place).mkdir(parents=True)
+        lines = [
+            f"{config},{seed},10,test/top1,{0.5 + shifts[config] + 0.01 * (-1) ** seed * (config != 'softmax')}"
+            for config in configs
+            for seed in seeds
+        ]
+        text = "\n".join(["config,seed,step,metric,value", *lines])
+        (raw.folder / place / "results.csv").write_text(f"{text}\n")
+        write_record(Record([*map(VariantRecord, configs)], {}, ["test/top1"], primary="test/top1"), raw.folder / place)
+    (row,) = zoo.more_seeds("images", raw).rows
+    p = paired_p([0.03, 0.01] * 4)
+    assert row[0] == "rpc"
+    assert row[-2] == number(3 * p, 3)
+    assert number(3 * p, 3) != number(p, 3)
