@@ -82,7 +82,11 @@ def claims(raw: Raw) -> list[Claim]:
     ]
     if worst := [] if attacked is None else [row for row in to("softmax", attacked, AUTOATTACK_PRIMARY) if row.pairs]:
         made.append(
-            Claim("... and under AutoAttack", f"1/255: {points(worst)} points to softmax", verdict("higher", *worst))
+            Claim(
+                "... and under AutoAttack",
+                f"1/255, 100 images, {worst[0].pairs} seeds: {points(worst)} points to softmax",
+                verdict("higher", *worst),
+            )
         )
     return made
 
