@@ -31,8 +31,9 @@ def test_a_mechanism_that_is_far_from_its_float64_is_named(monkeypatch):
 
 def test_a_host_and_a_statistic():
     record = []
-    test_hosts.test_swapped_in_bfloat16_and_restored("mha", "symmetric", CPU, lambda *row: record.append(row))
-    assert [name for name, _ in record] == ["output", "gradient"]
+    test_hosts.test_swapped_and_restored("mha", "symmetric", "bf16", CPU, lambda *row: record.append(row))
+    test_hosts.test_compiled("mha", CPU, lambda *row: record.append(row))
+    assert [name for name, _ in record] == ["output", "gradient", "largest"]
     test_statistics.test_equals_the_cpu("statistics, boolean", CPU)
     test_statistics.test_log_sum_exp_comes_from_a_kernel("causal", CPU)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_modules import analysis
+from attention_modules import analysis, swap_attention
 from attention_modules.base import AttentionSpec
 from attention_modules.testing import Subject
 from tests.another_device import AnotherDevice, WaitsForDeviceError
-from tests.attention_modules.hosts.cases import MECHANISMS
+from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
+from tests.attention_modules.hosts.placed import Placed
 
 TOKENS = 9
 DEVICES = {"mps": (False, True), "cuda": (True, False)}  # whether it has float64, and may be read from
@@ -31,6 +32,13 @@ def masks():
     }
 
 
+def assert_near(found, expected):
+    """Equal up to float32's rounding of the largest number of each tensor; None beside None is equal too."""
+    scales = [None if each is None else each.detach().abs().max().clamp(min=1.0) for each in expected]
+    parts = ([None if s is None else x / s for x, s in zip(each, scales, strict=True)] for each in (found, expected))
+    torch.testing.assert_close(*parts, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("case", MECHANISMS)
 def test_mechanisms_stay_on_the_device_in_its_dtypes_and_never_wait(case, kind):
@@ -49,7 +57,27 @@ def test_mechanisms_stay_on_the_device_in_its_dtypes_and_never_wait(case, kind):
             gradients = torch.autograd.grad((found * weights).sum(), wanted, allow_unused=True)
             assert found.device.type == kind
             assert found.dtype == torch.float32
-        torch.testing.assert_close((found, *gradients), (expected, *slopes), rtol=1e-4, atol=1e-5)
+        assert_near((found, *gradients), (expected, *slopes))
+
+
+@pytest.mark.parametrize("mechanism", ["symmetric", "sigmoid"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_stay_on_the_device_in_its_dtypes(host, mechanism):
+    case = HOSTS[host]
+    if mechanism in case.refuses:
+        pytest.skip(f"{host} refuses {mechanism}")
+    model = built(host)
+    swap_attention(model, MECHANISMS[mechanism][0])
+    expected = case.run(model, padding_mask() if case.padding else None)
+    wanted = list(model.parameters())
+    slopes = torch.autograd.grad(expected.sin().sum(), wanted, allow_unused=True)
+    with another("mps"):
+        padding = padding_mask() if case.padding else None  # made here it lies on the host
+        found = case.run(Placed(model, torch.device("mps")), padding)
+        gradients = torch.autograd.grad(found.sin().sum(), wanted, allow_unused=True)
+        assert found.device.type == "mps"
+        assert found.dtype == torch.float32
+    assert_near((found, *gradients), (expected, *slopes))
 
 
 def statistics():

@@ -1,50 +1,47 @@
-"""Every host with a swapped layer in bfloat16 autocast, and restored."""
+"""Every host with a swapped layer in every precision, restored, and compiled."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
-from tests.gpu.measures import distance
+from tests.attention_modules.hosts.placed import Placed
+from tests.gpu.measures import PRECISIONS, distance
 
 SWAPS = ("symmetric", "sigmoid")  # without a query, and with one
-LIMIT, GRADIENT_LIMIT = 0.03, 0.1  # of the distance to float32 on the CPU, over its norm
 
 
-class Placed(nn.Module):
-    """A model that takes its inputs to its device."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.model, self.place = model.to(device), device
-
-    def forward(self, *args, **kwargs):
-        args, kwargs = tree_map(lambda x: x.to(self.place) if torch.is_tensor(x) else x, (args, kwargs))
-        return self.model(*args, **kwargs)
-
-
-def output_and_gradients(model, run, padding, autocast):
-    """By name, on the CPU; those of what gets no gradient are left out."""
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        out = run(model, padding)
-    out.float().sin().sum().backward()
+def output_and_gradients(model, run, padding):
+    """By name, on the CPU in float64; those of what gets no gradient are left out."""
+    out = run(model, padding)
+    wide = out if out.dtype == torch.float64 else out.float()
+    wide.sin().sum().backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
     return {name: each.detach().cpu().double() for name, each in {"output": out, **found}.items()}
 
 
+def distances(found, exact):
+    """Of the output, and of the farthest gradient over the norm of the largest."""
+    assert found.keys() == exact.keys()
+    slopes = exact.keys() - {"output"}
+    largest = max(exact[name].norm() for name in slopes)
+    far = [float((found[name] - exact[name]).norm() / largest) for name in slopes]
+    return {"output": distance(found["output"], exact["output"]), "gradient": max(far)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mechanism", SWAPS)
 @pytest.mark.parametrize("host", HOSTS)
-def test_swapped_in_bfloat16_and_restored(host, mechanism, device, record_property):
-    case, (name, options) = HOSTS[host], MECHANISMS[mechanism]
+def test_swapped_and_restored(host, mechanism, precision, device, record_property):
+    case, (name, options), at = HOSTS[host], MECHANISMS[mechanism], PRECISIONS[precision]
     padding = padding_mask() if case.padding else None
-    plain, model = built(host), Placed(built(host), device)
+    model = Placed(built(host).to(device, at.dtype), device, at.dtype)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         first = case.run(model, padding)
@@ -52,21 +49,34 @@ def test_swapped_in_bfloat16_and_restored(host, mechanism, device, record_proper
         with pytest.raises(AttentionSwapError, match=case.refuses[mechanism]):
             swap_attention(model, name, **options)
     else:
-        swap_attention(plain, name, **options)
         swap_attention(model, name, **options)
-        exact = output_and_gradients(Placed(plain, torch.device("cpu")), case.run, padding, autocast=False)
-        found = output_and_gradients(model, case.run, padding, autocast=True)
-        assert found.keys() == exact.keys()
-        largest = max(each.norm() for key, each in exact.items() if key != "output")
-        errors = {key: float((found[key] - exact[key]).norm() / largest) for key in found if key != "output"}
-        output, gradient = distance(found["output"], exact["output"]), max(errors.values())
-        record_property("output", f"{output:.1e}")
-        record_property("gradient", f"{gradient:.1e}")
-        assert output <= LIMIT
-        assert gradient <= GRADIENT_LIMIT
+        wide = Placed(copy.deepcopy(model.model).to("cpu", torch.float64), torch.device("cpu"), torch.float64)
+        exact = output_and_gradients(wide, case.run, padding)
+        with at.active(device):
+            found = output_and_gradients(model, case.run, padding)
+        far = distances(found, exact)
+        for kind, error in far.items():
+            record_property(kind, f"{error:.1e}")
+        assert far["output"] <= at.output
+        assert far["gradient"] <= at.gradient
         restore_attention(model)
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) and after[key].device.type == device.type for key in before)
     with torch.no_grad():
         assert torch.equal(case.run(model, padding), first)
+
+
+@pytest.mark.parametrize("host", [host for host, case in HOSTS.items() if "symmetric" not in case.refuses])
+def test_compiled(host, device, record_property):
+    case, padding = HOSTS[host], padding_mask() if HOSTS[host].padding else None
+    model = Placed(built(host).to(device), device)
+    swap_attention(model, "symmetric")
+    eager = output_and_gradients(model, case.run, padding)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager")
+    found = output_and_gradients(compiled, case.run, padding)
+    torch.compiler.reset()
+    far = distances({name.removeprefix("_orig_mod."): each for name, each in found.items()}, eager)
+    record_property("largest", f"{max(far.values()):.1e}")
+    assert max(far.values()) <= 1e-3
