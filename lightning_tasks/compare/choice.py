@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,9 @@ class Choice:
 
     def __str__(self) -> str:
         """A sentence for the tables."""
-        best = "nothing, as all diverged" if self.chosen == NOTHING else label(self.tried[self.chosen].overrides)
+        best = "nothing, as all diverged" if self.chosen == NOTHING else written(self.tried[self.chosen].overrides)
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
-        scores = [f"{label(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
+        scores = [f"{written(each.overrides)} {each.score:.5g}{each.diverged and ' (diverged)'}" for each in self.tried]
         return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}"
 
 
@@ -44,3 +45,22 @@ def key_of(override: str) -> str:
 def label(overrides: Sequence[str]) -> str:
     """Overrides without the paths of their settings: `lr=0.001`."""
     return " ".join(f"{key_of(each).rpartition('.')[2]}={each.partition('=')[2]}" for each in overrides)
+
+
+def written(overrides: Sequence[str]) -> str:
+    """The same to be read: a class with its arguments as `LocAteR(weight=0.001)`."""
+    return " ".join(_call(each.partition("=")[2]) or label([each]) for each in overrides)
+
+
+def _call(value: str) -> str:
+    """A class path with arguments as Python writes the call; "" of any other value."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return ""
+    match found:
+        case {"class_path": str(path), "init_args": dict(given), **rest} if not rest:
+            return f"{path.rpartition('.')[2]}({', '.join(f'{name}={each!r}' for name, each in given.items())})"
+        case {"class_path": str(path), **rest} if not rest:
+            return f"{path.rpartition('.')[2]}()"
+    return ""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.choice import NOTHING
+from lightning_tasks.compare.choice import NOTHING, Choice, Tried
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
@@ -214,6 +214,25 @@ def test_nothing_is_chosen_where_all_runs_diverged(demo, tmp_path):
     assert str(choice).startswith("v: nothing, as all diverged, by val/top1 (max) of seeds 7, 8: rate=0 nan (diverged)")
     (waiting,) = chosen(variants, [choice])
     assert waiting.overrides == ("one of rate=0", "one of rate=1")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ('{"class_path": "a.b.Decay", "init_args": {"weight": 0.5, "mode": "all"}}', "Decay(weight=0.5, mode='all')"),
+        ('{"class_path": "a.b.Decay"}', "Decay()"),
+        ('{"class_path": "a.b.Decay", "init_args": null}', 'callbacks+={"class_path": "a.b.Decay", "init_args": null}'),
+        ('{"class_path": "a.b.Decay", "more": 1}', 'callbacks+={"class_path": "a.b.Decay", "more": 1}'),
+        ("[0.5]", "callbacks+=[0.5]"),
+        ("0.5", "callbacks+=0.5"),
+        ("a.b.Decay", "callbacks+=a.b.Decay"),
+    ],
+)
+def test_a_class_is_said_as_its_call(value, said):
+    tried = [Tried([f"--trainer.callbacks+={value}", "--model.rate=1"], 0.5)]
+    assert str(Choice("v", "val/top1", "max", [7], tried, 0)) == (
+        f"v: {said} rate=1, by val/top1 (max) of seed 7: {said} rate=1 0.5"
+    )
 
 
 def test_one_run_of_several_that_diverged_makes_its_value_worst(demo, tmp_path):
