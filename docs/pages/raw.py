@@ -29,7 +29,7 @@ from lightning_tasks.compare.summary import (
 )
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, with_stops
-from lightning_tasks.runs.environment import Environment, mixed_code
+from lightning_tasks.runs.environment import Environment, mixed_environments
 from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
@@ -95,7 +95,7 @@ class Comparison:
             "Chosen": list(map(str, self.choices)),
             "Diverged": [f"{name} seed {seed}: {text}" for (name, seed), text in diverged_cells(self.rows).items()],
             "Not paired": unpaired(paired),
-            "Code": mixed_code(self.environments),
+            "Environments": mixed_environments(self.environments),
             "Intervals": said_of(self.images),
             "Not finished": [f"{each['variant']} seed {each['seed']}" for each in self.cells if each not in finished],
         }

@@ -29,7 +29,7 @@ from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_compari
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.runs.environment import mixed_code, this_environment
+from lightning_tasks.runs.environment import mixed_environments, this_environment
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
 
@@ -219,7 +219,7 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
 
 
 def _print_plan(cells: Sequence[Cell]) -> None:
-    """Say on stderr what is to be run, what its checkpoints take, and whether earlier results are of other code."""
+    """Say on stderr what is to be run, what its checkpoints take, and whether cells ran in other environments."""
     finished = [cell for cell in cells if cell.is_finished()]
     kept = [cell.checkpoint.stat().st_size for cell in finished if cell.checkpoint.is_file()]
     more = sum(cell.keep for cell in cells if cell not in finished)
@@ -235,7 +235,7 @@ def _print_plan(cells: Sequence[Cell]) -> None:
     print(f"attnswap: {text}", file=sys.stderr)
     if len(finished) < len(cells):
         found = [each for cell in finished if (each := environment_of(cell)) is not None]
-        for remark in mixed_code([*found, this_environment()]):
+        for remark in mixed_environments([*found, this_environment()]):
             print(f"attnswap: warning: {remark}", file=sys.stderr)
 
 

@@ -17,7 +17,7 @@ from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.environment import Environment, mixed_code, this_environment
+from lightning_tasks.runs.environment import Environment, mixed_environments, this_environment
 from lightning_tasks.runs.run import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
 
@@ -156,9 +156,9 @@ def environment_of(cell: Cell) -> Environment | None:
         ) from error
 
 
-def code_remarks(cells: Iterable[Cell]) -> list[str]:
-    """A sentence where finished cells ran with different code."""
-    return mixed_code([found for cell in cells if (found := environment_of(cell)) is not None])
+def environment_remarks(cells: Iterable[Cell]) -> list[str]:
+    """Sentences where finished cells ran in different environments."""
+    return mixed_environments([found for cell in cells if (found := environment_of(cell)) is not None])
 
 
 def write_record(record: Record, output: Path) -> None:

@@ -11,7 +11,7 @@ from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import WRITTEN, said_of, write_summary
 from lightning_tasks.compare.images import ImageResults
-from lightning_tasks.compare.record import code_remarks, finished_before
+from lightning_tasks.compare.record import environment_remarks, finished_before
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, not_logged, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
@@ -91,7 +91,7 @@ def write_tables(
         "Chosen": choices,
         "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
         "Not paired": unpaired_seeds(cells),
-        "Code": code_remarks(cells),
+        "Environments": environment_remarks(cells),
         "Finished, with other seeds than these tables": _other_seeds(cells),
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }

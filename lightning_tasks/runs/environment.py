@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
@@ -75,7 +76,21 @@ def _hardware() -> str:
     return ", ".join([f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores", *devices])
 
 
-def mixed_code(environments: Sequence[Environment]) -> list[str]:
-    """A sentence where results are of different code; nothing where they are of the same."""
-    codes = list(dict.fromkeys(each.code for each in environments))
-    return [f"the cells ran with the code of different commits: {', '.join(codes)}"] if len(codes) > 1 else []
+def mixed_environments(environments: Sequence[Environment]) -> list[str]:
+    """A sentence for each in which environments differ: code, hardware, versions of libraries."""
+    versions = [each.versions for each in environments]
+    others = [name for name in dict.fromkeys(chain(*versions)) if len({each.get(name) for each in versions}) > 1]
+    libraries = [
+        ", ".join(f"{name} {found[name]}" for name in others if name in found and name != "attnswap")
+        for found in versions
+    ]
+    found = {
+        "with the code of different commits: ": [each.code for each in environments],
+        "on different hardware: ": [each.hardware for each in environments],
+        "with different versions: ": libraries,
+    }
+    return [
+        f"the cells ran {what}{'; '.join(different)}"
+        for what, each in found.items()
+        if len(different := list(dict.fromkeys(filter(None, each)))) > 1
+    ]

@@ -91,8 +91,8 @@ def test_what_a_recipe_asks_for_is_corrected_for_before_it_has_run(toy):
     write_record(record, raw.folder)
     found = page.raw(root).comparison("", "compare.yaml")
     assert found.row("test/top1", "rpc", "softmax").family == 7
-    (said,) = found.remarks["Code"]
-    assert said.endswith("different commits: 0000000000, 1111111111")
+    (said,) = found.remarks["Environments"]
+    assert said.endswith("different commits: 0000000000; 1111111111")
 
 
 def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(tmp_path):

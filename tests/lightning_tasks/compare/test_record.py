@@ -17,7 +17,7 @@ from lightning_tasks.compare.record import (
     CellRecord,
     Record,
     VariantRecord,
-    code_remarks,
+    environment_remarks,
     read_record,
     record_of,
     write_record,
@@ -240,15 +240,20 @@ def test_cells_name_the_code_and_the_machine_that_they_ran_with(planned, tmp_pat
     finish(planned[1], 1.0, environment=RAN_IN)
     finish(planned[2], 1.0, environment=RAN_IN)
     finish(planned[3], 1.0, environment={**RAN_IN, "modified": True})
+    finish(planned[4], 1.0, environment={**RAN_IN, "hardware": "another", "versions": {"torch": "2.1", "timm": "1.0"}})
     write_record(record_of(planned, ["val/loss"], {}), tmp_path / "out")
     record = read_record(tmp_path / "out")
-    assert [cell.environment for cell in record.cells] == [-1, 0, 0, 1, -1, -1]
-    assert [asdict(each) for each in record.environments] == [RAN_IN, {**RAN_IN, "modified": True}]
-    said = "the cells ran with the code of different commits: aaaaaaaaaa, aaaaaaaaaa with changes"
-    assert code_remarks(planned) == [said]
+    assert [cell.environment for cell in record.cells] == [-1, 0, 0, 1, 2, -1]
+    assert [asdict(each) for each in record.environments][:2] == [RAN_IN, {**RAN_IN, "modified": True}]
+    said = [
+        "the cells ran with the code of different commits: aaaaaaaaaa; aaaaaaaaaa with changes",
+        "the cells ran on different hardware: a processor, 2 cores; another",
+        "the cells ran with different versions: torch 2.0; torch 2.1, timm 1.0",
+    ]
+    assert environment_remarks(planned) == said
     write_tables(planned, ["val/loss"], {}, tmp_path / "out")
-    assert f"Code:\n\n- {said}" in (tmp_path / "out" / "summary.md").read_text()
-    assert code_remarks(planned[:3]) == []
+    assert "Environments:\n\n- " + "\n- ".join(said) in (tmp_path / "out" / "summary.md").read_text()
+    assert environment_remarks(planned[:3]) == []
 
 
 @pytest.mark.parametrize(
