@@ -51,7 +51,7 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
     known = {place for place, each in listed.items() if each.state == FINISHED and not each.diverged}
     searched = {choice.variant for choice in record.choices}  # a score too is of the settings that cells had
     rows = defaultdict(list)
-    for row in read_csv(raw / RESULTS):
+    for row in read_csv(raw / RESULTS) if known else ():  # before the first cell of the table there is no such file
         value = {"step": int(row["step"]), "metric": row["metric"], "value": float(row["value"])}
         rows[row["config"], int(row["seed"])].append(value)
     seeds = sorted({seed for _, seed in listed})

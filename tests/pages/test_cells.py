@@ -43,6 +43,19 @@ def recipe(tmp_path):
     return path
 
 
+def test_a_comparison_goes_on_from_what_was_chosen_alone(recipe, tmp_path):
+    first = compared(recipe, tmp_path / "first")
+    for value, cell in enumerate(first.selection):
+        finish(cell, float(value))
+    first.output.mkdir(exist_ok=True)
+    first.write_record()
+    main([str(recipe), str(first.output), str(tmp_path / "again")])
+    again = compared(recipe, tmp_path / "again")
+    assert again.choices == first.choices
+    assert all(cell.is_finished() for cell in again.selection)
+    assert not any(cell.is_finished() for cell in again.cells)
+
+
 def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
     first = compared(recipe, tmp_path / "first")
     for value, cell in enumerate(first.selection):
