@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from docs.pages.numbers import difference, mean_std, number
 from docs.pages.raw import Comparison
+from lightning_tasks.compare.choice import written
 from lightning_tasks.compare.summary import SummaryRow
 
 
@@ -97,6 +98,18 @@ def verdicts(
                 paired = [difference(row, digits, scale), p_value(row.corrected), detectable]
             rows.append([names[row.config], *count, values, names.get(row.reference, ""), *paired, row.verdict])
     return Table([heads[0], *(["seeds"] if seeds else []), *heads[1:], "verdict"], rows)
+
+
+def chosen_values(comparison: Comparison, names: Mapping[str, str], digits: int, scale: float = 1.0) -> Table:
+    """What was tried for each configuration on the seeds that chose, with its score: bold what was chosen."""
+    rows = []
+    for choice in comparison.choices:
+        for place, each in enumerate(choice.tried):
+            name = names[choice.variant] if place == 0 else ""
+            mark = "**" if place == choice.chosen else ""
+            score = "diverged" if each.diverged else number(each.score * scale, digits)
+            rows.append([name, f"{mark}`{written(each.overrides)}`{mark}", f"{mark}{score}{mark}"])
+    return Table(["configuration", "tried", comparison.choices[0].metric if comparison.choices else "score"], rows)
 
 
 def p_value(value: float) -> str:
