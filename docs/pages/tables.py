@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from docs.pages.numbers import difference, mean_std, number
 from docs.pages.raw import Comparison
-from lightning_tasks.compare.choice import written
+from lightning_tasks.compare.choice import Choice, written
 from lightning_tasks.compare.summary import SummaryRow
 
 
@@ -100,16 +101,36 @@ def verdicts(
     return Table([heads[0], *(["seeds"] if seeds else []), *heads[1:], "verdict"], rows)
 
 
-def chosen_values(comparison: Comparison, names: Mapping[str, str], digits: int, scale: float = 1.0) -> Table:
-    """What was tried for each configuration on the seeds that chose, with its score: bold what was chosen."""
+def chosen_values(choices: Sequence[Choice], names: Mapping[str, str], digits: int) -> Table:
+    """What was tried for each configuration, and its score: a row for each value, bold what was chosen."""
     rows = []
-    for choice in comparison.choices:
-        for place, each in enumerate(choice.tried):
+    for choice in choices:
+        scores = _scores(choice, digits)
+        for place, (each, score) in enumerate(zip(choice.tried, scores, strict=True)):
             name = names[choice.variant] if place == 0 else ""
-            mark = "**" if place == choice.chosen else ""
-            score = "diverged" if each.diverged else number(each.score * scale, digits)
-            rows.append([name, f"{mark}`{written(each.overrides)}`{mark}", f"{mark}{score}{mark}"])
-    return Table(["configuration", "tried", comparison.choices[0].metric if comparison.choices else "score"], rows)
+            rows.append([name, _bold(f"`{written(each.overrides)}`", place == choice.chosen), score])
+    return Table(["configuration", "tried", choices[0].metric], rows)
+
+
+def tried_values(
+    choices: Sequence[Choice], head: str, names: Mapping[str, str] | None = None, digits: int = 1, scale: float = 1.0
+) -> Table:
+    """The score of each value where all configurations were tried with the same: a column for each, bold the chosen."""
+    heads = [each.overrides[0].partition("=")[2] for each in choices[0].tried]
+    rows = [[(names or {}).get(each.variant, each.variant), *_scores(each, digits, scale)] for each in choices]
+    return Table([head, *heads], rows)
+
+
+def _scores(choice: Choice, digits: int, scale: float = 1.0) -> list[str]:
+    texts = [
+        "diverged" if each.diverged or math.isnan(each.score) else number(each.score * scale, digits)
+        for each in choice.tried
+    ]
+    return [_bold(text, place == choice.chosen) for place, text in enumerate(texts)]
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
 
 
 def p_value(value: float) -> str:

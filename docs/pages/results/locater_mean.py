@@ -67,7 +67,7 @@ def claims(raw: Raw) -> list[Claim]:
 
 @PAGE.table
 def chosen(raw: Raw) -> Table:
-    return chosen_values(read(raw), NAMES, 2)
+    return chosen_values(read(raw).choices, NAMES, 2)
 
 
 @PAGE.table

@@ -7,7 +7,6 @@ images_more and text_more.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +16,7 @@ from docs.pages.figures import Figure, differences_of
 from docs.pages.numbers import difference, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
-from docs.pages.tables import Table, p_value, verdicts
-from lightning_tasks.compare.choice import Choice
+from docs.pages.tables import Table, p_value, tried_values, verdicts
 from lightning_tasks.compare.statistics import minimum_detectable_effect
 from lightning_tasks.compare.summary import LEVEL, SummaryRow, corrected_by_family
 
@@ -169,18 +167,7 @@ def rates(part: str, raw: Raw) -> Table:
     found = read(raw, part)
     if found is None or not found.choices:
         return Table(["mechanism", "learning rates"], [[NOTHING, ""]])
-    heads = [each.overrides[0].partition("=")[2] for each in found.choices[0].tried]
-    return Table(
-        ["mechanism", *heads], [[choice.variant, *_scores(choice, SCORES[part][2])] for choice in found.choices]
-    )
-
-
-def _scores(choice: Choice, scale: float) -> list[str]:
-    texts = [
-        "diverged" if each.diverged or math.isnan(each.score) else number(each.score * scale, 1)
-        for each in choice.tried
-    ]
-    return [f"**{text}**" if place == choice.chosen else text for place, text in enumerate(texts)]
+    return tried_values(found.choices, "mechanism", scale=SCORES[part][2])
 
 
 def differences(part: str, raw: Raw) -> Figure | None:
