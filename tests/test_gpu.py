@@ -38,6 +38,13 @@ def test_a_host_and_a_statistic():
     test_statistics.test_log_sum_exp_comes_from_a_kernel("causal", CPU)
 
 
+def test_a_gradient_that_is_no_number_is_far():
+    exact = {"output": torch.ones(1), "a": torch.ones(2), "b": torch.ones(2)}
+    for name in ("a", "b"):
+        far = test_hosts.distances({**exact, name: torch.full((2,), torch.nan)}, exact)
+        assert far["gradient"] != far["gradient"]
+
+
 def test_without_a_gpu_they_are_skipped_unless_a_dry_run_is_asked_for(monkeypatch):
     device = conftest.device.__wrapped__ if hasattr(conftest.device, "__wrapped__") else conftest.device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

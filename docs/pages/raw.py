@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from docs.pages.errors import PageError
-from lightning_tasks.compare.choice import Choice, Tried
+from lightning_tasks.compare.choice import Choice, parse_choice
 from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
@@ -29,7 +29,7 @@ from lightning_tasks.compare.summary import (
 )
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, with_stops
-from lightning_tasks.runs.environment import Environment, mixed_environments
+from lightning_tasks.runs.environment import Environment, mixed_environments, parse_environment
 from lightning_tasks.runs.log import by_metric
 
 COMPARISON, RESULTS = "comparison.json", "results.csv"
@@ -315,7 +315,7 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
         asked = json_of(folder / COMPARISON)
         if not isinstance(asked, dict):
             raise TypeError(f"it is a {type(asked).__name__}")
-        choices = [_choice(each) for each in asked.get("choices", [])]
+        choices = [parse_choice(each) for each in asked.get("choices", [])]
         logged = {row["config"] for row in rows}
         names = [each["name"] for each in asked["variants"]]
         configs = with_first(names, logged, folder)
@@ -325,7 +325,7 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
             endpoints = replace(endpoints, primary=asked["primary"], margins=asked["margins"])
         if "comparisons" in asked:
             endpoints = replace(endpoints, comparisons=asked["comparisons"])
-        environments = [Environment(**each) for each in asked.get("environments", [])]
+        environments = [parse_environment(each) for each in asked.get("environments", [])]
         said = asked["metrics"], asked["references"], endpoints
         return Comparison(rows, *said, configs, choices, asked["cells"], images, environments)
     except (KeyError, TypeError, ValueError) as error:
@@ -347,11 +347,6 @@ def with_first(names: Sequence[str], there: Container[str], folder: Path) -> lis
     if names[0] not in there:
         raise PageError(f"{folder} has no values of {names[0]}, which all others are compared with")
     return [name for name in names if name in there]
-
-
-def _choice(given: Mapping[str, Any]) -> Choice:
-    tried = [Tried(each["overrides"], each["score"], each["diverged"]) for each in given["tried"]]
-    return Choice(given["variant"], given["metric"], given["mode"], given["seeds"], tried, given["chosen"])
 
 
 def json_of(path: Path) -> Any:

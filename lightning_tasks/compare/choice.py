@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from lightning_tasks.json_values import list_of, of_kind, seed_of, text_of
 
 NOTHING = -1
 
@@ -37,6 +40,24 @@ class Choice:
         return f"{self.variant}: {best}, by {self.metric} ({self.mode}) of {seeds}: {', '.join(scores)}"
 
 
+def parse_choice(given: Any) -> Choice:
+    """A choice as a record has it.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is damaged.
+    """
+    texts = {key: text_of(given[key]) for key in ("variant", "metric", "mode")}
+    tried = [
+        Tried(list_of(each["overrides"], str), float(of_kind(each["score"], float, int)), text_of(each["diverged"]))
+        for each in list_of(given["tried"], dict)
+    ]
+    if not NOTHING <= of_kind(given["chosen"], int) < len(tried):
+        raise ValueError(f"chosen is {str(given['chosen'])[:80]}, and {len(tried)} were tried")
+    return Choice(
+        **texts, seeds=[seed_of(each) for each in of_kind(given["seeds"], list)], tried=tried, chosen=given["chosen"]
+    )
+
+
 def key_of(override: str) -> str:
     """The setting that an override sets."""
     return override.removeprefix("--").partition("=")[0]
@@ -53,14 +74,15 @@ def written(overrides: Sequence[str]) -> str:
 
 
 def _call(value: str) -> str:
-    """A class path with arguments as Python writes the call; "" of any other value."""
+    """A class path with arguments as Python writes the call; "" of any other value, and of names that are none."""
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     match found:
-        case {"class_path": str(path), "init_args": dict(given), **rest} if not rest:
-            return f"{path.rpartition('.')[2]}({', '.join(f'{name}={each!r}' for name, each in given.items())})"
-        case {"class_path": str(path), **rest} if not rest:
-            return f"{path.rpartition('.')[2]}()"
+        case {"class_path": str(path), **rest} if not rest.keys() - {"init_args"}:
+            given = rest.get("init_args", {})
+            name = path.rpartition(".")[2]
+            if isinstance(given, dict) and all(each.isidentifier() for each in (name, *given)):
+                return f"{name}({', '.join(f'{each}={argument!r}' for each, argument in given.items())})"
     return ""

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, Cell
-from lightning_tasks.compare.choice import NOTHING, Choice, Tried
+from lightning_tasks.compare.choice import Choice, parse_choice
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
+from lightning_tasks.json_values import list_of, of_kind, seed_of, text_of
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.runs.environment import Environment, mixed_environments, this_environment
+from lightning_tasks.runs.environment import Environment, mixed_environments, parse_environment, this_environment
 from lightning_tasks.runs.run import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
 
@@ -149,7 +150,7 @@ def environment_of(cell: Cell) -> Environment | None:
     """
     given = cell.result().get("environment") if cell.is_finished() else None
     try:
-        return None if given is None else _environment(given)
+        return None if given is None else parse_environment(given)
     except (KeyError, TypeError, UnicodeEncodeError) as error:
         raise UsageError(
             f"{cell.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
@@ -187,16 +188,16 @@ def read_record(folder: Path) -> Record | None:
 def _checked(given: Any) -> Record:
     """The record of plain data; other keys than ours, as a later version may write, are passed over."""
     found = Record(
-        [_variant(each) for each in _list(given["variants"], dict)],
-        {_text(name): _list(others, str) for name, others in _of(given["references"], dict).items()},
-        _list(given["metrics"], str),
-        [_seed(each) for each in _of(given["seeds"], list)],
-        [_cell(each) for each in _list(given["cells"], dict)],
-        {_text(name): _text(version) for name, version in _of(given["versions"], dict).items()},
-        [_choice(each) for each in _list(given.get("choices", []), dict)],
-        _text(given.get("primary", "")),
-        {_text(name): _margin(value) for name, value in _of(given.get("margins", {}), dict).items()},
-        [_environment(each) for each in _list(given.get("environments", []), dict)],
+        [_variant(each) for each in list_of(given["variants"], dict)],
+        {text_of(name): list_of(others, str) for name, others in of_kind(given["references"], dict).items()},
+        list_of(given["metrics"], str),
+        [seed_of(each) for each in of_kind(given["seeds"], list)],
+        [_cell(each) for each in list_of(given["cells"], dict)],
+        {text_of(name): text_of(version) for name, version in of_kind(given["versions"], dict).items()},
+        [parse_choice(each) for each in list_of(given.get("choices", []), dict)],
+        text_of(given.get("primary", "")),
+        {text_of(name): _margin(value) for name, value in of_kind(given.get("margins", {}), dict).items()},
+        [parse_environment(each) for each in list_of(given.get("environments", []), dict)],
         _count(given.get("comparisons", 0)),
     )
     names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
@@ -214,70 +215,27 @@ def _checked(given: Any) -> Record:
 
 
 def _variant(given: Any) -> VariantRecord:
-    overrides, test = _list(given["overrides"], str), _of(given["test"], bool)
-    return VariantRecord(_text(given["name"]), _text(given["base"]), overrides, test)
+    overrides, test = list_of(given["overrides"], str), of_kind(given["test"], bool)
+    return VariantRecord(text_of(given["name"]), text_of(given["base"]), overrides, test)
 
 
 def _cell(given: Any) -> CellRecord:
-    texts = {key: _text(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
-    texts["checkpoint"] = _text(given.get("checkpoint", ""))
-    seconds, place = float(_of(given["seconds"], float, int)), _of(given.get("environment", -1), int)
-    return CellRecord(**texts, seed=_seed(given["seed"]), seconds=seconds, environment=place)
-
-
-def _environment(given: Any) -> Environment:
-    commit, modified, hardware, versions = (
-        _of(given, dict)[key] for key in ("commit", "modified", "hardware", "versions")
-    )
-    of_library = {_text(name): _text(version) for name, version in _of(versions, dict).items()}
-    return Environment(_text(commit), _of(modified, bool), _text(hardware), of_library)
+    texts = {key: text_of(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
+    texts["checkpoint"] = text_of(given.get("checkpoint", ""))
+    seconds, place = float(of_kind(given["seconds"], float, int)), of_kind(given.get("environment", -1), int)
+    return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place)
 
 
 def _margin(value: Any) -> float:
-    if not 0 < float(_of(value, float, int)) < math.inf:
+    if not 0 < float(of_kind(value, float, int)) < math.inf:
         raise ValueError(f"a margin is {str(value)[:80]}, and must be above 0")
     return float(value)
 
 
 def _count(value: Any) -> int:
-    if not 0 <= _of(value, int) < 1 << 32:
+    if not 0 <= of_kind(value, int) < 1 << 32:
         raise ValueError(f"comparisons is {str(value)[:80]}, and must be a number of them")
     return int(value)
-
-
-def _choice(given: Any) -> Choice:
-    texts = {key: _text(given[key]) for key in ("variant", "metric", "mode")}
-    tried = [
-        Tried(_list(each["overrides"], str), float(_of(each["score"], float, int)), _text(each["diverged"]))
-        for each in _list(given["tried"], dict)
-    ]
-    if not NOTHING <= _of(given["chosen"], int) < len(tried):
-        raise ValueError(f"chosen is {str(given['chosen'])[:80]}, and {len(tried)} were tried")
-    return Choice(
-        **texts, seeds=[_seed(each) for each in _of(given["seeds"], list)], tried=tried, chosen=given["chosen"]
-    )
-
-
-def _of(value: Any, *kinds: type) -> Any:
-    if type(value) not in kinds:
-        raise TypeError(f"{str(value)[:80]!r} is {type(value).__name__}, and {kinds[0].__name__} is needed")
-    return value
-
-
-def _text(value: Any) -> str:
-    text: str = _of(value, str)
-    text.encode()  # no half of a surrogate pair
-    return text
-
-
-def _seed(value: Any) -> int:
-    if not 0 <= _of(value, int) < 1 << 32:
-        raise ValueError(f"the seed {str(value)[:80]} is not at least 0 and below 2**32")
-    return int(value)
-
-
-def _list(values: Any, kind: type) -> list[Any]:
-    return [_text(value) if kind is str else _of(value, kind) for value in _of(values, list)]
 
 
 def _base(cell: Cell) -> str:

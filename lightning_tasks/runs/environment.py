@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+from lightning_tasks.json_values import of_kind, text_of
 
 LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -76,21 +79,36 @@ def _hardware() -> str:
     return ", ".join([f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores", *devices])
 
 
+def parse_environment(given: Any) -> Environment:
+    """An environment as a record or a result has it.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is damaged.
+    """
+    commit, modified, hardware, versions = (
+        of_kind(given, dict)[key] for key in ("commit", "modified", "hardware", "versions")
+    )
+    of_library = {text_of(name): text_of(version) for name, version in of_kind(versions, dict).items()}
+    return Environment(text_of(commit), of_kind(modified, bool), text_of(hardware), of_library)
+
+
 def mixed_environments(environments: Sequence[Environment]) -> list[str]:
-    """A sentence for each in which environments differ: code, hardware, versions of libraries."""
-    versions = [each.versions for each in environments]
-    others = [name for name in dict.fromkeys(chain(*versions)) if len({each.get(name) for each in versions}) > 1]
-    libraries = [
-        ", ".join(f"{name} {found[name]}" for name in others if name in found and name != "attnswap")
-        for found in versions
-    ]
+    """A sentence for each in which environments differ: code, hardware, versions of libraries.
+
+    Of several devices of one kind, which a process sees all or one of, the kind counts.
+    """
+    versions = [each.versions for each in environments if each.versions]
+    names = dict.fromkeys(name for name in chain(*versions) if name != "attnswap")  # of its version the code tells
+    others = [name for name in names if len({each.get(name) for each in versions}) > 1]
     found = {
-        "with the code of different commits: ": [each.code for each in environments],
-        "on different hardware: ": [each.hardware for each in environments],
-        "with different versions: ": libraries,
+        "with the code of different commits": [each.code for each in environments],
+        "on different hardware": [", ".join(dict.fromkeys(each.hardware.split(", "))) for each in environments],
+        "with different versions": [
+            ", ".join(f"{name} {each[name]}" if name in each else f"no {name}" for name in others) for each in versions
+        ],
     }
     return [
-        f"the cells ran {what}{'; '.join(different)}"
+        f"the cells ran {what}: {'; '.join(different)}"
         for what, each in found.items()
         if len(different := list(dict.fromkeys(filter(None, each)))) > 1
     ]

@@ -34,6 +34,7 @@ def masks():
 
 def assert_near(found, expected):
     """Equal up to float32's rounding of the largest number of each tensor; None beside None is equal too."""
+    assert [each is None for each in found] == [each is None for each in expected]
     scales = [None if each is None else each.detach().abs().max().clamp(min=1.0) for each in expected]
     parts = ([None if s is None else x / s for x, s in zip(each, scales, strict=True)] for each in (found, expected))
     torch.testing.assert_close(*parts, rtol=1e-4, atol=1e-5)

@@ -60,7 +60,8 @@ def test_compiled(case, device, record_property):
         eager = run(module, inputs, given)
         found = run(compiled, inputs, given, eager["weights"])
         assert found.keys() == eager.keys()
-        largest = max(largest, *(distance(found[name], eager[name]) for name in eager))
+        far = [largest, *(distance(found[name], eager[name]) for name in eager)]
+        largest = float(torch.tensor(far).max())  # NaN stays NaN
     record_property("largest", f"{largest:.1e}")
     torch.compiler.reset()
     assert largest <= 1e-3

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table, chosen_values, verdicts
 from docs.pages.verdicts import verdict
+from lightning_tasks.compare.choice import written
 from lightning_tasks.compare.summary import SummaryRow
 
 RECIPE = "locater/compare_mean"
 PAGE = Page("locater_mean", "LocAteR, its mean held", summaries={"": RECIPE})
 HELD = ["locater mean 5", "locater mean 20"]
 DECAY, FREE = "qk weight decay", "locater free"
+FADES = "QKWeightDecay(weight_decay=16.0, fade_steps=250)"  # what the page calls a fading weight decay
 NAMES = {
     "none": "none",
     FREE: "LocAteR, mean free",
     "locater mean 5": "LocAteR, tr W held at 5",
     "locater mean 20": "LocAteR, tr W held at 20",
-    DECAY: "weight decay on W_q, W_k",
+    DECAY: "fading weight decay on W_q, W_k",
 }
 PERPLEXITY, ENTROPY = "val/perplexity", "val/attention/entropy/mean"
 MEAN, VARIANCE, SCALE = (f"qk_spectrum/{what}/layer_00" for what in ("mean", "variance", "scale"))
 WIDTH = 128  # the mean of the eigenvalues is tr W over it
+LOGGED = {250: 249, 500: 499, 750: 749, 1000: 999}  # validation is logged with the last step before
+SPECTRUM = (0, 50, 300, 500, 950)
 
 
 def read(raw: Raw) -> Comparison:
-    return raw.comparison("", RECIPE)
+    found = raw.comparison("", RECIPE)
+    for choice in found.choices:
+        if choice.variant == DECAY and written(choice.tried[choice.chosen].overrides) != FADES:
+            raise PageError(f"the decay that was chosen is not {FADES}, of which the page speaks: write it anew")
+    return found
 
 
 def to(found: Comparison, reference: str, metric: str = PERPLEXITY) -> list[SummaryRow]:
@@ -39,6 +48,7 @@ def to(found: Comparison, reference: str, metric: str = PERPLEXITY) -> list[Summ
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     none, decay, free, entropy = to(found, "none"), to(found, DECAY), to(found, FREE), to(found, "none", ENTROPY)
+    of_decay = found.row(ENTROPY, DECAY, "none")
     return [
         Claim(
             "LocAteR, a penalty on the QK eigenspectrum that holds its mean, lowers perplexity (Bao, Hataya and "
@@ -48,8 +58,8 @@ def claims(raw: Raw) -> list[Claim]:
             verdict("lower", *none),
         ),
         Claim(
-            "... more than weight decay on W_q and W_k that was tuned as much",
-            f"{listed(difference(row, 2) for row in decay)} to it",
+            "... more than weight decay on W_q and W_k, each at the best of four settings",
+            f"{listed(difference(row, 2) for row in decay)} to a weight decay that fades",
             verdict("lower", *decay),
         ),
         Claim(
@@ -59,7 +69,8 @@ def claims(raw: Raw) -> list[Claim]:
         ),
         Claim(
             "... and raises attention entropy",
-            f"by {listed(number(row.difference, 2) for row in entropy)} nats; weight decay raises it too",
+            f"at the end of training by {listed(difference(row, 3) for row in entropy)} nats; the weight decay "
+            f"alone by {difference(of_decay, 3)} ({of_decay.verdict})",
             verdict("higher", *entropy),
         ),
     ]
@@ -86,19 +97,28 @@ def variance(raw: Raw) -> Table:
 
 
 @PAGE.table
+def steps(raw: Raw) -> Table:
+    found = read(raw)
+    heads = ["configuration", "perplexity", *[""] * 3, "entropy, nats", *[""] * 3]
+    rows = [["*step*", *(str(step) for step in (*LOGGED, *LOGGED))]]
+    for config, name in NAMES.items():
+        cells = [number(found.mean(PERPLEXITY, config, step)) for step in LOGGED.values()]
+        cells += [number(found.mean(ENTROPY, config, step), 2) for step in LOGGED.values()]
+        rows.append([name, *cells])
+    return Table(heads, rows)
+
+
+@PAGE.table
 def spectrum(raw: Raw) -> Table:
     found = read(raw)
-    rows = [
-        [
-            name,
-            number(found.mean(MEAN, config) * WIDTH, 2),
-            significant(found.mean(VARIANCE, config), 2),
-            number(found.mean(SCALE, config), 2),
-            number(found.mean(ENTROPY, config), 2),
-        ]
-        for config, name in NAMES.items()
-    ]
-    return Table(["configuration", "tr W", "variance of the eigenvalues", "‖W‖_F²", "attention entropy, nats"], rows)
+    heads = ["configuration", "tr W", *[""] * 4, "variance of the eigenvalues", *[""] * 4, "‖W‖_F²", *[""] * 4]
+    rows = [["*step*", *(str(step) for step in (*SPECTRUM, *SPECTRUM, *SPECTRUM))]]
+    for config, name in NAMES.items():
+        cells = [number(found.mean(MEAN, config, step) * WIDTH) for step in SPECTRUM]
+        cells += [significant(found.mean(VARIANCE, config, step), 2) for step in SPECTRUM]
+        cells += [number(found.mean(SCALE, config, step)) for step in SPECTRUM]
+        rows.append([name, *cells])
+    return Table(heads, rows)
 
 
 @PAGE.numbers
@@ -106,28 +126,41 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     free, decay = (found.row(PERPLEXITY, config, "none") for config in (FREE, DECAY))
     held, to_decay, to_free = (to(found, other) for other in ("none", DECAY, FREE))
+    entropies = {other: to(found, other, ENTROPY) for other in ("none", DECAY, FREE)}
     start = found.values(MEAN, "none", 0) * WIDTH
-    traces = [found.mean(MEAN, config) * WIDTH for config in HELD]
+    early = found.values(ENTROPY, HELD[1], LOGGED[250]) - found.values(ENTROPY, "none", LOGGED[250])
     return {
-        "seeds": str(min(row.pairs for row in held)),
-        "held-5": f"{difference(held[0], 2)} ({held[0].verdict})",
-        "held-20": f"{difference(held[1], 2)} ({held[1].verdict})",
-        "held-5-to-decay": f"{difference(to_decay[0], 2)} ({to_decay[0].verdict})",
-        "held-5-to-free": f"{difference(to_free[0], 2)} ({to_free[0].verdict})",
-        "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
-        "least": at_edge(found),
+        "held-5": said(held[0]),
+        "held-20": said(held[1]),
+        "held-5-to-decay": said(to_decay[0]),
+        "held-5-to-free": said(to_free[0]),
+        "detectable": number(to_decay[0].detectable, 2),
         "free": difference(free, 2),
-        "free-verdict": free.verdict,
-        "decay": difference(decay, 2),
-        "decay-verdict": decay.verdict,
-        "traces": listed(number(each, 2) for each in traces),
+        "decay": said(decay),
+        "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
+        "leads": listed(number(lead, 2) for lead in leads(found)),
+        "least": at_edge(found),
+        "traces": listed(number(found.mean(MEAN, config, SPECTRUM[-1]) * WIDTH) for config in HELD),
         "trace-start": f"{number(min(start), 2)} and {number(max(start), 2)}",
-        "trace-none": number(found.mean(MEAN, "none") * WIDTH, 2),
-        "trace-free": number(found.mean(MEAN, FREE) * WIDTH, 2),
-        "entropies": ", ".join(number(found.mean(ENTROPY, config), 2) for config in ("none", FREE, *HELD, DECAY)),
-        "scales": ", ".join(number(found.mean(SCALE, config), 1) for config in (FREE, *HELD, DECAY)),
-        "variances": ", ".join(significant(found.mean(VARIANCE, config), 2) for config in (FREE, *HELD, DECAY)),
+        "trace-course": " to ".join(number(found.mean(MEAN, "none", step) * WIDTH) for step in (0, 300, 950)),
+        "entropy-held": listed(said(row, 3) for row in entropies["none"]),
+        "entropy-to-decay": listed(said(row, 3) for row in entropies[DECAY]),
+        "entropy-to-free": listed(said(row, 3) for row in entropies[FREE]),
+        "entropy-early": number(-float(early.mean()), 2),
+        "variance-to-decay": said(found.row(VARIANCE, HELD[0], DECAY), 4),
+        "variance-to-free": said(found.row(VARIANCE, HELD[0], FREE), 4),
     }
+
+
+def said(row: SummaryRow, digits: int = 2) -> str:
+    """A difference with its verdict."""
+    return f"{difference(row, digits)} ({row.verdict})"
+
+
+def leads(found: Comparison) -> list[float]:
+    """By how much the value that was chosen is ahead of the next one, for the targets and for weight decay."""
+    scores = [sorted(each.score for each in choice.tried) for choice in found.choices]
+    return [second - first for first, second, *_ in scores]
 
 
 def at_edge(found: Comparison) -> str:

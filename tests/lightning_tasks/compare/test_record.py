@@ -25,7 +25,7 @@ from lightning_tasks.compare.record import (
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.environment import commit_of
+from lightning_tasks.runs.environment import Environment, commit_of, mixed_environments
 from lightning_tasks.runs.run import is_comparison
 from lightning_tasks.variants import Variant
 
@@ -248,12 +248,20 @@ def test_cells_name_the_code_and_the_machine_that_they_ran_with(planned, tmp_pat
     said = [
         "the cells ran with the code of different commits: aaaaaaaaaa; aaaaaaaaaa with changes",
         "the cells ran on different hardware: a processor, 2 cores; another",
-        "the cells ran with different versions: torch 2.0; torch 2.1, timm 1.0",
+        "the cells ran with different versions: torch 2.0, no timm; torch 2.1, timm 1.0",
     ]
     assert environment_remarks(planned) == said
     write_tables(planned, ["val/loss"], {}, tmp_path / "out")
     assert "Environments:\n\n- " + "\n- ".join(said) in (tmp_path / "out" / "summary.md").read_text()
     assert environment_remarks(planned[:3]) == []
+
+
+def test_devices_of_one_kind_and_an_unknown_environment_are_no_difference():
+    one = Environment("a", False, "cpu, 16 cores, GPU", {"torch": "2"})
+    assert mixed_environments([one, replace(one, hardware="cpu, 16 cores, GPU, GPU"), Environment("a")]) == []
+    assert mixed_environments([one, replace(one, versions={"torch": "2", "timm": "1"})]) == [
+        "the cells ran with different versions: no timm; timm 1"
+    ]
 
 
 @pytest.mark.parametrize(

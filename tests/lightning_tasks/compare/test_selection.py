@@ -223,10 +223,17 @@ def test_nothing_is_chosen_where_all_runs_diverged(demo, tmp_path):
         ('{"class_path": "a.b.Decay"}', "Decay()"),
         ('{"class_path": "a.b.Decay", "init_args": null}', 'callbacks+={"class_path": "a.b.Decay", "init_args": null}'),
         ('{"class_path": "a.b.Decay", "more": 1}', 'callbacks+={"class_path": "a.b.Decay", "more": 1}'),
+        ('{"class_path": "a.b.\\n\\n# c"}', 'callbacks+={"class_path": "a.b.\\n\\n# c"}'),
+        (
+            '{"class_path": "a.B", "init_args": {"\\ud800": 1}}',
+            'callbacks+={"class_path": "a.B", "init_args": {"\\ud800": 1}}',
+        ),
+        ("[" * 100_000, "callbacks+=" + "[" * 100_000),
         ("[0.5]", "callbacks+=[0.5]"),
         ("0.5", "callbacks+=0.5"),
         ("a.b.Decay", "callbacks+=a.b.Decay"),
     ],
+    ids=range(10),
 )
 def test_a_class_is_said_as_its_call(value, said):
     tried = [Tried([f"--trainer.callbacks+={value}", "--model.rate=1"], 0.5)]

@@ -1,0 +1,50 @@
+"""Values of a JSON file, which anyone may have written, checked by kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def of_kind(value: Any, *kinds: type) -> Any:
+    """The value, if its type is one of `kinds`; a truth is no number.
+
+    Raises:
+        TypeError: it is another.
+    """
+    if type(value) not in kinds:
+        raise TypeError(f"{str(value)[:80]!r} is {type(value).__name__}, and {kinds[0].__name__} is needed")
+    return value
+
+
+def text_of(value: Any) -> str:
+    """A text that can be written.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it holds half of a surrogate pair.
+    """
+    text: str = of_kind(value, str)
+    text.encode()
+    return text
+
+
+def seed_of(value: Any) -> int:
+    """A seed.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative, or 2**32 or more.
+    """
+    if not 0 <= of_kind(value, int) < 1 << 32:
+        raise ValueError(f"the seed {str(value)[:80]} is not at least 0 and below 2**32")
+    return int(value)
+
+
+def list_of(values: Any, kind: type) -> list[Any]:
+    """A list of values of one kind.
+
+    Raises:
+        TypeError: it is no list, or holds another kind.
+        ValueError: a text in it cannot be written.
+    """
+    return [text_of(value) if kind is str else of_kind(value, kind) for value in of_kind(values, list)]
