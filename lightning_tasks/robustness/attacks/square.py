@@ -37,8 +37,8 @@ def square(
     """Images found by random search: vertical stripes of ±eps, then squares of ±eps, kept where the margin falls.
 
     The L-inf Square Attack (Andriushchenko et al., ECCV 2020), which gradient masking cannot stop. An image that is
-    classified wrongly is left alone from then on. Squares are halved at the published points of `queries`; AutoAttack asks
-    5,000 and halves at those of 10,000, so that its squares stay larger.
+    classified wrongly is left alone from then on. Squares are halved at the published points of ``queries``. AutoAttack
+    asks 5,000 and halves them at those of 10,000, so that its squares stay larger.
 
     Args:
         model, images, labels, eps: see :func:`~lightning_tasks.robustness.fgsm`; the model needs no gradient.
