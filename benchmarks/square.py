@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from attnswap.datamodules import CIFAR10DataModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import write_results
 from lightning_tasks import ImageClassificationTask
@@ -25,7 +26,7 @@ from lightning_tasks.robustness.attacks.auto import run_autoattack
 
 OURS = importlib.import_module("lightning_tasks.robustness.attacks.square")
 square_share = OURS.square_share
-Attack = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Attack = Callable[..., Tensor]
 
 
 def inner(length: int, side: int, batch: int, generator: torch.Generator) -> Tensor:
@@ -47,16 +48,17 @@ LIBRARY = {
 }
 
 
-def ours(model: nn.Module, images: Tensor, labels: Tensor, rules: Sequence[str] = (), **options: float) -> Tensor:
+def ours(*given: Any, rules: Sequence[str] = (), **options: Any) -> Tensor:
     """Our Square with some rules of the library."""
     with ExitStack() as stack:
         for rule in rules:
             stack.enter_context(patch.object(OURS, *LIBRARY[rule]))
-        return OURS.square(model, images, labels, **options)
+        return OURS.square(*given, **options)
 
 
-def library(model: nn.Module, images: Tensor, labels: Tensor, **options: float) -> Tensor:
-    return run_autoattack(model, images, labels, attacks=["square"], **options).images  # type: ignore[arg-type]
+def library(*given: Any, **options: Any) -> Tensor:
+    """The library's Square, as AutoAttack's standard version has it."""
+    return run_autoattack(*given, attacks=["square"], **options).images
 
 
 ATTACKS: dict[str, Attack] = {
@@ -71,6 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.square", description=__doc__)
     parser.add_argument("checkpoint")
+    parser.add_argument("--made_by", default="attnswap fit rpc/cifar10_vit", help="what made the checkpoint, as a note")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--eps", type=float, default=1.0, help="of 255")
@@ -101,9 +104,12 @@ def main(arguments: list[str] | None = None) -> None:
                 "to pyautoattack, points": f"{100 * (each.double().mean() - first.double().mean()):+.1f}",
             }
         )
-    command = f"python -m benchmarks.square CHECKPOINT {' '.join(arguments or sys.argv[2:])}".strip()
+    sizes = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "queries", "eps", "seeds"))
     title = f"Square at {options.eps:g}/255, {options.queries:,} queries, {len(labels)} test images of CIFAR-10"
-    print(write_results(options.name, title, command, rows))
+    with torch.no_grad():
+        clean = (model(images).argmax(1) == labels).double().mean()
+    notes = f"The checkpoint is that of `{options.made_by}`, which is right on {100 * clean:.1f}% of these images."
+    print(write_results(options.name, title, f"python -m benchmarks.square CHECKPOINT {sizes}", rows, notes))
 
 
 if __name__ == "__main__":

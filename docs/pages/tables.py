@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from docs.pages.numbers import difference, mean_std, number
 from docs.pages.raw import Comparison
 from lightning_tasks.compare.choice import Choice, written
 from lightning_tasks.compare.summary import SummaryRow
+
+Columns = Mapping[str, tuple[str, Mapping[int, int], Callable[[float], str]]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,30 @@ def verdicts(
                 paired = [difference(row, digits, scale), p_value(row.corrected), detectable]
             rows.append([names[row.config], *count, values, names.get(row.reference, ""), *paired, row.verdict])
     return Table([heads[0], *(["seeds"] if seeds else []), *heads[1:], "verdict"], rows)
+
+
+def over_steps(
+    comparison: Comparison,
+    names: Mapping[str, str],
+    columns: Columns,
+) -> Table:
+    """Means over seeds: a row for each configuration of `names`, and for each head of `columns` a column for each step.
+
+    Args:
+        comparison: where the values are from.
+        names: what the page calls a configuration.
+        columns: by head: the metric, at which step each shown one was logged, and how a value is written.
+    """
+    heads = [text for head, (_, steps, _) in columns.items() for text in (head, *[""] * (len(steps) - 1))]
+    rows = [["*step*", *(str(step) for _, steps, _ in columns.values() for step in steps)]]
+    for config, name in names.items():
+        cells = [
+            write(comparison.mean(metric, config, logged))
+            for metric, steps, write in columns.values()
+            for logged in steps.values()
+        ]
+        rows.append([name, *cells])
+    return Table(["configuration", *heads], rows)
 
 
 def chosen_values(choices: Sequence[Choice], names: Mapping[str, str], digits: int) -> Table:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from docs.pages import __main__ as command
+from docs.pages.errors import PageError
 from docs.pages.numbers import number
-from docs.pages.results import zoo
+from docs.pages.results import locater_mean, rpc_language_modeling_rates, zoo
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.statistics import paired_p
@@ -113,3 +114,32 @@ def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(t
     assert row[0] == "rpc"
     assert row[-2] == number(3 * p, 3)
     assert number(3 * p, 3) != number(p, 3)
+
+
+@pytest.mark.parametrize(
+    ("page", "variant", "text"),
+    [
+        (locater_mean, "qk weight decay", "the decay that was chosen is not QKWeightDecay"),
+        (rpc_language_modeling_rates, "rpc", "the largest rate is not the best one for all"),
+    ],
+)
+def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, variant, text, tmp_path):
+    folder = page.PAGE.raw(tmp_path).folder
+    shutil.copytree(page.PAGE.raw(ROOT).folder, folder)
+    page.read(page.PAGE.raw(tmp_path))
+    path = folder / "comparison.json"
+    record = json.loads(path.read_text())
+    (choice,) = (each for each in record["choices"] if each["variant"] == variant)
+    choice["chosen"] = 0
+    path.write_text(json.dumps(record))
+    with pytest.raises(PageError, match=text):
+        page.read(page.PAGE.raw(tmp_path))
+    choice["chosen"] = 9
+    path.write_text(json.dumps(record))
+    with pytest.raises(PageError, match=r"comparison\.json is damaged .*chosen is 9"):
+        page.read(page.PAGE.raw(tmp_path))
+    record["environments"][0]["hardware"] = 5
+    choice["chosen"] = 0
+    path.write_text(json.dumps(record))
+    with pytest.raises(PageError, match=r"comparison\.json is damaged .*str is needed"):
+        page.read(page.PAGE.raw(tmp_path))

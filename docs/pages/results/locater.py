@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, p_value, verdicts
+from docs.pages.tables import Columns, Table, over_steps, p_value, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 
@@ -87,14 +88,16 @@ def scale(raw: Raw) -> Table:
 
 @PAGE.table
 def steps(raw: Raw) -> Table:
-    found, spectrum = read(raw), (50, 250, 500, 950)
-    heads = ["configuration", "perplexity", *[""] * 3, "entropy [nats]", *[""] * 3, "QK variance", *[""] * 3]
-    rows = [["*step*", *(str(step) for step in (*LOGGED, *LOGGED, *spectrum))]]
-    for config, name in NAMES.items():
-        cells = [number(found.mean(PERPLEXITY, config, step)) for step in LOGGED.values()]
-        cells += [number(found.mean(ENTROPY, config, step), 2) for step in LOGGED.values()]
-        rows.append([name, *cells, *(significant(found.mean(VARIANCE, config, step), 2) for step in spectrum)])
-    return Table(heads, rows)
+    columns: Columns = {
+        **validated(),
+        "QK variance": (VARIANCE, {step: step for step in (50, 250, 500, 950)}, partial(significant, digits=2)),
+    }
+    return over_steps(read(raw), NAMES, columns)
+
+
+def validated() -> Columns:
+    """The columns of perplexity and entropy over the steps."""
+    return {"perplexity": (PERPLEXITY, LOGGED, number), "entropy [nats]": (ENTROPY, LOGGED, partial(number, digits=2))}
 
 
 def whole_vocabulary(raw: Raw, metric: str) -> dict[int, float]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, chosen_values, verdicts
+from docs.pages.results.locater import ENTROPY, LOGGED, PERPLEXITY, SCALE, VARIANCE, validated
+from docs.pages.tables import Columns, Table, chosen_values, over_steps, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.choice import written
 from lightning_tasks.compare.summary import SummaryRow
@@ -24,10 +27,8 @@ NAMES = {
     "locater mean 20": "LocAteR, tr W held at 20",
     DECAY: "fading weight decay on W_q, W_k",
 }
-PERPLEXITY, ENTROPY = "val/perplexity", "val/attention/entropy/mean"
-MEAN, VARIANCE, SCALE = (f"qk_spectrum/{what}/layer_00" for what in ("mean", "variance", "scale"))
+MEAN = "qk_spectrum/mean/layer_00"
 WIDTH = 128  # the mean of the eigenvalues is tr W over it
-LOGGED = {250: 249, 500: 499, 750: 749, 1000: 999}  # validation is logged with the last step before
 SPECTRUM = (0, 50, 300, 500, 950)
 
 
@@ -98,27 +99,18 @@ def variance(raw: Raw) -> Table:
 
 @PAGE.table
 def steps(raw: Raw) -> Table:
-    found = read(raw)
-    heads = ["configuration", "perplexity", *[""] * 3, "entropy, nats", *[""] * 3]
-    rows = [["*step*", *(str(step) for step in (*LOGGED, *LOGGED))]]
-    for config, name in NAMES.items():
-        cells = [number(found.mean(PERPLEXITY, config, step)) for step in LOGGED.values()]
-        cells += [number(found.mean(ENTROPY, config, step), 2) for step in LOGGED.values()]
-        rows.append([name, *cells])
-    return Table(heads, rows)
+    return over_steps(read(raw), NAMES, validated())
 
 
 @PAGE.table
 def spectrum(raw: Raw) -> Table:
-    found = read(raw)
-    heads = ["configuration", "tr W", *[""] * 4, "variance of the eigenvalues", *[""] * 4, "‖W‖_F²", *[""] * 4]
-    rows = [["*step*", *(str(step) for step in (*SPECTRUM, *SPECTRUM, *SPECTRUM))]]
-    for config, name in NAMES.items():
-        cells = [number(found.mean(MEAN, config, step) * WIDTH) for step in SPECTRUM]
-        cells += [significant(found.mean(VARIANCE, config, step), 2) for step in SPECTRUM]
-        cells += [number(found.mean(SCALE, config, step)) for step in SPECTRUM]
-        rows.append([name, *cells])
-    return Table(heads, rows)
+    at = {step: step for step in SPECTRUM}
+    columns: Columns = {
+        "tr W": (MEAN, at, lambda mean: number(mean * WIDTH)),
+        "variance of the eigenvalues": (VARIANCE, at, partial(significant, digits=2)),
+        "‖W‖_F²": (SCALE, at, number),
+    }
+    return over_steps(read(raw), NAMES, columns)
 
 
 @PAGE.numbers
@@ -165,8 +157,10 @@ def leads(found: Comparison) -> list[float]:
 
 def at_edge(found: Comparison) -> str:
     """For which targets the smallest weight that was tried is the best one."""
-    held = [choice for choice in found.choices if choice.variant in HELD]
-    return listed(choice.variant.removeprefix("locater mean ") for choice in held if choice.chosen == 0)
+    least = [choice.variant for choice in found.choices if choice.variant in HELD and choice.chosen == 0]
+    if not least:
+        raise PageError("no smallest weight is the best one, as the page says: write it anew")
+    return listed(name.removeprefix("locater mean ") for name in least)
 
 
 @PAGE.figure("curves.png")

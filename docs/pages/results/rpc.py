@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from docs.pages.numbers import signed, significant
+from docs.pages.numbers import difference, signed, significant
 from docs.pages.page import Claim
 from docs.pages.raw import Comparison
 from docs.pages.tables import Table
@@ -55,6 +55,18 @@ def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, S
     return [
         Claim(claim, f"{names}: {points(rows)} points to softmax", verdict("higher", *rows))
         for claim, (names, rows) in claimed.items()
+    ]
+
+
+def of_perplexity(twin: SummaryRow, swapped: SummaryRow) -> list[Claim]:
+    """The claims on the part of S and on word-swapped text: differences to RPC without S, and to softmax."""
+    return [
+        Claim("... by its sparse part S", f"{difference(twin, 2)} to its twin without S", verdict("lower", twin)),
+        Claim(
+            "... also on word-swapped text",
+            f"{difference(swapped, 2)} to softmax with 2.5% of the words swapped",
+            verdict("lower", swapped),
+        ),
     ]
 
 

@@ -8,7 +8,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.results.rpc import NAMES, PAIRS, by_pass, of_perplexity, pursuit
 from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 
@@ -46,12 +46,7 @@ def claims(raw: Raw) -> list[Claim]:
             f"WikiText-2, small vocabulary: test perplexity {values} of softmax, {difference(test, 2)}",
             verdict("lower", test),
         ),
-        Claim("... by its sparse part S", f"{difference(twin, 2)} to its twin without S", verdict("lower", twin)),
-        Claim(
-            "... also on word-swapped text",
-            f"{difference(swapped, 2)} to softmax with 2.5% of the words swapped",
-            verdict("lower", swapped),
-        ),
+        *of_perplexity(twin, swapped),
     ]
 
 
