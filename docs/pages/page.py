@@ -37,8 +37,8 @@ class Claim:
 class Page:
     """A page of docs/results, and the folder of raw files beside it that has its name; `title` is what links say.
 
-    Modules of `docs.pages.results` make one each (`rpc` is what several share), and give it functions of the raw files
-    by its decorators.
+    Modules of `docs.pages.results` make one each (`rpc.shared` is what several use), and give it functions of the raw
+    files by its decorators.
     """
 
     name: str

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from docs.pages.errors import PageError
-from docs.pages.results import out_of_distribution, rpc_sparse_part
+from docs.pages.results import out_of_distribution
+from docs.pages.results.rpc import sparse_part
 from lightning_tasks.runs import robustness
 from tests.pages.toy import ROOT
 
@@ -60,11 +61,11 @@ def attacked(share, note):
 @pytest.fixture
 def with_attacks(tmp_path):
     """The page of the comparison, with what AutoAttack leaves of two variants."""
-    raw = rpc_sparse_part.PAGE.raw(tmp_path)
+    raw = sparse_part.PAGE.raw(tmp_path)
     shutil.copytree(ROOT / "docs" / "results" / "rpc_sparse_part", raw.folder)
     shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
-    assert "no numbers yet" in str(rpc_sparse_part.autoattack(raw))
-    assert rpc_sparse_part.prose(raw)["flags"] == "no numbers yet"
+    assert "no numbers yet" in str(sparse_part.autoattack(raw))
+    assert sparse_part.prose(raw)["flags"] == "no numbers yet"
     for variant, more in (("softmax", 0.2), ("rpc_lam_1", 0.1)):
         folder = raw.folder / "autoattack" / variant
         folder.mkdir(parents=True)
@@ -72,21 +73,21 @@ def with_attacks(tmp_path):
             flags = "the output is random; some gradients are zero" if more == 0.1 and seed == 1 else "none"
             note = f"worst case of square (5,000 queries); L-inf; flags: {flags}"
             robustness.write_csv(attacked(more + seed * 0.02, note), folder / f"seed_{seed}.csv")
-        claimed = [each.claim for each in rpc_sparse_part.claims(rpc_sparse_part.PAGE.raw(tmp_path))]
+        claimed = [each.claim for each in sparse_part.claims(sparse_part.PAGE.raw(tmp_path))]
         assert ("... and under AutoAttack" in claimed) == (variant == "rpc_lam_1"), "a claim needs pairs"
-    return rpc_sparse_part.PAGE.raw(tmp_path)
+    return sparse_part.PAGE.raw(tmp_path)
 
 
 def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
     raw = with_attacks
-    rows = [row[:4] for row in rpc_sparse_part.autoattack(raw).rows]
+    rows = [row[:4] for row in sparse_part.autoattack(raw).rows]
     clean = "50.0 ± 0.0"
     assert rows == [[name, "4", eps, clean] for name in ("softmax", "rpc lam 1") for eps in ("1/255", "4/255")]
-    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(rpc_sparse_part.autoattack(raw))
-    primary = rpc_sparse_part.autoattack_primary(raw).rows
+    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(sparse_part.autoattack(raw))
+    primary = sparse_part.autoattack_primary(raw).rows
     assert [row[3] for row in primary] == ["", "softmax"]  # references without tables are left out
     assert primary[1][4].startswith("−10.0")
-    text = rpc_sparse_part.prose(raw)
+    text = sparse_part.prose(raw)
     one = "(1 of 4 seeds)"
     assert text["flags"].split("; ") == [
         f"rpc lam 1 at {eps}: {flag} {one}"
@@ -121,4 +122,4 @@ def cut(table):
 def test_a_table_of_another_test_is_named(with_attacks, damage, said):
     damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
     with pytest.raises(PageError, match=said):
-        rpc_sparse_part.autoattack(rpc_sparse_part.PAGE.raw(with_attacks.root))
+        sparse_part.autoattack(sparse_part.PAGE.raw(with_attacks.root))

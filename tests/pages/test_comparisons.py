@@ -9,7 +9,9 @@ import pytest
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
 from docs.pages.numbers import number
-from docs.pages.results import locater_mean, rpc_language_modeling_rates, zoo
+from docs.pages.results import zoo
+from docs.pages.results.locater import mean
+from docs.pages.results.rpc import language_modeling_rates
 from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.statistics import paired_p
@@ -119,8 +121,8 @@ def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(t
 @pytest.mark.parametrize(
     ("page", "variant", "text"),
     [
-        (locater_mean, "qk weight decay", "the decay that was chosen is not QKWeightDecay"),
-        (rpc_language_modeling_rates, "rpc", "the largest rate is not the best one for all"),
+        (mean, "qk weight decay", "the decay that was chosen is not QKWeightDecay"),
+        (language_modeling_rates, "rpc", "the largest rate is not the best one for all"),
     ],
 )
 def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, variant, text, tmp_path):

@@ -7,7 +7,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import of_perplexity, pursuit
+from docs.pages.results.rpc.shared import of_perplexity, pursuit
 from docs.pages.tables import Table, tried_values, verdicts
 from docs.pages.verdicts import verdict
 

@@ -9,7 +9,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.locater import ENTROPY, LOGGED, PERPLEXITY, SCALE, VARIANCE, validated
+from docs.pages.results.locater.penalty import ENTROPY, LOGGED, PERPLEXITY, SCALE, VARIANCE, validated
 from docs.pages.tables import Columns, Table, chosen_values, over_steps, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.choice import written

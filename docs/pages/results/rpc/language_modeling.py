@@ -8,7 +8,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import NAMES, PAIRS, by_pass, of_perplexity, pursuit
+from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, of_perplexity, pursuit
 from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 

@@ -16,7 +16,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc import by_pass, points, pursuit, under_attack
+from docs.pages.results.rpc.shared import by_pass, points, pursuit, under_attack
 from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
