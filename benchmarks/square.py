@@ -1,14 +1,17 @@
-"""Our Square beside the library's: what each leaves of the same images, and which of the library's rules matters.
+"""Our Square beside the library's: what each leaves of the same images, and what three of the library's rules do.
 
-Run from the repository's root: ``python -m benchmarks.square CHECKPOINT``, with CIFAR-10 under ``$ATTNSWAP_DATA`` and a
-checkpoint of an ``ImageClassificationTask`` on it, as of ``attnswap fit rpc/cifar10_vit`` (a quarter of an
-hour on one core).
+A further difference is not tried: the library draws one square a query for all images, ours one for each image.
+
+Run from the repository's root: ``python -m benchmarks.square CHECKPOINT``, with the extra ``robustness``, CIFAR-10
+under ``$ATTNSWAP_DATA`` and a checkpoint of an ``ImageClassificationTask`` on it, as of
+``attnswap fit rpc/cifar10_vit``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.common import write_results
 from lightning_tasks import ImageClassificationTask
-from lightning_tasks.robustness.attacks.auto import run_autoattack
+from lightning_tasks.robustness.attacks.auto import autoattack_library, run_autoattack
 
 OURS = importlib.import_module("lightning_tasks.robustness.attacks.square")
 square_share = OURS.square_share
@@ -80,6 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the search")
     parser.add_argument("--name", default="square", help="of the files in benchmarks/results")
     options = parser.parse_args(arguments)
+    for name in ("images", "seeds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}, and must be at least 1")
+    autoattack_library()  # its search comes last, and the extra is to be missed first
     model = ImageClassificationTask.load_from_checkpoint(options.checkpoint, map_location="cpu").eval()
     data = CIFAR10DataModule(batch_size=options.images, num_workers=0)
     data.prepare_data()
@@ -104,12 +111,17 @@ def main(arguments: list[str] | None = None) -> None:
                 "to pyautoattack, points": f"{100 * (each.double().mean() - first.double().mean()):+.1f}",
             }
         )
-    sizes = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "queries", "eps", "seeds"))
+    given = {name: f"{getattr(options, name):g}" for name in ("images", "queries", "eps", "seeds")}
+    texts = {name: getattr(options, name) for name in ("made_by", "name")}
+    given |= {name: shlex.quote(text) for name, text in texts.items() if text != parser.get_default(name)}
+    command = " ".join(
+        ["python -m benchmarks.square CHECKPOINT", *(f"--{name} {text}" for name, text in given.items())]
+    )
     title = f"Square at {options.eps:g}/255, {options.queries:,} queries, {len(labels)} test images of CIFAR-10"
     with torch.no_grad():
         clean = (model(images).argmax(1) == labels).double().mean()
     notes = f"The checkpoint is that of `{options.made_by}`, which is right on {100 * clean:.1f}% of these images."
-    print(write_results(options.name, title, f"python -m benchmarks.square CHECKPOINT {sizes}", rows, notes))
+    print(write_results(options.name, title, command, rows, notes))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ def of_kind(value: Any, *kinds: type) -> Any:
         TypeError: it is another.
     """
     if type(value) not in kinds:
-        raise TypeError(f"{str(value)[:80]!r} is {type(value).__name__}, and {kinds[0].__name__} is needed")
+        needed = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{repr(value)[:80]} is {type(value).__name__}, and {needed} is needed")
     return value
 
 
@@ -26,6 +27,19 @@ def text_of(value: Any) -> str:
     text: str = of_kind(value, str)
     text.encode()
     return text
+
+
+def number_of(value: Any) -> float:
+    """A number.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is a whole number that no float holds.
+    """
+    try:
+        return float(of_kind(value, float, int))
+    except OverflowError as error:
+        raise ValueError("a number is too large for a float") from error
 
 
 def seed_of(value: Any) -> int:

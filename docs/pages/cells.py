@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.pages.errors import PageError
-from docs.pages.raw import RESULTS, read_csv
+from docs.pages.raw import RESULTS, read_results
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Tried
 from lightning_tasks.compare.plan import plan_cells
@@ -33,7 +33,7 @@ def restore(recipe: str, raw: Path, output: Path) -> int:
     """Write the results of the cells that are finished; returns how many these are.
 
     Raises:
-        PageError: there is no record, or it is of other settings than the recipe has now.
+        PageError: there is no record, or it is of other settings than the recipe has now, or the table is damaged.
         UsageError: the record is damaged, or there is no such recipe.
     """
     record = read_record(raw)
@@ -51,9 +51,8 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
     known = {place for place, each in listed.items() if each.state == FINISHED and not each.diverged}
     searched = {choice.variant for choice in record.choices}  # a score too is of the settings that cells had
     rows = defaultdict(list)
-    for row in read_csv(raw / RESULTS) if known else ():  # before the first cell of the table there is no such file
-        value = {"step": int(row["step"]), "metric": row["metric"], "value": float(row["value"])}
-        rows[row["config"], int(row["seed"])].append(value)
+    for row in read_results(raw / RESULTS) if known else ():  # before the first cell of the table there is no such file
+        rows[row["config"], row["seed"]].append({key: row[key] for key in ("step", "metric", "value")})
     seeds = sorted({seed for _, seed in listed})
     for cell in plan_cells(chosen(read_variants(recipe), record.choices), seeds, output):
         place = cell.name, cell.seed

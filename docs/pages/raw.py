@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from docs.pages.errors import PageError
-from lightning_tasks.compare.choice import Choice, parse_choice
+from lightning_tasks.compare.choice import NOTHING, Choice, parse_choice, written
 from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.statistics import last_values
@@ -128,6 +128,17 @@ class Comparison:
     def mean(self, metric: str, config: str, step: int | None = None) -> float:
         """The mean of these over seeds."""
         return float(self.values(metric, config, step).mean())
+
+    def chosen(self, config: str) -> str:
+        """What was chosen for a configuration, as `lr=0.001`.
+
+        Raises:
+            PageError: there was nothing to choose from, or nothing was chosen.
+        """
+        for choice in self.choices:
+            if choice.variant == config and choice.chosen != NOTHING:
+                return written(choice.tried[choice.chosen].overrides)
+        raise PageError(f"{COMPARISON} has nothing that was chosen for {config}")
 
     def row(self, metric: str, config: str, reference: str) -> SummaryRow:
         """The paired differences of a configuration to a reference.
@@ -259,7 +270,7 @@ def _row(line: dict[str, str]) -> Row:
     return {**texts, "seed": int(line["seed"]), "step": int(line["step"]), "value": float(line["value"])}
 
 
-def _results(path: Path) -> list[Row]:
+def read_results(path: Path) -> list[Row]:
     """The logged values.
 
     Raises:
@@ -305,7 +316,7 @@ def _check_cells(found: Comparison, folder: Path) -> None:
 
 
 def _as_asked(folder: Path, recipe: str) -> Comparison:
-    rows = with_stops(_results(folder / RESULTS))
+    rows = with_stops(read_results(folder / RESULTS))
     images = _parsed(folder / IMAGES, _interval) if (folder / IMAGES).is_file() else []
     if not (folder / COMPARISON).is_file():
         configs = list(dict.fromkeys(row["config"] for row in rows))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from docs.pages.errors import PageError
 from docs.pages.numbers import difference, mean_std, number
 from docs.pages.raw import Comparison
 from lightning_tasks.compare.choice import Choice, written
@@ -141,8 +142,17 @@ def chosen_values(choices: Sequence[Choice], names: Mapping[str, str], digits: i
 def tried_values(
     choices: Sequence[Choice], head: str, names: Mapping[str, str] | None = None, digits: int = 1, scale: float = 1.0
 ) -> Table:
-    """The score of each value where all configurations were tried with the same: a column for each, bold the chosen."""
-    heads = [each.overrides[0].partition("=")[2] for each in choices[0].tried]
+    """The score of each value where all configurations were tried with the same: a column for each, bold the chosen.
+
+    Raises:
+        PageError: they were tried with several, or with more than one setting at once.
+    """
+    asked = {choice.variant: [each.overrides for each in choice.tried] for choice in choices}
+    common = next(iter(asked.values()), [])
+    for variant, each in asked.items():
+        if each != common or any(len(overrides) != 1 for overrides in each):
+            raise PageError(f"{variant} was tried with {each}; a table has one setting, with the same values for all")
+    heads = [overrides[0].partition("=")[2] for overrides in common]
     rows = [[(names or {}).get(each.variant, each.variant), *_scores(each, digits, scale)] for each in choices]
     return Table([head, *heads], rows)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_tasks.json_values import list_of, of_kind, seed_of, text_of
+from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of
 
 NOTHING = -1
 
@@ -48,14 +48,19 @@ def parse_choice(given: Any) -> Choice:
     """
     texts = {key: text_of(given[key]) for key in ("variant", "metric", "mode")}
     tried = [
-        Tried(list_of(each["overrides"], str), float(of_kind(each["score"], float, int)), text_of(each["diverged"]))
+        Tried(list_of(each["overrides"], str), number_of(each["score"]), text_of(each["diverged"]))
         for each in list_of(given["tried"], dict)
     ]
+    seeds = [seed_of(each) for each in of_kind(given["seeds"], list)]
+    if texts["mode"] not in ("min", "max"):
+        raise ValueError(f"mode is {texts['mode'][:80]!r}, and min or max is needed")
+    if not seeds or not all(each.overrides for each in tried):
+        raise ValueError(f"the choice of {texts['variant'][:80]!r} has no seeds, or tried no settings")
     if not NOTHING <= of_kind(given["chosen"], int) < len(tried):
         raise ValueError(f"chosen is {str(given['chosen'])[:80]}, and {len(tried)} were tried")
-    return Choice(
-        **texts, seeds=[seed_of(each) for each in of_kind(given["seeds"], list)], tried=tried, chosen=given["chosen"]
-    )
+    if given["chosen"] != NOTHING and tried[given["chosen"]].diverged:
+        raise ValueError(f"chosen is {given['chosen']}, which diverged")
+    return Choice(**texts, seeds=seeds, tried=tried, chosen=given["chosen"])
 
 
 def key_of(override: str) -> str:

@@ -15,7 +15,7 @@ from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Choice, parse_choice
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
-from lightning_tasks.json_values import list_of, of_kind, seed_of, text_of
+from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
 from lightning_tasks.runs.environment import Environment, mixed_environments, parse_environment, this_environment
@@ -180,7 +180,7 @@ def read_record(folder: Path) -> Record | None:
     refuse_foreign(path, folder)
     try:
         return _checked(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} is damaged ({text}); the same `attnswap compare` writes it anew") from error
 
@@ -222,12 +222,12 @@ def _variant(given: Any) -> VariantRecord:
 def _cell(given: Any) -> CellRecord:
     texts = {key: text_of(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
     texts["checkpoint"] = text_of(given.get("checkpoint", ""))
-    seconds, place = float(of_kind(given["seconds"], float, int)), of_kind(given.get("environment", -1), int)
+    seconds, place = number_of(given["seconds"]), of_kind(given.get("environment", -1), int)
     return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place)
 
 
 def _margin(value: Any) -> float:
-    if not 0 < float(of_kind(value, float, int)) < math.inf:
+    if not 0 < number_of(value) < math.inf:
         raise ValueError(f"a margin is {str(value)[:80]}, and must be above 0")
     return float(value)
 

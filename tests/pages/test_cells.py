@@ -96,6 +96,14 @@ def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
     (raw / "results.csv").write_text("\n".join(line for line in results.splitlines() if not line.startswith("plain,1")))
     with pytest.raises(SystemExit, match=r"results\.csv has no values of plain seed 1, which comparison\.json"):
         main([str(recipe), str(raw), str(tmp_path / "third")])
+    damaged = {"0.5\n": "much\n", "config,": "name,", "\nplain,0,": "\nplain,0,5,val/top1,0.5\nplain,0,"}
+    for old, new in damaged.items():
+        assert old in results
+        (raw / "results.csv").write_text(results.replace(old, new, 1))
+        with pytest.raises(
+            SystemExit, match=r"results\.csv(, line 2, is damaged| has val/top1 of plain seed 0 .* times)"
+        ):
+            main([str(recipe), str(raw), str(tmp_path / "third")])
     (raw / "comparison.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"comparison\.json is damaged"):
         main([str(recipe), str(raw), str(tmp_path / "third")])

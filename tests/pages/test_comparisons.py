@@ -12,7 +12,8 @@ from docs.pages.numbers import number
 from docs.pages.results import zoo
 from docs.pages.results.locater import mean
 from docs.pages.results.rpc import language_modeling_rates
-from lightning_tasks.compare.choice import Choice, Tried
+from docs.pages.tables import tried_values
+from lightning_tasks.compare.choice import NOTHING, Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.statistics import paired_p
 from lightning_tasks.runs.environment import Environment
@@ -121,8 +122,12 @@ def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(t
 @pytest.mark.parametrize(
     ("page", "variant", "text"),
     [
-        (mean, "qk weight decay", "the decay that was chosen is not QKWeightDecay"),
-        (language_modeling_rates, "rpc", "the largest rate is not the best one for all"),
+        (mean, "qk weight decay", r"the decay that was chosen is .*, and the page speaks of QKWeightDecay"),
+        (
+            language_modeling_rates,
+            "rpc",
+            r"lr=0\.0005 was chosen for rpc, and the page says that lr=0\.002 was for all",
+        ),
     ],
 )
 def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, variant, text, tmp_path):
@@ -136,6 +141,10 @@ def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, vari
     path.write_text(json.dumps(record))
     with pytest.raises(PageError, match=text):
         page.read(page.PAGE.raw(tmp_path))
+    choice["chosen"] = NOTHING
+    path.write_text(json.dumps(record))
+    with pytest.raises(PageError, match=f"comparison.json has nothing that was chosen for {variant}"):
+        page.read(page.PAGE.raw(tmp_path))
     choice["chosen"] = 9
     path.write_text(json.dumps(record))
     with pytest.raises(PageError, match=r"comparison\.json is damaged .*chosen is 9"):
@@ -145,3 +154,12 @@ def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, vari
     path.write_text(json.dumps(record))
     with pytest.raises(PageError, match=r"comparison\.json is damaged .*str is needed"):
         page.read(page.PAGE.raw(tmp_path))
+
+
+def test_values_that_were_not_tried_for_all_are_no_columns():
+    rates = [Tried([f"--lr={rate}"], 0.5) for rate in (1, 2)]
+    first = Choice("a", "val/top1", "max", [7], rates, 0)
+    assert str(tried_values([first], "of")).splitlines()[0] == "| of | 1 | 2 |"
+    for other in (rates[:1], [Tried(["--lr=1", "--b=2"], 0.5), rates[1]]):
+        with pytest.raises(PageError, match=r"b was tried with .*; a table has one setting, with the same values"):
+            tried_values([first, replace(first, variant="b", tried=other)], "of")

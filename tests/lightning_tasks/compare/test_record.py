@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import guessed_record, read_comparison
 from lightning_tasks.compare.record import (
@@ -165,6 +166,8 @@ def test_without_a_record_it_is_guessed_from_the_tables(tmp_path):
     assert [(cell.variant, cell.seed) for cell in found.cells] == [("a", 1), ("z", 0)]
 
 
+CHOICE = asdict(Choice("a", "val/loss", "min", [7], [Tried(["--lr=1"], 0.5)], 0))
+TRIED = CHOICE["tried"][0]
 GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a", 0)], {"torch": "2"}))
 
 
@@ -174,13 +177,13 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ("", "Expecting value"),
         ("[" * 100_000, "recursion"),
         ([], "list indices"),
-        ({"variants": None}, "'None' is NoneType, and list is needed"),
-        ({"variants": [{**GOOD["variants"][0], "name": 1}]}, "'1' is int, and str is needed"),
-        ({"variants": [{**GOOD["variants"][0], "test": 1}]}, "'1' is int, and bool is needed"),
+        ({"variants": None}, "None is NoneType, and list is needed"),
+        ({"variants": [{**GOOD["variants"][0], "name": 1}]}, "1 is int, and str is needed"),
+        ({"variants": [{**GOOD["variants"][0], "test": 1}]}, "1 is int, and bool is needed"),
         ({"variants": GOOD["variants"] * 2}, "a variant or a cell is there twice"),
         ({"references": {"a": ["b"]}}, "references has 'b', which is none of the variants"),
         ({"metrics": ["\ud800"]}, "surrogates"),
-        ({"seeds": [True]}, "'True' is bool, and int is needed"),
+        ({"seeds": [True]}, "True is bool, and int is needed"),
         (
             {"cells": [{**GOOD["cells"][0], "variant": "../../x"}]},
             r"cells has '\.\./\.\./x', which is none of the variants",
@@ -188,11 +191,17 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"cells": [{**GOOD["cells"][0], "seed": 10**4000}]}, r"the seed 10+ is not at least 0 and below 2\*\*32"),
         ({"cells": [{**GOOD["cells"][0], "seconds": 10**400}]}, "too large"),
         ({"cells": [{"variant": "a"}]}, "KeyError"),
-        ({"versions": {"torch": [1]}}, r"'\[1\]' is list"),
-        ({"primary": 1}, "'1' is int, and str is needed"),
+        ({"versions": {"torch": [1]}}, r"\[1\] is list"),
+        ({"primary": 1}, "1 is int, and str is needed"),
         ({"margins": {"val/loss": -1.0}}, "a margin is -1.0, and must be above 0"),
+        ({"choices": [{**CHOICE, "mode": "sideways"}]}, "mode is 'sideways', and min or max is needed"),
+        ({"choices": [{**CHOICE, "seeds": []}]}, "the choice of 'a' has no seeds, or tried no settings"),
+        ({"choices": [{**CHOICE, "tried": [{**TRIED, "overrides": []}]}]}, "has no seeds, or tried no settings"),
+        ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": 10**400}]}]}, "a number is too large for a float"),
+        ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": "x"}]}]}, "'x' is str, and float or int is needed"),
+        ({"choices": [{**CHOICE, "tried": [{**TRIED, "diverged": "it"}]}]}, "chosen is 0, which diverged"),
     ],
-    ids=range(17),
+    ids=range(23),
 )
 def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
     text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)

@@ -12,7 +12,6 @@ from docs.pages.raw import Comparison, Raw
 from docs.pages.results.locater.penalty import ENTROPY, LOGGED, PERPLEXITY, SCALE, VARIANCE, validated
 from docs.pages.tables import Columns, Table, chosen_values, over_steps, verdicts
 from docs.pages.verdicts import verdict
-from lightning_tasks.compare.choice import written
 from lightning_tasks.compare.summary import SummaryRow
 
 RECIPE = "locater/compare_mean"
@@ -34,9 +33,8 @@ SPECTRUM = (0, 50, 300, 500, 950)
 
 def read(raw: Raw) -> Comparison:
     found = raw.comparison("", RECIPE)
-    for choice in found.choices:
-        if choice.variant == DECAY and written(choice.tried[choice.chosen].overrides) != FADES:
-            raise PageError(f"the decay that was chosen is not {FADES}, of which the page speaks: write it anew")
+    if (decay := found.chosen(DECAY)) != FADES:
+        raise PageError(f"the decay that was chosen is {decay}, and the page speaks of {FADES}: write it anew")
     return found
 
 

@@ -8,14 +8,23 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, of_perplexity, pursuit
+from docs.pages.results.rpc.shared import (
+    NAMES,
+    PAIRS,
+    STAYED,
+    SWAPPED,
+    TEST,
+    against_softmax,
+    by_pass,
+    of_perplexity,
+    pursuit,
+    validated_at,
+)
 from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling"
 PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
-TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
-STAYED = f"{SWAPPED}_of_the_words_that_stayed"
 ADDED = "what the swap adds, percent"
 
 
@@ -29,21 +38,15 @@ def read(raw: Raw) -> Comparison:
     )
 
 
-def steps(raw: Raw) -> list[int]:
-    """The steps at which validation was logged."""
-    return sorted({row["step"] for row in read(raw).rows if row["metric"] == "val/perplexity"})
-
-
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     test, swapped = (found.row(metric, "rpc", "softmax") for metric in (TEST, SWAPPED))
     twin = found.row(TEST, "rpc", "rpc without S")
-    values = " against ".join(number(found.mean(TEST, config)) for config in ("rpc", "softmax"))
     return [
         Claim(
             "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024)",
-            f"WikiText-2, small vocabulary: test perplexity {values} of softmax, {difference(test, 2)}",
+            f"WikiText-2, small vocabulary: {against_softmax(found)}",
             verdict("lower", test),
         ),
         *of_perplexity(twin, swapped),
@@ -84,10 +87,9 @@ def passes(raw: Raw) -> Table:
 def support(raw: Raw) -> Table:
     found = read(raw)
     metric = "val/attention/effective_support/layer_00"
-    rows = [
-        [name, *(number(found.mean(metric, config, step)) for step in steps(raw))] for config, name in NAMES.items()
-    ]
-    return Table(["step", *(str(step + 1) for step in steps(raw))], rows)
+    steps = validated_at(found)
+    rows = [[name, *(number(found.mean(metric, config, step)) for step in steps)] for config, name in NAMES.items()]
+    return Table(["step", *(str(step + 1) for step in steps)], rows)
 
 
 @PAGE.table
@@ -102,7 +104,8 @@ def prose(raw: Raw) -> dict[str, str]:
     entropies = {config: by_pass(found, "entropy", config, 4)[-1] for config in ("rpc", "rpc without S")}
     softmax = math.exp(found.mean("val/attention/entropy/layer_00", "softmax"))
     grown = [
-        found.mean("val/perplexity", "rpc", step) - found.mean("val/perplexity", "softmax", step) for step in steps(raw)
+        found.mean("val/perplexity", "rpc", step) - found.mean("val/perplexity", "softmax", step)
+        for step in validated_at(found)
     ]
     own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
     added = found.row(ADDED, "rpc", "softmax").difference / 100 * found.mean(TEST, "softmax")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from docs.pages.numbers import difference, signed, significant
+from docs.pages.numbers import difference, number, signed, significant
 from docs.pages.page import Claim
 from docs.pages.raw import Comparison
 from docs.pages.tables import Table
 from docs.pages.verdicts import span, verdict
 from lightning_tasks.compare.summary import SummaryRow
 
+TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
+STAYED = f"{SWAPPED}_of_the_words_that_stayed"
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
     "symmetric − softmax": ("symmetric", "softmax"),
@@ -20,8 +22,6 @@ PAIRS = {
     "RPC − symmetric": ("rpc", "symmetric"),
     "RPC without S − symmetric": ("rpc without S", "symmetric"),
 }
-
-
 PASSES = {"RPC": "rpc", "without S": "rpc without S"}
 
 
@@ -56,6 +56,18 @@ def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, S
         Claim(claim, f"{names}: {points(rows)} points to softmax", verdict("higher", *rows))
         for claim, (names, rows) in claimed.items()
     ]
+
+
+def against_softmax(comparison: Comparison) -> str:
+    """The test perplexity of RPC against that of softmax, and the difference."""
+    rpc, softmax = (number(comparison.mean(TEST, config)) for config in ("rpc", "softmax"))
+    row = comparison.row(TEST, "rpc", "softmax")
+    return f"test perplexity {rpc} against {softmax} of softmax, {difference(row, 2)}"
+
+
+def validated_at(comparison: Comparison) -> list[int]:
+    """The steps at which a language model was validated."""
+    return sorted({row["step"] for row in comparison.rows if row["metric"] == "val/perplexity"})
 
 
 def of_perplexity(twin: SummaryRow, swapped: SummaryRow) -> list[Claim]:
