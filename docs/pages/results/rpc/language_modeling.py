@@ -9,33 +9,30 @@ from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
+    ADDED,
     NAMES,
     PAIRS,
     STAYED,
     SWAPPED,
     TEST,
+    added_by_swap,
     against_softmax,
     by_pass,
     of_perplexity,
     pursuit,
     validated_at,
+    with_added,
 )
 from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling"
 PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
-ADDED = "what the swap adds, percent"
 
 
 def read(raw: Raw) -> Comparison:
     """The comparison, with what swapping words adds to the perplexity."""
-    return raw.once(
-        "with what is added",
-        lambda: raw.comparison("", RECIPE).with_metric(
-            ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED
-        ),
-    )
+    return raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE)))
 
 
 @PAGE.claims
@@ -120,7 +117,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "twin-verdict": test["RPC − RPC without S"].verdict,
         "iterating": difference(test["RPC without S − symmetric"], 2),
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
-        "added": ", ".join(f"{number(found.mean(ADDED, config), 2)}% for {name}" for config, name in NAMES.items()),
+        "added": added_by_swap(found, NAMES),
         "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
         "added-symmetric": difference(found.row(ADDED, "symmetric", "softmax"), 2),
         "added-iterating": difference(found.row(ADDED, "rpc without S", "symmetric"), 2),

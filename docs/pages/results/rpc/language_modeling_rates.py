@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, mean_std, signed
+from docs.pages.numbers import difference, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
+    ADDED,
     STAYED,
     SWAPPED,
     TEST,
+    added_by_swap,
     against_softmax,
     of_perplexity,
     pursuit,
     validated_at,
+    with_added,
 )
-from docs.pages.tables import Table, tried_values, verdicts
+from docs.pages.tables import Table, p_value, tried_values, verdicts
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling_rates"
@@ -28,11 +31,12 @@ NAMES = {
     "rpc": "RPC",
     "rpc without S": "RPC without S",
 }
+SHORT = {**NAMES, "narrow softmax": "narrow softmax"}  # in a sentence
 BEST = "lr=0.002"  # the largest of those tried, which the page says was the best one for all
 
 
 def read(raw: Raw) -> Comparison:
-    found = raw.comparison("", RECIPE)
+    found = raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE)))
     for config in NAMES:
         if (rate := found.chosen(config)) != BEST:
             raise PageError(f"{rate} was chosen for {config}, and the page says that {BEST} was for all: write it anew")
@@ -47,7 +51,7 @@ def claims(raw: Raw) -> list[Claim]:
     return [
         Claim(
             "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024), each at its best "
-            "of three learning rates",
+            "of four learning rates, lam and the number of passes not tuned",
             f"WikiText-2, small vocabulary, 3,200 steps: {against_softmax(found)}",
             verdict("lower", test),
         ),
@@ -97,10 +101,11 @@ def prose(raw: Raw) -> dict[str, str]:
     test = {config: found.row(TEST, config, "softmax") for config in NAMES if config != "softmax"}
     twin, narrow = (found.row(TEST, "rpc", other) for other in ("rpc without S", "narrow softmax"))
     runs = {(row["config"], row["seed"]) for row in found.rows}
-    grown = [
-        found.mean("val/perplexity", "rpc", step) - found.mean("val/perplexity", "softmax", step)
-        for step in validated_at(found)
+    perplexities = [
+        [found.mean("val/perplexity", config, step) for config in ("rpc", "softmax")] for step in validated_at(found)
     ]
+    changed = {config: found.values(SWAPPED, config) - found.values(TEST, config) for config in NAMES}
+    cost = test["rpc"].difference / (-found.row(ADDED, "rpc", "softmax").difference / 100 * found.mean(TEST, "softmax"))
     return {
         "runs": str(len(runs)),
         "seeds": str(test["rpc"].pairs),
@@ -117,7 +122,16 @@ def prose(raw: Raw) -> dict[str, str]:
         "twin": difference(twin, 2),
         "twin-verdict": twin.verdict,
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
-        "growing": ", ".join(signed(each, 2) for each in grown),
+        "growing": ", ".join(signed(rpc - softmax, 2) for rpc, softmax in perplexities),
+        "growing-relative": ", ".join(number(100 * (rpc / softmax - 1)) for rpc, softmax in perplexities),
+        "narrow-within": p_value(test["narrow softmax"].within_corrected),
+        "swapped-change": ", ".join(
+            f"{signed(each.mean(), 2)} for {SHORT[config]}" for config, each in changed.items()
+        ),
+        "added": added_by_swap(found, SHORT),
+        "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
+        "added-twin": difference(found.row(ADDED, "rpc", "rpc without S"), 2),
+        "added-part": number(cost, 0),
     }
 
 

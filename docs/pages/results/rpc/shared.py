@@ -13,6 +13,7 @@ from lightning_tasks.compare.summary import SummaryRow
 
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
+ADDED = "what the swap adds, percent"
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
     "symmetric − softmax": ("symmetric", "softmax"),
@@ -63,6 +64,16 @@ def against_softmax(comparison: Comparison) -> str:
     rpc, softmax = (number(comparison.mean(TEST, config)) for config in ("rpc", "softmax"))
     row = comparison.row(TEST, "rpc", "softmax")
     return f"test perplexity {rpc} against {softmax} of softmax, {difference(row, 2)}"
+
+
+def with_added(comparison: Comparison) -> Comparison:
+    """The same with what swapping words adds to the perplexity of those that stayed."""
+    return comparison.with_metric(ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED)
+
+
+def added_by_swap(comparison: Comparison, names: Mapping[str, str]) -> str:
+    """What swapping words adds, for each configuration."""
+    return ", ".join(f"{number(comparison.mean(ADDED, config), 2)}% for {name}" for config, name in names.items())
 
 
 def validated_at(comparison: Comparison) -> list[int]:
