@@ -163,3 +163,16 @@ def test_values_that_were_not_tried_for_all_are_no_columns():
     for other in (rates[:1], [Tried(["--lr=1", "--b=2"], 0.5), rates[1]]):
         with pytest.raises(PageError, match=r"b was tried with .*; a table has one setting, with the same values"):
             tried_values([first, replace(first, variant="b", tried=other)], "of")
+
+
+def test_the_rate_beyond_the_grid_is_one_more_than_was_tried(tmp_path):
+    page = language_modeling_rates
+    folder = page.PAGE.raw(tmp_path).folder
+    shutil.copytree(page.PAGE.raw(ROOT).folder, folder)
+    assert [len(choice.tried) for choice in page.with_larger(page.PAGE.raw(tmp_path))] == [4] * 5
+    shutil.copy(folder / "comparison.json", folder / "edge")
+    with pytest.raises(PageError, match=r"edge/comparison\.json does not have .* for softmax and one rate more"):
+        page.with_larger(page.PAGE.raw(tmp_path))
+    (folder / "edge" / "comparison.json").unlink()
+    with pytest.raises(PageError, match=r"edge/comparison\.json does not have"):
+        page.with_larger(page.PAGE.raw(tmp_path))
