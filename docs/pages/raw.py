@@ -190,6 +190,18 @@ class Raw:
         name = str(file) if file.is_file() else recipe
         return self.once(("comparison", place, recipe), lambda: _comparison(self.folder / place, name))
 
+    def choices(self, place: str) -> list[Choice]:
+        """What was chosen in a folder whose comparison went no further.
+
+        Raises:
+            PageError: there is no `comparison.json`, or it is damaged.
+        """
+        path = _existing(self.folder / place / COMPARISON)
+        try:
+            return [parse_choice(each) for each in json_of(path)["choices"]]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise PageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
     def rows(self, name: str, folder: Path | None = None) -> list[dict[str, str]]:
         """The rows of a CSV file.
 

@@ -173,6 +173,10 @@ def test_the_rate_beyond_the_grid_is_one_more_than_was_tried(tmp_path):
     shutil.copy(folder / "comparison.json", folder / "edge")
     with pytest.raises(PageError, match=r"edge/comparison\.json does not have .* for softmax and one rate more"):
         page.with_larger(page.PAGE.raw(tmp_path))
+    for text in ("[]", "{", '{"choices": [{}]}', "[" * 100_000):
+        (folder / "edge" / "comparison.json").write_text(text)
+        with pytest.raises(PageError, match=r"edge/comparison\.json is damaged"):
+            page.with_larger(page.PAGE.raw(tmp_path))
     (folder / "edge" / "comparison.json").unlink()
-    with pytest.raises(PageError, match=r"edge/comparison\.json does not have"):
+    with pytest.raises(PageError, match=r"edge/comparison\.json is missing"):
         page.with_larger(page.PAGE.raw(tmp_path))

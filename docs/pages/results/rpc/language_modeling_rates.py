@@ -24,7 +24,6 @@ from docs.pages.results.rpc.shared import (
 from docs.pages.tables import Table, p_value, tried_values, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.choice import Choice
-from lightning_tasks.compare.record import read_record
 
 RECIPE = "rpc/compare_language_modeling_rates"
 PAGE = Page("rpc_language_modeling_rates", "WikiText-2, tuned rates", summaries={"": RECIPE})
@@ -73,8 +72,7 @@ def with_larger(raw: Raw) -> list[Choice]:
 
     `edge/comparison.json` is of the recipe with that rate added to its grid.
     """
-    record = raw.once("edge", lambda: read_record(raw.folder / "edge"))
-    more = {} if record is None else {choice.variant: choice.tried for choice in record.choices}
+    more = {choice.variant: choice.tried for choice in raw.choices("edge")}
     found = []
     for choice in read(raw).choices:
         *same, _ = tried = more.get(choice.variant, choice.tried)
