@@ -39,7 +39,7 @@ def number_of(value: Any) -> float:
     try:
         return float(of_kind(value, float, int))
     except OverflowError as error:
-        raise ValueError("a number is too large for a float") from error
+        raise ValueError(f"{str(value)[:80]} is too large for a float") from error
 
 
 def seed_of(value: Any) -> int:

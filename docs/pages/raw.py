@@ -351,7 +351,7 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
         environments = [parse_environment(each) for each in asked.get("environments", [])]
         said = asked["metrics"], asked["references"], endpoints
         return Comparison(rows, *said, configs, choices, asked["cells"], images, environments)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
 
 

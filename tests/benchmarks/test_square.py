@@ -50,13 +50,14 @@ def test_the_table_has_a_row_for_each_search_and_says_how_it_was_made(tmp_path, 
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(square, "CIFAR10DataModule", lambda **options: data)
     monkeypatch.setattr(square.ImageClassificationTask, "load_from_checkpoint", lambda path, **options: MODEL)
-    square.main(["a.ckpt", "--images", "5", "--queries", "3", "--seeds", "2", "--made_by", "fit it", "--name", "tiny"])
+    given = {"images": "5", "queries": "3", "eps": "0.001", "seeds": "2", "made_by": "fit it", "name": "tiny"}
+    square.main(["a.ckpt", *(text for name, value in given.items() for text in (f"--{name}", value))])
     with (tmp_path / "tiny.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["Square"] for row in rows] == [*square.ATTACKS]
-    assert rows[-1]["to pyautoattack, points"] == "+0.0"
+    assert {row["left, %, by seed"] for row in rows} == {"100.0, 100.0"}, "so near nothing is lost"
     text = (tmp_path / "tiny.md").read_text()
-    assert "CHECKPOINT --images 5 --queries 3 --eps 1 --seeds 2 --made_by 'fit it' --name tiny`" in text
+    assert "CHECKPOINT --images 5 --queries 3 --eps 0.001 --seeds 2 --made_by 'fit it' --name tiny`" in text
     assert "The checkpoint is that of `fit it`, which is right on 100.0% of these images." in text
     with pytest.raises(SystemExit):
         square.main(["a.ckpt", "--seeds", "0"])

@@ -154,6 +154,9 @@ def test_a_page_that_speaks_of_what_was_chosen_refuses_another_choice(page, vari
     path.write_text(json.dumps(record))
     with pytest.raises(PageError, match=r"comparison\.json is damaged .*str is needed"):
         page.read(page.PAGE.raw(tmp_path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(PageError, match=r"comparison\.json is damaged .*RecursionError"):
+        page.read(page.PAGE.raw(tmp_path))
 
 
 def test_values_that_were_not_tried_for_all_are_no_columns():

@@ -197,7 +197,7 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"choices": [{**CHOICE, "mode": "sideways"}]}, "mode is 'sideways', and min or max is needed"),
         ({"choices": [{**CHOICE, "seeds": []}]}, "the choice of 'a' has no seeds, or tried no settings"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "overrides": []}]}]}, "has no seeds, or tried no settings"),
-        ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": 10**400}]}]}, "a number is too large for a float"),
+        ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": 10**400}]}]}, "10+ is too large for a float"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": "x"}]}]}, "'x' is str, and float or int is needed"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "diverged": "it"}]}]}, "chosen is 0, which diverged"),
     ],
