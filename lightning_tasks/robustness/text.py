@@ -70,20 +70,27 @@ def clean_text_measurement(text: Text) -> Measurement[Row]:
 
 
 def word_swap_measurement(text: Text, share: float, token: int, keep: Sequence[int]) -> Measurement[Row]:
-    """Perplexity of the swapped text, and of those of its words that stayed."""
+    """Perplexity of the swapped text, of those of its words that stayed, and of these same words in clean text."""
 
     def measure(advance: Advance) -> list[Row]:
         inputs, targets, swapped = swap_words(
             text.inputs, text.targets, share=share, token=token, keep=keep, seed=text.seed
         )
-        found, counted = text.log_probabilities(inputs, targets, advance), targets != IGNORED
-        setting, name = f"{100 * share:g}%", f"token {token}"
+
+        def half(share_done: float) -> None:
+            advance(share_done / 2)
+
+        found, counted = text.log_probabilities(inputs, targets, half), targets != IGNORED
+        clean = text.log_probabilities(text.inputs, text.targets, half)
+        setting, name, stayed = f"{100 * share:g}%", f"token {token}", counted & ~swapped
         return [
             _row("word swap", name, setting, "perplexity", found, counted),
-            _row("word swap", name, setting, "perplexity of the words that stayed", found, counted & ~swapped),
+            _row("word swap", name, setting, "perplexity of the words that stayed", found, stayed),
+            _row("word swap", name, setting, "clean perplexity of the words that stayed", clean, stayed),
         ]
 
-    return Measurement({"test": "word swap", "share": share, "token": token, "keep": list(keep)}, 1.0, measure)
+    what = {"test": "word swap", "share": share, "token": token, "keep": list(keep), "clean": "words that stayed"}
+    return Measurement(what, 2.0, measure)
 
 
 def _row(test: str, name: str, setting: str, metric: str, found: Tensor, counted: Tensor) -> Row:

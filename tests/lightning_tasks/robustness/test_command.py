@@ -85,5 +85,6 @@ def test_the_standard_table_of_a_language_model(tmp_path, capsys):
         ("clean", "", "perplexity"),
         ("word swap", "2.5%", "perplexity"),
         ("word swap", "2.5%", "perplexity of the words that stayed"),
+        ("word swap", "2.5%", "clean perplexity of the words that stayed"),
     ]
     assert all(row.value > 1 for row in rows)

@@ -14,7 +14,13 @@ from attention_modules import swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square
-from lightning_tasks.robustness.text import Text, clean_text_measurement, perplexity
+from lightning_tasks.robustness.text import (
+    Text,
+    clean_text_measurement,
+    perplexity,
+    swap_words,
+    word_swap_measurement,
+)
 from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
 from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
@@ -215,15 +221,35 @@ def test_perplexity_with_words_swapped(tmp_path):
         ("clean", "", "", "perplexity"),
         ("word swap", "token 0", "30%", "perplexity"),
         ("word swap", "token 0", "30%", "perplexity of the words that stayed"),
+        ("word swap", "token 0", "30%", "clean perplexity of the words that stayed"),
     }
     samples = [row.samples for row in callback.table]
     assert samples[0] == samples[1] == 30 * 8 - 5
-    assert samples[2] == pytest.approx(0.7 * samples[0], abs=20)
+    assert samples[2] == samples[3] == pytest.approx(0.7 * samples[0], abs=20)
     assert found["word swap", "token 0", "30%", "perplexity"] != found["clean", "", "", "perplexity"]
     assert "| word swap: token 0 | 30% | perplexity |" in next(tmp_path.rglob("*.md")).read_text()
     unswapped = RobustnessEvaluation(word_swap=0.0)
     trainer(tmp_path, unswapped).test(task, data, verbose=False)
     assert len({row.value for row in unswapped.table}) == 1
+
+
+def test_the_words_that_stay_are_measured_in_swapped_and_in_clean_text():
+    inputs = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    targets = torch.tensor([[2, 3, 4, 5, 6, 7, 8, -100]])
+
+    def predict_step(batch, index):  # ln p of a target falls with its input, and is lower where the input is token 0
+        return -torch.where(batch[1] == -100, 0, torch.where(batch[0] == 0, 9.0, batch[0] / 10))
+
+    shares = []
+    text = Text(SimpleNamespace(predict_step=predict_step), inputs, targets, "cpu", seed=3)
+    rows = word_swap_measurement(text, 0.4, 0, ()).measure(shares.append)
+    swapped_inputs, _, swapped = swap_words(inputs, targets, share=0.4, token=0, keep=(), seed=3)
+    stayed = (targets != -100) & ~swapped
+    assert 0 < int(stayed.sum()) < 7
+    losses = [-predict_step(each, 0)[stayed].mean() for each in ((swapped_inputs, targets), (inputs, targets))]
+    assert [row.value for row in rows[1:]] == pytest.approx([float(each.exp()) for each in losses])
+    assert [row.samples for row in rows] == [7, int(stayed.sum()), int(stayed.sum())]
+    assert sum(shares) == pytest.approx(1.0)
 
 
 def test_perplexities_that_are_nan_or_infinite_are_said():
