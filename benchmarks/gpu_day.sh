@@ -144,6 +144,7 @@ bench() { part "$1" "$2" "$PYTHON" -m benchmarks.gpu "$1" --output "$out" ${dry:
 part about 60 "$PYTHON" -m benchmarks.gpu about --output "$out" ${dry:+--dry}
 # Nothing here is timed closely, so it shares the device.
 locater locater_penalty locater/wikitext2 660 &
+locater locater_mean locater/wikitext2/mean 660 &
 locater locater_baseline locater/wikitext2/baseline 660 &
 tests 660
 wait

@@ -163,6 +163,7 @@ def test_the_script_goes_on_after_faults_and_its_time(day):
     assert first == {
         "about": "done",
         "locater_penalty": "done",
+        "locater_mean": "done",
         "locater_baseline": "failed with exit code 2",
         "tests": "done with failures",
         "rpc": "done",  # the second process went on

@@ -186,7 +186,7 @@ LOCATER = {
 
 @PAGE.table
 def locater(raw: Raw) -> Table:
-    """What the two runs logged first and last."""
+    """What the runs logged first and last."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for row in _rows(raw, "locater.csv"):
         found.setdefault(row["run"], {}).setdefault(row["metric"], {})[int(row["step"])] = row["value"]
