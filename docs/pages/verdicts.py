@@ -14,8 +14,8 @@ OPPOSITE = {"lower": "higher", "higher": "lower"}
 def verdict(claimed: str, *rows: SummaryRow) -> str:
     """Whether a difference is as was claimed ("lower" or "higher"), by the verdicts of `rows` on it.
 
-    It holds where all of them say just that, and it does not where all say the opposite, or that the two are equivalent
-    or equal. All else shows nothing, and the verdicts say why, with the count of each where they differ.
+    It holds where all of them say just that, and it does not where all say the opposite, or that the two are equivalent.
+    All else shows nothing, and the verdicts say why, with the count of each where they differ.
 
     Raises:
         PageError: a row has no verdict.
@@ -25,7 +25,7 @@ def verdict(claimed: str, *rows: SummaryRow) -> str:
         raise PageError("a claim has a row without a verdict: nothing is paired")
     if found.keys() == {claimed}:
         worth = "holds here"
-    elif found.keys() <= {OPPOSITE[claimed], "equivalent", "equal"}:
+    elif found.keys() <= {OPPOSITE[claimed], "equivalent"}:
         worth = "does not hold here"
     else:
         worth = "not shown here"

@@ -39,7 +39,7 @@ def test_what_a_claim_is_worth_follows_from_the_verdicts():
     assert verdict("lower", lower) == "holds here (lower)"
     assert verdict("higher", lower) == "does not hold here (lower)"
     assert verdict("lower", row(detectable=3.0)) == "not shown here (lower, but budget too small)"
-    assert verdict("higher", row(difference=0.0, low=0.0, high=0.0)) == "does not hold here (equal)"
+    assert verdict("higher", row(difference=0.0, low=0.0, high=0.0)) == "not shown here (equal)"
     assert verdict("lower", weak) == "not shown here (lower, not after correction)"
     counted = "lower, not after correction: 1 of 2; budget too small: 1 of 2"
     assert verdict("higher", weak, open_) == f"not shown here ({counted})"
