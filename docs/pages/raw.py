@@ -157,6 +157,17 @@ class Comparison:
             self._others[place] = rows[-1]
         return self._others[place]
 
+    def over_images(self, metric: str, config: str, reference: str) -> ImageInterval:
+        """The interval over images of the differences of a configuration to a reference.
+
+        Raises:
+            PageError: there is none.
+        """
+        for each in self.images:
+            if (each.metric, each.config, each.reference) == (metric, config, reference):
+                return each
+        raise PageError(f"{IMAGES} has no interval of {metric} of {config} to {reference}")
+
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""
         values = [last_values(self._by_metric[metric], metric) for metric in metrics]

@@ -14,8 +14,8 @@ OPPOSITE = {"lower": "higher", "higher": "lower"}
 def verdict(claimed: str, *rows: SummaryRow) -> str:
     """Whether a difference is as was claimed ("lower" or "higher"), by the verdicts of `rows` on it.
 
-    It holds where all of them say just that, and it does not where all say the opposite, or that the two are equivalent.
-    All else shows nothing, and the verdicts say why, with the count of each where they differ.
+    It holds where all of them say just that, and it does not where all say the opposite, or that the two are
+    equivalent. All else shows nothing, and the verdicts say why, with the count of each where they differ.
 
     Raises:
         PageError: a row has no verdict.

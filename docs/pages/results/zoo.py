@@ -215,7 +215,7 @@ def _of_images(raw: Raw) -> list[str]:
     """The numbers of `OF_IMAGES`."""
     found, (metric, _, scale) = raw.comparison("images", "zoo/images"), SCORES["images"]
     rows = [row for row in found.summary if row.metric == metric and row.pairs]
-    (over,) = [each for each in found.images if (each.metric, each.config) == (metric, "qk_norm")]
+    over = found.over_images(metric, "qk_norm", SOFTMAX)
     apart = found.values(metric, "qk_norm") - found.values(metric, SOFTMAX)
     further = raw.comparison("images_more", "zoo/images")
     chosen = [name for name in further.configs if not name.startswith(SOFTMAX)]

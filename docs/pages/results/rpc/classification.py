@@ -10,24 +10,19 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, pursuit, under_attack
+from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, by_pass, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 PAGE = Page("rpc_classification", "CIFAR-10")
-PAGE.summaries |= {
-    "": "rpc/compare_classification",
-    "exploratory": "rpc/compare_classification_exploratory",
-    "scaled": "rpc/compare_scaled",
-}
+PAGE.summaries |= {"": "rpc/compare_classification", "exploratory": "rpc/compare_classification_exploratory"}
 GRADIENT = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("fgsm", "pgd") for eps in (1, 4)]
 BLIND = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("square", "transfer_of_pgd") for eps in (1, 4)]
 ATTACKED = {
     **dict(zip(("FGSM 1/255", "FGSM 4/255", "PGD 1/255", "PGD 4/255"), GRADIENT, strict=True)),
     **dict(zip(("Square 1/255", "Square 4/255", "transfer 1/255", "transfer 4/255"), BLIND, strict=True)),
 }
-CORRUPTED = "robustness/mean_corruption/accuracy"
 ON_500 = {"clean": "robustness/clean/accuracy", **ATTACKED, "corrupted": CORRUPTED}
 INPUT_GRADIENT = "robustness/input_gradient/l2"
 TAKEN = "taken by corruption"
@@ -147,19 +142,6 @@ def exploratory(raw: Raw) -> Table:
         for name, (found, config) in seed_0(raw).items()
     ]
     return Table(["configuration, seed 0", *metrics], rows)
-
-
-@PAGE.table
-def scaled(raw: Raw) -> Table:
-    found = raw.comparison("scaled", "rpc/compare_scaled")
-    metrics = {"clean": "test/top1", "corrupted": CORRUPTED}
-    metrics |= {name: ATTACKED[name] for name in ("FGSM 4/255", "Square 4/255", "transfer 4/255")}
-    rows = [
-        [f"{config}, seed {seed}", *(number(found.values(metric, config)[seed] * 100) for metric in metrics.values())]
-        for seed in found.seeds
-        for config in found.configs
-    ]
-    return Table(["configuration", *metrics], rows)
 
 
 @PAGE.numbers

@@ -15,6 +15,7 @@ from docs.pages.results.rpc.shared import (
     STAYED,
     SWAPPED,
     TEST,
+    added_by_part,
     added_by_swap,
     against_softmax,
     by_pass,
@@ -32,21 +33,19 @@ PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
 
 def read(raw: Raw) -> Comparison:
     """The comparison, with what swapping words adds to the perplexity."""
-    return raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE)))
+    return raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE), TEST, STAYED))
 
 
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
-    test, swapped = (found.row(metric, "rpc", "softmax") for metric in (TEST, SWAPPED))
-    twin = found.row(TEST, "rpc", "rpc without S")
     return [
         Claim(
             "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024)",
             f"WikiText-2, small vocabulary: {against_softmax(found)}",
-            verdict("lower", test),
+            verdict("lower", found.row(TEST, "rpc", "softmax")),
         ),
-        *of_perplexity(twin, swapped),
+        *of_perplexity(found),
     ]
 
 
@@ -105,7 +104,6 @@ def prose(raw: Raw) -> dict[str, str]:
         for step in validated_at(found)
     ]
     own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
-    added = found.row(ADDED, "rpc", "softmax").difference / 100 * found.mean(TEST, "softmax")
     worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
     return {
         "rpc": difference(test["RPC − softmax"], 2),
@@ -118,11 +116,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "iterating": difference(test["RPC without S − symmetric"], 2),
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
         "added": added_by_swap(found, NAMES),
-        "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
-        "added-symmetric": difference(found.row(ADDED, "symmetric", "softmax"), 2),
-        "added-iterating": difference(found.row(ADDED, "rpc without S", "symmetric"), 2),
-        "added-twin": difference(found.row(ADDED, "rpc", "rpc without S"), 2),
-        "added-part": number(test["RPC − softmax"].difference / -added, 0),
+        **added_by_part(found),
         "growing": ", ".join(signed(each, 2) for each in grown),
         "share": f"{number(100 * by_pass(found, 'sparsity', 'rpc', 4)[-1], 0)}%",
         "residual": f"{number(100 * by_pass(found, 'residual', 'rpc', 4)[-1], 0)}%",

@@ -1,21 +1,31 @@
-"""RPC-Attention in a language model that trains longer, each variant at its best learning rate: tables and numbers."""
+"""RPC-Attention in a language model that trains longer, each variant at its best learning rate: tables and numbers.
+
+What words that stay have in swapped and in clean text is in the tables (`robustness.csv`) of a test of the last
+checkpoint of each cell, in docs/results/rpc_language_modeling_rates/swapped/VARIANT/seed_N.csv, VARIANT as the folder
+of the cell is called.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from docs.pages.cell_tests import compare_tests
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, mean_std, number, signed
+from docs.pages.numbers import difference, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
-from docs.pages.raw import Comparison, Raw
+from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import (
     ADDED,
     STAYED,
     SWAPPED,
     TEST,
+    added_by_part,
     added_by_swap,
     against_softmax,
+    by_pass,
     of_perplexity,
     pursuit,
     validated_at,
@@ -35,35 +45,63 @@ NAMES = {
     "rpc without S": "RPC without S",
 }
 SHORT = {**NAMES, "narrow softmax": "narrow softmax"}  # in a sentence
+SWAPPED_WORDS = "token 0/2.5%/{}perplexity"
+STAYED_WORDS, CLEAN_WORDS = (f"{SWAPPED_WORDS.format(text)} of the words that stayed" for text in ("", "clean "))
 BEST = "lr=0.002"  # the largest of the grid, which the page says was the best one of it for all
 
 
 def read(raw: Raw) -> Comparison:
-    found = raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE)))
+    """The comparison.
+
+    Raises:
+        PageError: another rate was chosen than the page says.
+    """
+    found = raw.comparison("", RECIPE)
     for config in NAMES:
         if (rate := found.chosen(config)) != BEST:
             raise PageError(f"{rate} was chosen for {config}, and the page says that {BEST} was for all: write it anew")
     return found
 
 
+def read_swapped(raw: Raw) -> Comparison:
+    """What the words that stay have in swapped and in clean text, and what the swap adds to it.
+
+    Raises:
+        PageError: there are no tables, they are of other checkpoints than the comparison, or what the swap adds does
+            not fall where the clean perplexity rises, as the page says.
+    """
+    folder = raw.folder / "swapped"
+    found = compare_tests(folder, RECIPE, "word swap", SWAPPED_WORDS.format(""))
+    if found is None:
+        raise PageError(f"{folder} has no tables")
+    found = with_added(found, CLEAN_WORDS, STAYED_WORDS)
+    for config in NAMES:
+        logged, tested = read(raw).values(STAYED, config), found.values(STAYED_WORDS, config)
+        if logged.shape != tested.shape or not np.allclose(logged, tested, rtol=1e-5, atol=0):
+            raise PageError(f"{folder} has other perplexities of {config} than {RESULTS}: test the same checkpoints")
+    ordered = sorted(NAMES, key=lambda config: found.mean(CLEAN_WORDS, config))
+    if ordered != sorted(NAMES, key=lambda config: -found.mean(ADDED, config)):
+        raise PageError("the page says that the swap adds less the higher the clean perplexity is: write it anew")
+    return found
+
+
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
-    test, narrow, twin = (found.row(TEST, "rpc", other) for other in ("softmax", "narrow softmax", "rpc without S"))
-    swapped = found.row(SWAPPED, "rpc", "softmax")
+    test, narrow = (found.row(TEST, "rpc", other) for other in ("softmax", "narrow softmax"))
     return [
         Claim(
-            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024), each at its best "
-            "of three learning rates, lam and the number of passes not tuned",
+            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024), both at the best "
+            "of three learning rates, the largest, lam and the number of passes not tuned",
             f"WikiText-2, small vocabulary, 3,200 steps: {against_softmax(found)}",
             verdict("lower", test),
         ),
         Claim(
             "... against a softmax with as few parameters in its attention",
-            f"{difference(narrow, 2)} to it",
+            f"{difference(narrow, 2)} compared with it",
             verdict("lower", narrow),
         ),
-        *of_perplexity(twin, swapped),
+        *of_perplexity(found),
     ]
 
 
@@ -118,43 +156,76 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     test = {config: found.row(TEST, config, "softmax") for config in NAMES if config != "softmax"}
     twin, narrow = (found.row(TEST, "rpc", other) for other in ("rpc without S", "narrow softmax"))
-    runs = {(row["config"], row["seed"]) for row in found.rows}
-    perplexities = [
-        [found.mean("val/perplexity", config, step) for config in ("rpc", "softmax")] for step in validated_at(found)
-    ]
-    changed = {config: found.values(SWAPPED, config) - found.values(TEST, config) for config in NAMES}
-    cost = test["rpc"].difference / (-found.row(ADDED, "rpc", "softmax").difference / 100 * found.mean(TEST, "softmax"))
     return {
-        "runs": str(len(runs)),
-        "larger": ", ".join(
-            f"{signed(each.tried[-1].score - each.tried[each.chosen].score, 2)} for {SHORT[each.variant]}"
-            for each in with_larger(raw)
-        ),
+        "runs": str(len({(row["config"], row["seed"]) for row in found.rows})),
         "seeds": str(test["rpc"].pairs),
         "rpc": difference(test["rpc"], 2),
         "rpc-verdict": test["rpc"].verdict,
         "symmetric": difference(test["symmetric"], 2),
         "symmetric-verdict": test["symmetric"].verdict,
-        "narrow": difference(test["narrow softmax"], 2),
-        "narrow-verdict": test["narrow softmax"].verdict,
-        "rpc-narrow": difference(narrow, 2),
-        "rpc-narrow-verdict": narrow.verdict,
-        "without": difference(test["rpc without S"], 2),
-        "without-verdict": test["rpc without S"].verdict,
+        "iterating": difference(found.row(TEST, "rpc without S", "symmetric"), 2),
         "twin": difference(twin, 2),
         "twin-verdict": twin.verdict,
-        "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
-        "growing": ", ".join(signed(rpc - softmax, 2) for rpc, softmax in perplexities),
-        "growing-relative": ", ".join(number(100 * (rpc / softmax - 1)) for rpc, softmax in perplexities),
+        "narrow": difference(test["narrow softmax"], 2),
+        "narrow-verdict": test["narrow softmax"].verdict,
         "narrow-within": p_value(test["narrow softmax"].within_corrected),
-        "swapped-change": ", ".join(
-            f"{signed(each.mean(), 2)} for {SHORT[config]}" for config, each in changed.items()
-        ),
-        "added": added_by_swap(found, SHORT),
-        "added-rpc": difference(found.row(ADDED, "rpc", "softmax"), 2),
-        "added-twin": difference(found.row(ADDED, "rpc", "rpc without S"), 2),
-        "added-part": number(cost, 0),
+        "rpc-narrow": difference(narrow, 2),
+        "rpc-narrow-verdict": narrow.verdict,
+        "residual": share_of(by_pass(found, "residual", "rpc", 4)[-1]),
+        **{
+            name: share_of(by_pass(found, "self_probability", config, 4)[-1])
+            for name, config in {"self": "rpc", "self-twin": "rpc without S"}.items()
+        },
     }
+
+
+@PAGE.numbers
+def by_rate(raw: Raw) -> dict[str, str]:
+    scores = {each.variant: [tried.score for tried in each.tried] for each in with_larger(raw)}
+    changed = [f"{signed(scores[config][-1] - scores[config][-2], 2)} for {name}" for config, name in SHORT.items()]
+    best = [[min(scores[config][:count]) for config in ("rpc", "softmax")] for count in (4, 3)]
+    val = "val/perplexity"
+    spread = np.std(read(raw).values(val, "rpc") - read(raw).values(val, "softmax"), ddof=1)
+    return {
+        "larger": ", ".join(changed),
+        "best-of-four": " in place of ".join(signed(rpc - softmax, 2) for rpc, softmax in best),
+        "rpc-spread": number(float(spread), 2),
+        "twin-by-rate": listed(
+            signed(rpc - without, 2) for rpc, without in zip(scores["rpc"], scores["rpc without S"], strict=True)
+        ),
+    }
+
+
+@PAGE.numbers
+def over_training(raw: Raw) -> dict[str, str]:
+    found = read(raw)
+    rpc, softmax, without = (
+        [found.mean("val/perplexity", config, step) for step in validated_at(found)]
+        for config in ("rpc", "softmax", "rpc without S")
+    )
+    return {
+        "growing": listed(signed(a - b, 2) for a, b in zip(rpc, softmax, strict=True)),
+        "growing-relative": listed(number(100 * (a / b - 1)) for a, b in zip(rpc, softmax, strict=True)),
+        "growing-twin": listed(signed(a - b, 2) for a, b in zip(rpc, without, strict=True)),
+    }
+
+
+@PAGE.numbers
+def on_swapped_text(raw: Raw) -> dict[str, str]:
+    found, tested = read(raw), read_swapped(raw)
+    changed = {config: found.mean(SWAPPED, config) - found.mean(TEST, config) for config in NAMES}
+    return {
+        "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
+        "clean-stayed": difference(tested.row(CLEAN_WORDS, "rpc", "softmax"), 2),
+        "added": added_by_swap(tested, SHORT),
+        **added_by_part(tested),
+        "swapped-change": ", ".join(f"{signed(each, 2)} for {SHORT[config]}" for config, each in changed.items()),
+    }
+
+
+def share_of(value: float) -> str:
+    """In percent."""
+    return f"{number(100 * value, 0)}%"
 
 
 @PAGE.figure("curves.png")

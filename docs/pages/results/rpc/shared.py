@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from docs.pages.numbers import difference, number, signed, significant
 from docs.pages.page import Claim
 from docs.pages.raw import Comparison
-from docs.pages.tables import Table
+from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import span, verdict
 from lightning_tasks.compare.summary import SummaryRow
 
+TOP1, CORRUPTED = "test/top1", "robustness/mean_corruption/accuracy"
+GRADIENT = {  # attacks with the model's gradient, and without it
+    "PGD 1/255": "robustness/pgd/1_255/accuracy",
+    "released PGD 1/255": "robustness/released_pgd/1_255/accuracy",
+}
+BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robustness/square/1_255/accuracy"}
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
 ADDED = "what the swap adds, percent"
@@ -59,6 +65,20 @@ def under_attack(gradient: tuple[str, Sequence[SummaryRow]], blind: tuple[str, S
     ]
 
 
+def attacked_and_corrupted(comparison: Comparison) -> Table:
+    """Accuracy on the images that are attacked and corrupted, the gradient for the image, and the test loss."""
+    columns = {"clean": "robustness/clean/accuracy", **GRADIENT, **BLIND, "corrupted": CORRUPTED}
+    shown = {head: (metric, 1, 100.0, True) for head, metric in columns.items()}
+    shown |= {"input gradient": ("robustness/input_gradient/l2", 2, 1.0, False), "loss": ("test/loss", 3, 1.0, False)}
+    return means(comparison, {name: name for name in comparison.configs}, shown)
+
+
+def accuracy_differences(comparison: Comparison, pairs: Mapping[str, tuple[str, str]]) -> Table:
+    """Differences of the accuracy, in points: a row for clean images, each attack and the mean of corruptions."""
+    rows = {"clean, 2,000 images": TOP1, **GRADIENT, **BLIND, "corrupted": CORRUPTED}
+    return differences(comparison, "accuracy, points", pairs, {name: (metric, 1, 100) for name, metric in rows.items()})
+
+
 def against_softmax(comparison: Comparison) -> str:
     """The test perplexity of RPC against that of softmax, and the difference."""
     rpc, softmax = (number(comparison.mean(TEST, config)) for config in ("rpc", "softmax"))
@@ -66,9 +86,9 @@ def against_softmax(comparison: Comparison) -> str:
     return f"test perplexity {rpc} against {softmax} of softmax, {difference(row, 2)}"
 
 
-def with_added(comparison: Comparison) -> Comparison:
-    """The same with what swapping words adds to the perplexity of those that stayed."""
-    return comparison.with_metric(ADDED, lambda clean, swapped: 100 * (swapped / clean - 1), TEST, STAYED)
+def with_added(comparison: Comparison, clean: str, swapped: str) -> Comparison:
+    """The same with what swapping words adds to the perplexity of clean text, of two metrics."""
+    return comparison.with_metric(ADDED, lambda before, after: 100 * (after / before - 1), clean, swapped)
 
 
 def added_by_swap(comparison: Comparison, names: Mapping[str, str]) -> str:
@@ -81,13 +101,31 @@ def validated_at(comparison: Comparison) -> list[int]:
     return sorted({row["step"] for row in comparison.rows if row["metric"] == "val/perplexity"})
 
 
-def of_perplexity(twin: SummaryRow, swapped: SummaryRow) -> list[Claim]:
+def added_by_part(comparison: Comparison) -> dict[str, str]:
+    """What swapping words adds, in percentage points: RPC to softmax, and the parts of this difference."""
+    parts = {
+        "added-rpc": ("rpc", "softmax"),
+        "added-symmetric": ("symmetric", "softmax"),
+        "added-iterating": ("rpc without S", "symmetric"),
+        "added-twin": ("rpc", "rpc without S"),
+    }
+    return {name: difference(comparison.row(ADDED, *pair), 2) for name, pair in parts.items()}
+
+
+def of_perplexity(comparison: Comparison) -> list[Claim]:
     """The claims on the part of S and on word-swapped text: differences to RPC without S, and to softmax."""
+    twin = comparison.row(TEST, "rpc", "rpc without S")
+    swapped, stayed = (comparison.row(metric, "rpc", "softmax") for metric in (SWAPPED, STAYED))
     return [
-        Claim("... by its sparse part S", f"{difference(twin, 2)} to its twin without S", verdict("lower", twin)),
+        Claim(
+            "... by its sparse part S",
+            f"{difference(twin, 2)} compared with its twin without S",
+            verdict("lower", twin),
+        ),
         Claim(
             "... also on word-swapped text",
-            f"{difference(swapped, 2)} to softmax with 2.5% of the words swapped",
+            f"2.5% of the words swapped: {difference(swapped, 2)} compared with softmax; "
+            f"on the words that stayed, {difference(stayed, 2)}",
             verdict("lower", swapped),
         ),
     ]

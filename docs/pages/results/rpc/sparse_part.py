@@ -12,12 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from docs.pages.cell_tests import NOTHING, Tested, compare_tests, primary_table, settings_of, tested
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number
 from docs.pages.page import Claim, Page
-from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.shared import by_pass, points, pursuit, under_attack
-from docs.pages.tables import Table, differences, means
+from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.results.rpc.shared import (
+    BLIND,
+    CORRUPTED,
+    GRADIENT,
+    TOP1,
+    accuracy_differences,
+    attacked_and_corrupted,
+    by_pass,
+    points,
+    pursuit,
+    under_attack,
+)
+from docs.pages.tables import Table
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
@@ -25,13 +37,6 @@ from lightning_tasks.runs.robustness import right_from_text
 
 RECIPE = "rpc/compare_sparse_part"
 FILLED = ["rpc lam 1", "rpc lam 0.75"]
-TOP1 = "test/top1"
-GRADIENT = {
-    "PGD 1/255": "robustness/pgd/1_255/accuracy",
-    "released PGD 1/255": "robustness/released_pgd/1_255/accuracy",
-}
-BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robustness/square/1_255/accuracy"}
-CORRUPTED = "robustness/mean_corruption/accuracy"
 EPS = ("0.25", "0.5", "1", "4")
 AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
 AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
@@ -115,11 +120,7 @@ def primary(raw: Raw) -> Table:
 
 @PAGE.table
 def attacked(raw: Raw) -> Table:
-    found = read(raw)
-    columns = {"clean": "robustness/clean/accuracy", **GRADIENT, **BLIND, "corrupted": CORRUPTED}
-    shown = {head: (metric, 1, 100.0, True) for head, metric in columns.items()}
-    shown |= {"input gradient": ("robustness/input_gradient/l2", 2, 1.0, False), "loss": ("test/loss", 3, 1.0, False)}
-    return means(found, {name: name for name in found.configs}, shown)
+    return attacked_and_corrupted(read(raw))
 
 
 @PAGE.table
@@ -132,8 +133,7 @@ def paired(raw: Raw) -> Table:
         for reference in references
         if config in found.configs
     }
-    rows = {"clean, 2,000 images": TOP1, **GRADIENT, **BLIND, "corrupted": CORRUPTED}
-    return differences(found, "accuracy, points", pairs, {name: (metric, 1, 100) for name, metric in rows.items()})
+    return accuracy_differences(found, pairs)
 
 
 @PAGE.table
@@ -174,6 +174,7 @@ def prose(raw: Raw) -> dict[str, str]:
     shares, residuals = ([by_pass(found, what, name, 4)[-1] for name in FILLED] for what in ("sparsity", "residual"))
     gradients = [found.mean("robustness/input_gradient/l2", name) for name in [*FILLED, "softmax"]]
     softmax, twin = to("softmax", found, TOP1), to("rpc without S", found, TOP1)
+    images = clean_images(raw)
     return {
         "cells": str(len(cells)),
         "seeds": str(min(row.pairs for row in softmax)),
@@ -181,8 +182,10 @@ def prose(raw: Raw) -> dict[str, str]:
         **attack_numbers(raw),
         "top1": listed(difference(row, 1, 100) for row in softmax),
         "top1-verdict": by_lam(softmax),
+        "top1-images": listed(over_images(images, CLEAN, name, "softmax") for name in FILLED),
         "twin": listed(difference(row, 1, 100) for row in twin),
         "twin-verdict": by_lam(twin),
+        "twin-images": listed(over_images(images, CLEAN, name, "rpc without S") for name in FILLED),
         "share": listed(f"{number(100 * each, 0)}%" for each in shares),
         "residual-empty": number(by_pass(found, "residual", "rpc without S", 4)[-1], 2),
         "residual": listed(number(each, 2) for each in residuals),
@@ -214,7 +217,7 @@ def attack_numbers(raw: Raw) -> dict[str, str]:
         if not text.endswith(": none")
     ]
     row = cells[0].rows[AUTOATTACK_PRIMARY]
-    intervals = [over_images(cells, config) for config in FILLED if config in found.configs]
+    intervals = [over_images(cells, AUTOATTACK_PRIMARY, name, "softmax") for name in FILLED if name in found.configs]
     return {
         "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
         "autoattack-seeds": str(min(counts.values())),
@@ -223,12 +226,26 @@ def attack_numbers(raw: Raw) -> dict[str, str]:
     }
 
 
-def over_images(cells: Sequence[Tested], config: str) -> str:
-    """The 95% interval of the difference to softmax over the attacked images, which are drawn anew."""
-    rows = {(each.variant, each.seed): each.rows[AUTOATTACK_PRIMARY] for each in cells}
+def clean_images(raw: Raw) -> list[Tested]:
+    """What the last checkpoints say of each clean image: the tests of images from outside measured it too.
+
+    Raises:
+        PageError: they are of other checkpoints than the comparison.
+    """
+    cells = tested(raw.root / "docs" / "results" / "out_of_distribution", RECIPE, "clean")
+    for config in (found := read(raw)).configs:
+        accuracies = [each.rows[CLEAN].value for each in cells if each.variant == config]
+        if not np.array_equal(np.round(found.values(TOP1, config), 6), np.round(accuracies, 6)):
+            raise PageError(f"out_of_distribution has other accuracies of {config} than {RESULTS}")
+    return cells
+
+
+def over_images(cells: Sequence[Tested], metric: str, config: str, reference: str) -> str:
+    """The 95% interval of a difference over the images, which are drawn anew, in points."""
+    rows = {(each.variant, each.seed): each.rows[metric] for each in cells}
     right = {cell: right_from_text(row.right, row.samples).astype(float) for cell, row in rows.items()}
-    seeds = [seed for variant, seed in right if variant == config and ("softmax", seed) in right]
-    mean = np.mean([right[config, seed] - right["softmax", seed] for seed in seeds], axis=0)
+    seeds = [seed for variant, seed in right if variant == config and (reference, seed) in right]
+    mean = np.mean([right[config, seed] - right[reference, seed] for seed in seeds], axis=0)
     low, high = percentile_interval(resampled_sums(mean[:, None])[:, 0] / len(mean))
     return interval(low, high, 1, 100)
 
