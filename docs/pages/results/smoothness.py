@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from docs.pages.figures import Figure
-from docs.pages.numbers import number, signed, significant
+from docs.pages.numbers import listed, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
@@ -40,6 +41,25 @@ FOLDERS = [
 ]
 LAYERS = {0: "first", 2: "middle", 5: "last"}  # of MiniLM
 ADVERSARIAL, TEXT = "adversarial", "text"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The mean over sequences of what the ascent found from inputs that differ by rounding; draw 0 is the text."""
+
+    layer: int
+    draw: int
+    length: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of a layer on all inputs of 100 tokens of a norm."""
+
+    layer: int
+    radius: float
+    bound: float
 
 
 def rows(raw: Raw, folder: str) -> list[Row]:
@@ -230,6 +250,47 @@ def longer(raw: Raw) -> dict[str, str]:
         "causal-after": between(trained["causal-softmax-after"]),
         "causal-l2-before": span(trained["causal-l2-before"]),
         "causal-l2-after": between(trained["causal-l2-after"]),
+    }
+
+
+def repeated_means(raw: Raw) -> dict[int, dict[int, dict[int, float]]]:
+    """By layer, draw and length."""
+    found: dict[int, dict[int, dict[int, float]]] = {}
+    for row in raw.records("draws.csv", Draw):
+        found.setdefault(row.layer, {}).setdefault(row.draw, {})[row.length] = row.mean
+    return found
+
+
+@PAGE.table
+def repeated(raw: Raw) -> Table:
+    found = repeated_means(raw)
+    tried = sorted({row.length for row in raw.records("draws.csv", Draw)})
+    shown = []
+    for layer, draws in found.items():
+        for draw, means in draws.items():
+            slope_of = np.polyfit(np.log(tried), np.log([means[length] for length in tried]), 1)[0]
+            cells = [number(means[length], 0) for length in tried]
+            shown.append([str(layer), str(draw), number(float(slope_of), 3), *cells])
+    return Table(["layer", "draw", "slope", f"n = {tried[0]}", *map(str, tried[1:])], shown)
+
+
+@PAGE.numbers
+def bounds(raw: Raw) -> dict[str, str]:
+    def largest(layer: int) -> float:
+        ascents = (of_layer(raw, f"minilm-adversarial-{steps}", layer, ADVERSARIAL) for steps in STEPS)
+        return max(mean_at(each, 100) for each in ascents)
+
+    found = raw.records("bounds.csv", Bound)
+    apart = [
+        max(means) / min(means) - 1
+        for draws in repeated_means(raw).values()
+        for means in zip(*(each.values() for each in draws.values()), strict=True)
+    ]
+    return {
+        "bounds": listed(significant(each.bound, 2) for each in found),
+        "bound-radii": listed(f"{each.radius:g}" for each in found),
+        "bound-times": listed(significant(each.bound / largest(each.layer), 2) for each in found),
+        "apart": f"{number(100 * max(apart), 0)}%",
     }
 
 
