@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 from pathlib import Path as File
 from typing import Any
 
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
 from lightning_tasks.errors import UsageError
+from lightning_tasks.figures.selection import draw_selection
 from lightning_tasks.runs.folder import make_output_folder
 from lightning_tasks.runs.safe_files import write_rows
 
@@ -73,6 +73,7 @@ EXPERIMENTS = {
     "released_joint": Experiment("joint", RELEASED_FORMS, released=True),
 }
 COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
+PATH_COLUMNS = ("seed", "parameter", "run", "along", "across")
 REGULARIZED = "regularisation path"
 SUMMARY = "summary.md"
 HEADS = ("experiment", "seed", "run", "optimality", "correlation of p", "of v", "probability", "norm of p")
@@ -126,11 +127,11 @@ def measure(problem: TokenProblem, path: Path, target: Target) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one problem gave: rows of the summary and of NAME.csv, and what the figure shows of it, if anything."""
+    """What one problem gave: rows of the summary, of NAME.csv and of NAME_paths.csv."""
 
     lines: list[str]
-    rows: list[dict[str, Any]]
-    shown: tuple[dict[str, Path], dict[str, dict[str, Tensor]], Tensor, Tensor | None] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: int) -> Outcome:
@@ -146,10 +147,11 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
         if not experiment.released:  # the path knows nothing of starts, which decide what is selected there
             paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
     except NotSeparableError as error:
-        return Outcome([_row(name, which, "all", f"nothing to converge to: {error}")], [])
+        return Outcome([_row(name, which, "all", f"nothing to converge to: {error}")])
     except (RuntimeError, ValueError) as error:  # the other problems can still be measured
-        return Outcome([_row(name, which, "all", f"failed: {' '.join(str(error).split())}")], [])
+        return Outcome([_row(name, which, "all", f"failed: {' '.join(str(error).split())}")])
     measures = {run: measure(problem, path, target) for run, path in paths.items()}
+    kept = {run: _kept(len(path.p), run) for run, path in paths.items()}
     kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
     lines, rows = [], []
     for run, found in measures.items():
@@ -157,13 +159,28 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
         head = "" if target.v is None else f"{last['correlation_v']:.4f}"
         numbers = (f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}", f"{last['norm_p']:.1f}")
         lines.append(_row(name, which, run, kind, *numbers))
-        shown = range(len(found["norm_p"])) if run == REGULARIZED else range(0, steps + 1, max(1, steps // 100))
         rows += [
             {"seed": which, "run": run, "step": radii[step] if run == REGULARIZED else step}
             | {key: float(value[step]) for key, value in found.items()}
-            for step in shown
+            for step in kept[run]
         ]
-    return Outcome(lines, rows, (paths, measures, target.p, target.v))
+    return Outcome(lines, rows, [{"seed": which} | row for row in _points(paths, target, kept)])
+
+
+def _kept(count: int, run: str) -> range:
+    """Of so many steps, those that are kept: a hundred and the first, and all of a regularization path."""
+    return range(0, count, 1 if run == REGULARIZED else max(1, (count - 1) // 100))
+
+
+def _points(paths: Mapping[str, Path], target: Target, kept: Mapping[str, range]) -> list[dict[str, Any]]:
+    """Where p (and v) went, in the plane of the figure."""
+    directions = {"p": target.p} if target.v is None else {"p": target.p, "v": target.v}
+    return [
+        {"parameter": name, "run": run, "along": float(along[step]), "across": float(across[step])}
+        for name, direction in directions.items()
+        for run, (along, across) in plane({run: getattr(path, name) for run, path in paths.items()}, direction).items()
+        for step in kept[run]
+    ]
 
 
 def _row(*cells: object) -> str:
@@ -174,7 +191,9 @@ def _row(*cells: object) -> str:
 def run_experiment(
     name: str, seeds: Sequence[int], steps: int, output: File, on_problem: Callable[[list[str]], None]
 ) -> None:
-    """Run one experiment; after each problem write NAME.csv, NAME.png (of the first that is solved), and pass the rows.
+    """Run one experiment; after each problem write NAME.csv, and pass the rows.
+
+    NAME.png and NAME_paths.csv are of the first problem that is solved.
 
     Args:
         on_problem: is given the rows of the summary so far.
@@ -189,10 +208,12 @@ def run_experiment(
         rows += outcome.rows
         write_rows(output / f"{name}.csv", COLUMNS, rows)
         on_problem(lines)
-        if not drawn:
-            (output / f"{name}.png").unlink(missing_ok=True)  # of an earlier call, if this one has nothing to draw
-        if outcome.shown is not None and not drawn:
-            draw(output / f"{name}.png", *outcome.shown, REGULARIZED)
+        if not drawn:  # of an earlier call, if this one has nothing to draw
+            for file in (f"{name}.png", f"{name}_paths.csv"):
+                (output / file).unlink(missing_ok=True)
+        if outcome.paths and not drawn:
+            write_rows(output / f"{name}_paths.csv", PATH_COLUMNS, outcome.paths)
+            draw_selection(outcome.rows, outcome.paths, REGULARIZED).savefig(output / f"{name}.png", dpi=110)
             drawn = True
 
 
@@ -244,7 +265,9 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", allow_abbrev=False, description=__doc__)
     parser.add_argument("--experiment", choices=[*EXPERIMENTS, "all"], default="all", help="default: %(default)s")
-    parser.add_argument("--output", required=True, type=File, help="folder for NAME.csv, NAME.png, summary.md")
+    parser.add_argument(
+        "--output", required=True, type=File, help="folder for NAME.csv, NAME_paths.csv, NAME.png, summary.md"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of our problems, 0 to this, each drawn anew (default: 3)")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s, as in the paper")
     options = parser.parse_args(list(arguments))
@@ -280,57 +303,3 @@ def plane(paths: Mapping[str, Tensor], direction: Tensor) -> dict[str, tuple[Ten
     rest = {run: path - (path @ along).unsqueeze(-1) * along for run, path in paths.items()}
     across = torch.linalg.svd(torch.cat(list(rest.values())), full_matrices=False)[2][0]
     return {run: (path @ along, rest[run] @ across) for run, path in paths.items()}
-
-
-def draw(
-    file: File,
-    paths: Mapping[str, Path],
-    measures: Mapping[str, Mapping[str, Tensor]],
-    p: Tensor,
-    v: Tensor | None,
-    regularized: str,
-) -> None:
-    """Draw the paths of p (and of v) against the max-margin directions, and the measures of the descents."""
-    from matplotlib.figure import Figure
-
-    directions = {"p": p} if v is None else {"p": p, "v": v}
-    panels = [*directions, "probability", *(f"correlation_{name}" for name in directions)]
-    figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        if panel in directions:
-            _draw_plane(
-                axes, {run: getattr(path, panel) for run, path in paths.items()}, directions[panel], regularized
-            )
-            axes.set_title(f"path of {panel}", loc="left")
-        else:
-            for run, style in _styles(measures, regularized).items():
-                if run != regularized:
-                    axes.plot(measures[run][panel].numpy(), label=run, **style)
-            axes.set_xlabel("step")
-            titles = {"probability": "least probability of a selected token"}
-            axes.set_title(titles.get(panel, f"cosine of {panel[-1]} to max-margin"), loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(fontsize="small", frameon=False)
-    figure.savefig(file, dpi=110)
-
-
-def _draw_plane(axes: Any, paths: Mapping[str, Tensor], direction: Tensor, regularized: str) -> None:
-    points = plane(paths, direction)
-    for run, style in _styles(points, regularized).items():
-        along, across = points[run]
-        axes.plot(along.numpy(), across.numpy(), label=run, **style)
-    longest = max(float(along.max()) for along, _ in points.values())
-    axes.plot([0, longest], [0, 0], color="black", linewidth=0.8, linestyle="--", label="max-margin direction")
-    axes.set_xlabel("along the max-margin direction")
-    axes.set_ylabel("at right angles")
-
-
-def _styles(runs: Iterable[str], regularized: str) -> dict[str, dict[str, Any]]:
-    """How the line of each run looks: dashes let runs that lie on each other show."""
-    lines = zip(runs, cycle(("-", "--", "-.", (0, (1, 1)))), strict=False)
-    return {
-        run: {"marker": "o", "markersize": 3, "linestyle": ":"}
-        if run == regularized
-        else {"linewidth": 1.6, "linestyle": line}
-        for run, line in lines
-    }

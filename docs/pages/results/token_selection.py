@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+from docs.pages.figures import Figure
 from docs.pages.numbers import at_least, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table, cells_of
+from lightning_tasks.figures import selection
 
 PAGE = Page("token_selection", "Token selection")
 DRAWN, RELEASED = ("single", "multi", "joint"), ("released_single", "released_multi", "released_joint")
@@ -231,3 +236,23 @@ def prose(raw: Raw) -> dict[str, str]:
         "turns-float32": turns(FLOAT32),
         "slow": " and ".join(number(each) for each in slow),
     }
+
+
+def figure(experiment: str, raw: Raw) -> Figure:
+    """What the analysis draws: the problem whose paths were kept."""
+
+    def floats(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+        texts = ("seed", "run", "parameter")
+        return [{key: value if key in texts else float(value) for key, value in row.items()} for row in rows]
+
+    paths = floats(raw.rows(f"{experiment}_paths.csv"))
+    rows = [row for row in floats(raw.rows(f"{experiment}.csv")) if row["seed"] == paths[0]["seed"]]
+    return Figure(
+        lambda path: selection.draw_selection(rows, paths, PATH).savefig(path, dpi=110, format="png"),
+        [rows, paths],
+        selection,
+    )
+
+
+for name in (*DRAWN, "losses", *RELEASED):
+    PAGE.figure(f"{name}.png")(partial(figure, name))

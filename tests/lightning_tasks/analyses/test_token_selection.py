@@ -89,6 +89,19 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
         path = set() if experiment.released else {"regularisation path"}
         assert {row["run"] for row in rows} == {*experiment.settings, *path}
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        with (tmp_path / f"{name}_paths.csv").open() as file:
+            points = list(csv.DictReader(file))
+        assert {point["parameter"] for point in points} == ({"p", "v"} if experiment.joint else {"p"})
+        first = [row for row in rows if row["seed"] == points[0]["seed"]]
+        of_p = [point for point in points if point["parameter"] == "p"]
+        assert [point["run"] for point in of_p] == [row["run"] for row in first]  # a point for each row
+        cosines = [
+            (float(point["along"]), float(row["correlation_p"]) * float(row["norm_p"]))
+            for point, row in zip(of_p, first, strict=True)
+            if row["correlation_p"] != "nan"
+        ]
+        assert cosines
+        assert all(along == pytest.approx(expected, abs=1e-9) for along, expected in cosines)
         for problem in experiment.problems([0]):
             assert f"| {name} | {problem} | {next(iter(experiment.settings))} |" in printed
 
