@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from docs.pages.errors import PageError
-from docs.pages.numbers import difference, mean_std, number
+from docs.pages.numbers import difference, interval, mean_std, number
 from docs.pages.raw import Comparison
 from lightning_tasks.compare.choice import Choice, written
+from lightning_tasks.compare.formats import OVER_IMAGES
 from lightning_tasks.compare.summary import SummaryRow
 
 Columns = Mapping[str, tuple[str, Mapping[int, int], Callable[[float], str]]]
@@ -89,19 +90,25 @@ def differences(
 def verdicts(
     comparison: Comparison, metric: str, names: Mapping[str, str], digits: int, scale: float = 1.0, seeds: bool = False
 ) -> Table:
-    """One metric of the comparison: each configuration, its differences and what they say, and its seeds if asked."""
-    heads = ["configuration", "mean ± std", "compared with", "difference [95%]", "p, corrected", "detectable"]
+    """One metric of the comparison: each configuration, its differences and what they say, and its seeds if asked.
+
+    Intervals over images have a column where there are any.
+    """
+    images = {(each.config, each.reference): each for each in comparison.images if each.metric == metric}
+    heads = ["compared with", "difference [95%]", *([OVER_IMAGES] if images else []), "p, corrected", "detectable"]
     rows = []
     for row in comparison.summary:
         if row.metric == metric and row.config in names:
             count = [str(row.seeds)] if seeds else []
             values = mean_std(comparison.values(metric, row.config), digits, scale)
-            paired = ["", "", ""]
+            over = images.get((row.config, row.reference))
+            drawn = [interval(over.low, over.high, digits, scale) if over else ""] if images else []
+            paired = ["", *drawn, "", ""]
             if row.pairs:
                 detectable = number(row.detectable * scale, digits)
-                paired = [difference(row, digits, scale), p_value(row.corrected), detectable]
+                paired = [difference(row, digits, scale), *drawn, p_value(row.corrected), detectable]
             rows.append([names[row.config], *count, values, names.get(row.reference, ""), *paired, row.verdict])
-    return Table([heads[0], *(["seeds"] if seeds else []), *heads[1:], "verdict"], rows)
+    return Table(["configuration", *(["seeds"] if seeds else []), "mean ± std", *heads, "verdict"], rows)
 
 
 def over_steps(

@@ -1,12 +1,14 @@
 """How numbers are written, and what a claim is worth."""
 
+from dataclasses import replace
+
 import pytest
 
 from docs.pages.errors import PageError
 from docs.pages.numbers import at_least, interval, listed, mean_std, number, signed, significant
-from docs.pages.tables import Table, differences
+from docs.pages.tables import Table, differences, verdicts
 from docs.pages.verdicts import by_count, verdict
-from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.compare.summary import ImageInterval, SummaryRow
 
 
 def test_numbers_are_written_in_one_way():
@@ -28,6 +30,22 @@ def test_a_table_says_lower_and_higher_by_the_verdict(toy):
     assert isinstance(table, Table)
     assert found.row("test/top1", "rpc", "softmax").verdict == "higher"
     assert str(table).splitlines()[2] == "| top-1 | **+2.0 [+2.0, +2.0] (0.0)** |"
+
+
+def test_intervals_over_images_have_a_column_where_there_are_any(toy):
+    root, page = toy
+    found = page.raw(root).comparison("", str(root / "compare.yaml"))
+    names = {name: name for name in found.configs}
+    assert "over images [95%]" not in verdicts(found, "test/top1", names, 1, 100).heads
+    drawn = ImageInterval(
+        "test/top1", "rpc", "softmax", 100, found.row("test/top1", "rpc", "softmax").pairs, 0.01, 0.03
+    )
+    table = verdicts(replace(found, images=[drawn]), "test/top1", names, 1, 100)
+    place = table.heads.index("over images [95%]")
+    shown = {(row[0], row[table.heads.index("compared with")]): row[place] for row in table.rows}
+    assert shown.pop(("rpc", "softmax")) == "[+1.0, +3.0]"
+    assert {*shown.values()} == {""}
+    assert {len(row) for row in table.rows} == {len(table.heads)}
 
 
 def test_what_a_claim_is_worth_follows_from_the_verdicts():
