@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from docs.pages.errors import PageError
-from docs.pages.raw import Comparison, asked_of, with_first
+from docs.pages.raw import RESULTS, Comparison, asked_of, with_first
 from docs.pages.tables import Table, verdicts
 from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.compare.plan import summary_references
 from lightning_tasks.recipes import find_recipe, read_settings
-from lightning_tasks.runs.robustness import Row, read_csv
+from lightning_tasks.runs.robustness import Row, read_csv, right_from_text
 
 NOTHING = "no numbers yet"
 
@@ -62,8 +63,41 @@ def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
     return found
 
 
+def check_checkpoints(cells: Sequence[Tested], name: str, found: Comparison, metric: str) -> None:
+    """Refuse tests of other checkpoints than a comparison's, by what both say of one metric.
+
+    Args:
+        cells: the tests.
+        name: of their row.
+        found: the comparison.
+        metric: what it calls the same.
+
+    Raises:
+        PageError: a cell is in one of them alone, or has other values.
+    """
+    for config in found.configs:
+        logged = found.by_seed(metric, config)
+        there = {each.seed: each for each in cells if each.variant == config}
+        if alone := logged.keys() ^ there.keys():
+            where = RESULTS if min(alone) in logged else there[min(alone)].path
+            raise PageError(f"{config} seed {min(alone)} is in {where} alone: test the last checkpoint of each cell")
+        for seed, each in there.items():
+            value = each.rows[name].value
+            if not math.isclose(value, logged[seed], rel_tol=1e-5):
+                raise PageError(
+                    f"{each.path} has {value} where {RESULTS} has {logged[seed]} for {metric}: it is a test of another "
+                    "checkpoint"
+                )
+
+
 def _rows(path: Path, test: str) -> dict[str, Row]:
-    rows = [row for row in read_csv(path) if row.test == test]
+    try:
+        rows = [row for row in read_csv(path) if row.test == test]
+        for row in rows:
+            if row.right and abs(right_from_text(row.right, row.samples).mean() - row.value) * row.samples > 0.5:
+                raise ValueError(f"{row.label} is {row.value}, and its images say something else")
+    except ValueError as error:
+        raise PageError(f"{path} is damaged: {error}") from error
     named = {f"{row.name}/{row.setting}/{row.metric}": row for row in rows}
     if not rows or len(named) < len(rows):
         raise PageError(f"{path} has {'a row twice' if rows else 'no row'} of the test {test!r}")

@@ -47,10 +47,15 @@ def mean_std(values: Sequence[float] | np.ndarray, digits: int = 1, scale: float
     return f"{mean} ± {number(float(np.std(values, ddof=1)) * scale, digits)}" if len(values) > 1 else mean
 
 
-def listed(texts: Iterable[str]) -> str:
-    """Each text once: `a`, `a and b`, `a, b and c`; `none` where there is none."""
-    *before, last = dict.fromkeys(texts) or ["none"]
+def in_turn(texts: Iterable[str]) -> str:
+    """All texts: `a`, `a and b`, `a, b and c`; `none` where there is none."""
+    *before, last = [*texts] or ["none"]
     return f"{', '.join(before)} and {last}" if before else last
+
+
+def listed(texts: Iterable[str]) -> str:
+    """The same, each text once."""
+    return in_turn(dict.fromkeys(texts))
 
 
 def difference(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,12 +116,20 @@ class Comparison:
         Raises:
             PageError: no such value was logged.
         """
+        return np.array([*self.by_seed(metric, config, step).values()])
+
+    def by_seed(self, metric: str, config: str, step: int | None = None) -> dict[int, float]:
+        """The same by seed, in their order.
+
+        Raises:
+            PageError: no such value was logged.
+        """
         rows = [row for row in self._by_metric.get(metric, ()) if step is None or row["step"] == step]
         found = last_values(rows, metric).get(config)
         if not found:
             place = "" if step is None else f" at step {step}"
             raise PageError(f"{RESULTS} has no {metric} of {config}{place}")
-        return np.array([found[seed] for seed in sorted(found)])
+        return dict(sorted(found.items()))
 
     def has(self, metric: str, config: str) -> bool:
         """Whether any run of the configuration logged it."""
@@ -221,16 +231,27 @@ class Raw:
         """
         return self.once(("rows", name, folder), lambda: read_csv((folder or self.folder) / name))
 
-    def records(self, name: str, kind: type[Record]) -> list[Record]:
+    def records(self, name: str, kind: type[Record], grid: Sequence[str] = ()) -> list[Record]:
         """The rows of a CSV file as dataclasses of numbers, texts and truths.
 
+        Args:
+            name: of the file.
+            kind: the dataclass.
+            grid: fields of which each combination of values has one row, and whose table has finite numbers alone.
+
         Raises:
-            PageError: there is no such file.
+            PageError: there is no such file, it has no rows, a line is damaged, or it is no such grid.
         """
         of = {field.name: _KINDS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+        path = self.folder / name
 
         def read() -> list[Record]:
-            return [kind(**{key: of[key](value) for key, value in row.items()}) for row in self.rows(name)]
+            found = _parsed(path, lambda line: kind(**{key: of[key](value) for key, value in line.items()}))
+            if not found:
+                raise PageError(f"{path} has no rows")
+            if grid:
+                _check_grid(path, found, grid)
+            return found
 
         return self.once(("records", name), read)
 
@@ -266,6 +287,18 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _check_grid(path: Path, rows: Sequence[Any], grid: Sequence[str]) -> None:
+    counted = Counter(tuple(getattr(row, name) for name in grid) for row in rows)
+    for key in product(*(dict.fromkeys(values) for values in zip(*counted, strict=True))):
+        if counted[key] != 1:
+            place = ", ".join(f"{name} {value}" for name, value in zip(grid, key, strict=True))
+            raise PageError(f"{path} has {counted[key]} rows of {place}, and should have one")
+    for number, row in enumerate(rows, start=2):
+        for name, value in vars(row).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise PageError(f"{path}, line {number}: {name} is {value}, which is no finite number")
+
+
 def _parsed(path: Path, parse: Callable[[dict[str, str]], Record]) -> list[Record]:
     """The rows of a CSV file, parsed.
 
@@ -282,6 +315,8 @@ def _parsed(path: Path, parse: Callable[[dict[str, str]], Record]) -> list[Recor
 
 
 def _interval(line: dict[str, str]) -> ImageInterval:
+    if absent := {field.name for field in fields(ImageInterval)} - {*line}:
+        raise ValueError(f"it has no column {min(absent)}")
     numbers = {"images": int, "seeds": int, "low": float, "high": float}
     return ImageInterval(**{key: numbers.get(key, str)(value) for key, value in line.items()})
 

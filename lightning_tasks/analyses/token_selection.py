@@ -168,7 +168,7 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
 
 
 def _kept(count: int, run: str) -> range:
-    """Of so many steps, those that are kept: a hundred and the first, and all of a regularization path."""
+    """Of so many points, those that are kept: a hundred or two, and all of a regularization path."""
     return range(0, count, 1 if run == REGULARIZED else max(1, (count - 1) // 100))
 
 
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str]) -> None:
         count = ", ".join(f"{done.count(name)} of {name}" for name in dict.fromkeys(done)) or "none"
         raise UsageError(
             f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
-            f"{SUMMARY}); the same command would begin anew"
+            f"NAME_paths.csv, {SUMMARY}); the same command would begin anew"
         ) from None
     print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")
 

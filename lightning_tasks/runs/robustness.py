@@ -143,7 +143,7 @@ def figure(row: Row) -> str:
         return "NaN" if row.is_measured else "not measured"
     if row.test == "input gradient":
         return f"{row.value:.3g}"
-    return f"{row.value:.2f}" if row.metric.startswith("perplexity") else f"{100 * row.value:.1f}%"
+    return f"{row.value:.2f}" if "perplexity" in row.metric else f"{100 * row.value:.1f}%"
 
 
 def _by_severity(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def attacked(share, note):
 def with_attacks(tmp_path):
     """The page of the comparison, with what AutoAttack leaves of two variants."""
     raw = sparse_part.PAGE.raw(tmp_path)
-    shutil.copytree(ROOT / "docs" / "results" / "rpc_sparse_part", raw.folder)
+    for name in ("rpc_sparse_part", "out_of_distribution"):  # the second has what was said of each clean image
+        shutil.copytree(ROOT / "docs" / "results" / name, tmp_path / "docs" / "results" / name)
     shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
     assert "no numbers yet" in str(sparse_part.autoattack(raw))
     assert sparse_part.prose(raw)["flags"] == "no numbers yet"
@@ -113,7 +115,7 @@ def cut(table):
             lambda table: table.write_text(table.read_text().replace("5,000", "100")),
             "other settings of autoattack/1/255",
         ),
-        (lambda table: table.write_text(table.read_text().replace(",50,", ",500,")), "other settings of autoattack"),
+        (lambda table: table.write_text(table.read_text().replace(",50,", ",500,")), "are not the bits of 500 samples"),
         (lambda table: table.write_text(table.read_text().replace("attack,", "shift,")), "no row of the test 'attack'"),
         (lambda table: robustness.write_csv(attacked(float("nan"), "none"), table), "was not measured"),
     ],
@@ -123,3 +125,42 @@ def test_a_table_of_another_test_is_named(with_attacks, damage, said):
     damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
     with pytest.raises(PageError, match=said):
         sparse_part.autoattack(sparse_part.PAGE.raw(with_attacks.root))
+
+
+def changed(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda table: table.rename(table.with_name("seed_9.csv")), "rpc lam 1 seed 2 is in results.csv alone"),
+        (
+            lambda table: shutil.copy(table, table.with_name("seed_9.csv")),
+            r"rpc lam 1 seed 9 is in .*seed_9\.csv alone",
+        ),
+        (lambda table: shutil.copy(table.with_name("seed_3.csv"), table), r"seed_2\.csv has 0\.5\d+ where results"),
+        (
+            lambda table: robustness.write_csv(
+                [
+                    replace(row, right=robustness.right_as_text(np.zeros(2000, bool))) if row.right else row
+                    for row in robustness.read_csv(table)
+                ],
+                table,
+            ),
+            r"seed_2\.csv is damaged: robustness/clean/accuracy is 0\.5\d+, and its images say something else",
+        ),
+        (
+            lambda table: changed(table, "note,right", "note,left"),
+            r"seed_2\.csv is damaged: .* is no table of a robust",
+        ),
+    ],
+    ids=["renamed", "copied", "another cell's", "other images", "other columns"],
+)
+def test_what_was_said_of_clean_images_is_that_of_the_comparison(with_attacks, damage, said):
+    folder = with_attacks.root / "docs" / "results" / "out_of_distribution" / "rpc_lam_1"
+    damage(folder / "seed_2.csv")
+    with pytest.raises(PageError, match=said):
+        sparse_part.prose(sparse_part.PAGE.raw(with_attacks.root))

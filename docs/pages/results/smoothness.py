@@ -9,8 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure
-from docs.pages.numbers import listed, number, signed, significant
+from docs.pages.numbers import in_turn, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
@@ -256,7 +257,7 @@ def longer(raw: Raw) -> dict[str, str]:
 def repeated_means(raw: Raw) -> dict[int, dict[int, dict[int, float]]]:
     """By layer, draw and length."""
     found: dict[int, dict[int, dict[int, float]]] = {}
-    for row in raw.records("draws.csv", Draw):
+    for row in raw.records("draws.csv", Draw, grid=("layer", "draw", "length")):
         found.setdefault(row.layer, {}).setdefault(row.draw, {})[row.length] = row.mean
     return found
 
@@ -264,7 +265,7 @@ def repeated_means(raw: Raw) -> dict[int, dict[int, dict[int, float]]]:
 @PAGE.table
 def repeated(raw: Raw) -> Table:
     found = repeated_means(raw)
-    tried = sorted({row.length for row in raw.records("draws.csv", Draw)})
+    tried = sorted({length for draws in found.values() for means in draws.values() for length in means})
     shown = []
     for layer, draws in found.items():
         for draw, means in draws.items():
@@ -280,16 +281,18 @@ def bounds(raw: Raw) -> dict[str, str]:
         ascents = (of_layer(raw, f"minilm-adversarial-{steps}", layer, ADVERSARIAL) for steps in STEPS)
         return max(mean_at(each, 100) for each in ascents)
 
-    found = raw.records("bounds.csv", Bound)
+    found = raw.records("bounds.csv", Bound, grid=("layer",))
+    if [each.layer for each in found] != [*LAYERS]:
+        raise PageError(f"bounds.csv has the layers {in_turn(str(each.layer) for each in found)}, not the page's")
     apart = [
-        max(means) / min(means) - 1
+        max(draws[draw][length] for draw in draws) / min(draws[draw][length] for draw in draws) - 1
         for draws in repeated_means(raw).values()
-        for means in zip(*(each.values() for each in draws.values()), strict=True)
+        for length in draws[0]
     ]
     return {
-        "bounds": listed(significant(each.bound, 2) for each in found),
-        "bound-radii": listed(f"{each.radius:g}" for each in found),
-        "bound-times": listed(significant(each.bound / largest(each.layer), 2) for each in found),
+        "bounds": in_turn(significant(each.bound, 2) for each in found),
+        "bound-radii": in_turn(f"{each.radius:g}" for each in found),
+        "bound-times": in_turn(significant(each.bound / largest(each.layer), 2) for each in found),
         "apart": f"{number(100 * max(apart), 0)}%",
     }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure
-from docs.pages.numbers import at_least, number
+from docs.pages.numbers import at_least, in_turn, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table, cells_of
@@ -238,20 +240,49 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one problem and run at a step; `correlation_v` is NaN where v is not learned."""
+
+    seed: str
+    run: str
+    step: float
+    correlation_p: float
+    correlation_v: float
+    probability: float
+    norm_p: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where p or v was: along the max-margin direction, and at right angles to it."""
+
+    seed: str
+    parameter: str
+    run: str
+    along: float
+    across: float
+
+
 def figure(experiment: str, raw: Raw) -> Figure:
-    """What the analysis draws: the problem whose paths were kept."""
+    """What the analysis draws: the problem whose paths were kept.
 
-    def floats(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-        texts = ("seed", "run", "parameter")
-        return [{key: value if key in texts else float(value) for key, value in row.items()} for row in rows]
+    Raises:
+        PageError: the paths are of no problem that was measured, or of several.
+    """
+    paths, measured = raw.records(f"{experiment}_paths.csv", Point), raw.records(f"{experiment}.csv", Measured)
+    seeds = {each.seed for each in paths}
+    rows = [vars(each) for each in measured if {each.seed} == seeds]
+    if not rows:
+        raise PageError(
+            f"{experiment}_paths.csv has paths of {in_turn(sorted(seeds))}: {experiment}.csv has no such problem"
+        )
+    points = [vars(each) for each in paths]
 
-    paths = floats(raw.rows(f"{experiment}_paths.csv"))
-    rows = [row for row in floats(raw.rows(f"{experiment}.csv")) if row["seed"] == paths[0]["seed"]]
-    return Figure(
-        lambda path: selection.draw_selection(rows, paths, PATH).savefig(path, dpi=110, format="png"),
-        [rows, paths],
-        selection,
-    )
+    def draw(path: Path) -> None:
+        selection.draw_selection(rows, points, PATH).savefig(path, dpi=110, format="png")
+
+    return Figure(draw, [rows, points], selection)
 
 
 for name in (*DRAWN, "losses", *RELEASED):

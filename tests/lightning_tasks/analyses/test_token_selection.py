@@ -166,7 +166,8 @@ def test_interruption_keeps_the_finished_problems(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(token_selection, "gradient_path", interrupted)
     with pytest.raises(SystemExit, match="2"):
         main([*given, "--seeds", "2"])
-    message = f"interrupted: of 2 problems an experiment, 1 of single are kept in {tmp_path} (NAME.csv, summary.md)"
+    message = f"interrupted: of 2 problems an experiment, 1 of single are kept in {tmp_path} (NAME.csv, "
+    message += "NAME_paths.csv, summary.md)"
     assert message in capsys.readouterr().err
     assert seeds_of(tmp_path / "single.csv") == {"0"}
     assert (tmp_path / "single.png").is_file()
@@ -198,7 +199,7 @@ def test_a_seed_that_fails_does_not_end_the_others(error, words, tmp_path, capsy
     assert f"| single | 0 | all | {words} |  |  |  |  |" in lines
     assert sum(line.startswith("| single | 1 |") for line in lines) == 3
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    assert seeds_of(tmp_path / "single.csv") == {"1"}
+    assert seeds_of(tmp_path / "single.csv") == seeds_of(tmp_path / "single_paths.csv") == {"1"}
     assert (tmp_path / "single.png").is_file()
 
 

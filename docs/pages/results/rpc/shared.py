@@ -12,7 +12,8 @@ from docs.pages.verdicts import span, verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 TOP1, CORRUPTED = "test/top1", "robustness/mean_corruption/accuracy"
-GRADIENT = {  # attacks with the model's gradient, and without it
+# Attacks with the model's gradient, and without it.
+GRADIENT = {
     "PGD 1/255": "robustness/pgd/1_255/accuracy",
     "released PGD 1/255": "robustness/released_pgd/1_255/accuracy",
 }

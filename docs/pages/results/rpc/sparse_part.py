@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from docs.pages.cell_tests import NOTHING, Tested, compare_tests, primary_table, settings_of, tested
-from docs.pages.errors import PageError
+from docs.pages.cell_tests import NOTHING, Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number
 from docs.pages.page import Claim, Page
-from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
     BLIND,
     CORRUPTED,
@@ -233,10 +232,7 @@ def clean_images(raw: Raw) -> list[Tested]:
         PageError: they are of other checkpoints than the comparison.
     """
     cells = tested(raw.root / "docs" / "results" / "out_of_distribution", RECIPE, "clean")
-    for config in (found := read(raw)).configs:
-        accuracies = [each.rows[CLEAN].value for each in cells if each.variant == config]
-        if not np.array_equal(np.round(found.values(TOP1, config), 6), np.round(accuracies, 6)):
-            raise PageError(f"out_of_distribution has other accuracies of {config} than {RESULTS}")
+    check_checkpoints(cells, CLEAN, read(raw), TOP1)
     return cells
 
 

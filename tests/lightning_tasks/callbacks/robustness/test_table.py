@@ -227,7 +227,9 @@ def test_perplexity_with_words_swapped(tmp_path):
     assert samples[0] == samples[1] == 30 * 8 - 5
     assert samples[2] == samples[3] == pytest.approx(0.7 * samples[0], abs=20)
     assert found["word swap", "token 0", "30%", "perplexity"] != found["clean", "", "", "perplexity"]
-    assert "| word swap: token 0 | 30% | perplexity |" in next(tmp_path.rglob("*.md")).read_text()
+    shown = next(tmp_path.rglob("*.md")).read_text()
+    assert "| word swap: token 0 | 30% | perplexity |" in shown
+    assert f"| clean perplexity of the words that stayed | {callback.table[3].value:.2f} |" in shown
     unswapped = RobustnessEvaluation(word_swap=0.0)
     trainer(tmp_path, unswapped).test(task, data, verbose=False)
     assert len({row.value for row in unswapped.table}) == 1
