@@ -1,0 +1,36 @@
+"""Raw files that are read as records: whole, of numbers, and named with their line where they are not."""
+
+import pytest
+
+from docs.pages.errors import PageError
+from docs.pages.raw import Raw
+from docs.pages.results.smoothness import Draw
+
+ROWS = ["layer,draw,length,mean", *(f"{layer},{draw},8,1.5" for layer in (0, 2) for draw in (0, 1))]
+
+
+def read(tmp_path, lines):
+    (tmp_path / "draws.csv").write_text("\n".join(lines) + "\n")
+    return Raw(tmp_path, ".").records("draws.csv", Draw, grid=("layer", "draw", "length"))
+
+
+def test_rows_are_records(tmp_path):
+    assert read(tmp_path, ROWS)[1] == Draw(0, 1, 8, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (ROWS[:1], "draws.csv has no rows"),
+        (ROWS[:-1], "draws.csv has 0 rows of layer 2, draw 1, length 8, and should have one"),
+        ([*ROWS, ROWS[1]], "draws.csv has 2 rows of layer 0, draw 0, length 8, and should have one"),
+        ([*ROWS[:-1], "2,1,8,nan"], "draws.csv, line 5: mean is nan, which is no finite number"),
+        ([*ROWS[:-1], "2,1,8,abc"], "draws.csv, line 5, is damaged .ValueError: could not convert string to float"),
+        ([*ROWS[:-1], "2,1,8"], "draws.csv, line 5, is damaged .TypeError"),
+        ([line.rpartition(",")[0] for line in ROWS], "draws.csv, line 2, is damaged .TypeError.*'mean'"),
+    ],
+    ids=["empty", "hole", "twice", "nan", "text", "short", "column"],
+)
+def test_damaged_records_are_named(tmp_path, lines, said):
+    with pytest.raises(PageError, match=said):
+        read(tmp_path, lines)
