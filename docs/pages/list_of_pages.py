@@ -3,11 +3,19 @@
 from docs.pages.overview import overviews
 from docs.pages.results import gpu, healing, kernel_pca, out_of_distribution, smoothness, token_selection, zoo
 from docs.pages.results.locater import mean, penalty
-from docs.pages.results.rpc import classification, language_modeling, language_modeling_rates, segmentation, sparse_part
+from docs.pages.results.rpc import (
+    classification,
+    language_modeling,
+    language_modeling_rates,
+    scaled_attention,
+    segmentation,
+    sparse_part,
+)
 
 RESULTS = [
     classification.PAGE,
     sparse_part.PAGE,
+    scaled_attention.PAGE,
     language_modeling.PAGE,
     language_modeling_rates.PAGE,
     segmentation.PAGE,
