@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import subprocess
 import sys
 
@@ -102,6 +103,10 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
         ]
         assert cosines
         assert all(along == pytest.approx(expected, abs=1e-9) for along, expected in cosines)
+        across = [float(point["across"]) for point in of_p]
+        assert any(across)
+        for point, far, row in zip(of_p, across, first, strict=True):
+            assert math.hypot(float(point["along"]), far) <= float(row["norm_p"]) + 1e-9
         for problem in experiment.problems([0]):
             assert f"| {name} | {problem} | {next(iter(experiment.settings))} |" in printed
 

@@ -5,7 +5,10 @@ What S has learned is in `learned.csv`, which the page's command makes of the la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from docs.pages.cell_tests import primary_table
 from docs.pages.errors import PageError
@@ -36,6 +39,7 @@ PAIRS = {
     "position bias − softmax": (BIAS, SOFTMAX),
 }
 PLANNED = 8  # seeds
+TOKENS = 65
 KNOWN = 2  # of softmax and both forms so many seeds had run before the endpoint was fixed
 PAGE = Page("scaled_attention", "CIFAR-10, Scaled Attention", summaries={"": RECIPE})
 
@@ -143,6 +147,17 @@ def prose(raw: Raw) -> dict[str, str]:
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         "matrix-new": difference(new.row(TOP1, *pairs["matrix"]), 1, 100),
         **{f"{name}-images": interval(each.low, each.high, 1, 100) for name, each in images.items()},
+    }
+
+
+@PAGE.numbers
+def to_compare_with(raw: Raw) -> dict[str, str]:
+    """What the identity and matrices of independent normal numbers have, of as many tokens."""
+    drawn = np.random.default_rng(0).normal(size=(50, TOKENS, TOKENS))
+    power = np.linalg.svd(drawn, compute_uv=False) ** 2
+    return {
+        "identity": number(math.sqrt(TOKENS)),
+        "normal": f"{number(float((power[:, :8].sum(1) / power.sum(1)).mean()) * 100, 0)}%",
     }
 
 
