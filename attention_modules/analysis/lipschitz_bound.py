@@ -98,6 +98,7 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
         num_tokens: n.
 
     Raises:
+        TypeError: if `layer` is not from `attention_layers`.
         ValueError: if the bound does not cover the layer (another mechanism, rope, q/k norm, position bias, gate, norm
             of the output), or its weights are not read; else as :func:`lipschitz_bound`.
 
@@ -109,6 +110,11 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
         >>> bool(layer_lipschitz_bound(layer, radius=4.0, num_tokens=10) > 0)
         True
     """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(
+            f"layer must be one of attention_layers(model), got a {type(layer).__name__}; for weights of your own there "
+            "is lipschitz_bound"
+        )
     reason = _not_covered(layer)
     if reason is not None:
         raise ValueError(f"the bound is for plain softmax attention, and does not cover {layer.name!r}: {reason}")

@@ -11,10 +11,10 @@ rows = []
 for seed in sorted(
     int(path.parent.name.removeprefix("seed_")) for path in cells.glob("scaled_by_a_scalar/*/last.ckpt")
 ):
-    matrices, scalars = (
-        torch.load(cells / f"scaled_by_a_{variant}" / f"seed_{seed}" / "last.ckpt", weights_only=True)["state_dict"]
-        for variant in ("matrix", "scalar")
-    )
+    paths = [cells / f"scaled_by_a_{variant}" / f"seed_{seed}" / "last.ckpt" for variant in ("matrix", "scalar")]
+    if absent := [path for path in paths if not path.is_file()]:
+        sys.exit(f"{absent[0]} is missing: finish the comparison by its own command")
+    matrices, scalars = (torch.load(path, weights_only=True)["state_dict"] for path in paths)
     for layer, name in enumerate(key for key in matrices if key.endswith("mechanism.s")):  # in the order of the model
         power = torch.linalg.svdvals(matrices[name].double()) ** 2  # [H, N], the largest first
         norm, largest = power.sum(1).sqrt().mean(), (power[:, :8].sum(1) / power.sum(1)).mean()

@@ -207,3 +207,9 @@ WRONG = {
 def test_other_types_are_named(options, weights, message):
     with pytest.raises(TypeError, match=message):
         lipschitz_bound(*weights, num_tokens=1, **options)
+
+
+def test_a_module_is_no_layer():
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    with pytest.raises(TypeError, match=r"one of attention_layers\(model\), got a MultiheadAttention"):
+        layer_lipschitz_bound(module, radius=1.0, num_tokens=3)
