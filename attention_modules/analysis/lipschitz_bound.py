@@ -112,8 +112,8 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     """
     if not isinstance(layer, AttentionLayer):
         raise TypeError(
-            f"layer must be one of attention_layers(model), got a {type(layer).__name__}; for weights of your own there "
-            "is lipschitz_bound"
+            f"layer must be one of attention_layers(model), got a {type(layer).__name__}; for your own weights "
+            "there is lipschitz_bound"
         )
     reason = _not_covered(layer)
     if reason is not None:

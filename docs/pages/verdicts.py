@@ -39,6 +39,13 @@ def by_count(those: int, of: int, what: str) -> str:
     return f"{worth} ({what}: {those} of {of})"
 
 
+def counted(rows: Sequence[SummaryRow]) -> str:
+    """How many intervals exclude 0, and how many differences are lower or higher after the correction."""
+    out = sum(row.low > 0 or row.high < 0 for row in rows)
+    kept = sum(row.verdict in ("lower", "higher") for row in rows)
+    return f"{out} of {len(rows)} intervals exclude 0, {kept} after the correction"
+
+
 def span(rows: Sequence[SummaryRow]) -> tuple[float, float]:
     """The least and the largest difference."""
     return min(row.difference for row in rows), max(row.difference for row in rows)

@@ -34,7 +34,7 @@ class RobustnessEvaluation(Callback):
     For image classifiers whose ``forward`` takes images in [0, 1] and returns logits: accuracy clean, under each
     attack and eps, under each corruption and their mean (mCE and relative mCE against a baseline's table), on folders
     of shifted data, and how well out-of-distribution images are told. For
-    :class:`~lightning_tasks.SegmentationTask`: mIoU clean and under corruptions. For
+    :class:`~lightning_tasks.SegmentationTask`: mIoU clean, attacked and under corruptions. For
     :class:`~lightning_tasks.LanguageModelingTask`: perplexity, clean and with words swapped. `docs/robustness.md` says
     what each row means.
 

@@ -12,7 +12,7 @@ from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, by_pass, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, step_costs
-from docs.pages.verdicts import verdict
+from docs.pages.verdicts import counted, verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 PAGE = Page("rpc_classification", "CIFAR-10")
@@ -208,13 +208,6 @@ def prose(raw: Raw) -> dict[str, str]:
         "matrix-transfer": number(more(matrix, ATTACKED["transfer 4/255"])),
         "corrupted-spread": number(float(np.std(found.values(CORRUPTED, "softmax"), ddof=1)) * 100),
     }
-
-
-def counted(rows: list[SummaryRow]) -> str:
-    """How many intervals exclude 0, and how many differences are lower or higher after the correction."""
-    out = sum(row.low > 0 or row.high < 0 for row in rows)
-    kept = sum(row.verdict in ("lower", "higher") for row in rows)
-    return f"{out} of {len(rows)} intervals exclude 0, {kept} after the correction"
 
 
 def attacks(found: Comparison) -> list[SummaryRow]:
