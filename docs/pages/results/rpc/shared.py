@@ -20,6 +20,7 @@ GRADIENT = {
 BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robustness/square/1_255/accuracy"}
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
+CLEAN_STAYED = STAYED.replace("perplexity", "clean_perplexity")  # of these same words
 ADDED = "what the swap adds, percent"
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
 PAIRS = {
@@ -70,7 +71,8 @@ def attacked_and_corrupted(comparison: Comparison) -> Table:
     """Accuracy on the images that are attacked and corrupted, the gradient for the image, and the test loss."""
     columns = {"clean": "robustness/clean/accuracy", **GRADIENT, **BLIND, "corrupted": CORRUPTED}
     shown = {head: (metric, 1, 100.0, True) for head, metric in columns.items()}
-    shown |= {"input gradient": ("robustness/input_gradient/l2", 2, 1.0, False), "loss": ("test/loss", 3, 1.0, False)}
+    shown["input gradient"] = ("robustness/input_gradient/l2", 2, 1.0, False)
+    shown["test loss"] = ("test/loss", 3, 1.0, False)
     return means(comparison, {name: name for name in comparison.configs}, shown)
 
 
