@@ -10,6 +10,7 @@ from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
     ADDED,
+    CLEAN_STAYED,
     NAMES,
     PAIRS,
     STAYED,
@@ -33,7 +34,7 @@ PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
 
 def read(raw: Raw) -> Comparison:
     """The comparison, with what swapping words adds to the perplexity."""
-    return raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE), TEST, STAYED))
+    return raw.once("with what is added", lambda: with_added(raw.comparison("", RECIPE), CLEAN_STAYED, STAYED))
 
 
 @PAGE.claims
@@ -56,7 +57,8 @@ def perplexity(raw: Raw) -> Table:
         "validation": "val/perplexity",
         "test": TEST,
         "swapped": SWAPPED,
-        "swapped, of the words that stayed": STAYED,
+        "words that stayed, clean": CLEAN_STAYED,
+        "words that stayed, swapped": STAYED,
     }
     rows = [
         [
@@ -114,7 +116,10 @@ def prose(raw: Raw) -> dict[str, str]:
         "twin": difference(test["RPC − RPC without S"], 2),
         "twin-verdict": test["RPC − RPC without S"].verdict,
         "iterating": difference(test["RPC without S − symmetric"], 2),
-        "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
+        **{
+            name: difference(found.row(metric, "rpc", "softmax"), 2)
+            for name, metric in {"stayed": STAYED, "clean-stayed": CLEAN_STAYED}.items()
+        },
         "added": added_by_swap(found, NAMES),
         **added_by_part(found),
         "growing": ", ".join(signed(each, 2) for each in grown),
