@@ -68,7 +68,7 @@ def perplexity(raw: Raw) -> Table:
         ]
         for config, name in NAMES.items()
     ]
-    return Table(["configuration", *columns, "what the swap adds"], rows)
+    return Table(["configuration", *columns, "what the swap adds to it"], rows)
 
 
 @PAGE.table
@@ -106,6 +106,7 @@ def prose(raw: Raw) -> dict[str, str]:
         for step in validated_at(found)
     ]
     own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
+    more = found.with_metric("more", lambda clean, swapped: swapped - clean, CLEAN_STAYED, STAYED)
     worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
     return {
         "rpc": difference(test["RPC − softmax"], 2),
@@ -121,6 +122,7 @@ def prose(raw: Raw) -> dict[str, str]:
             for name, metric in {"stayed": STAYED, "clean-stayed": CLEAN_STAYED}.items()
         },
         "added": added_by_swap(found, NAMES),
+        "added-perplexity": difference(more.row("more", "rpc", "softmax"), 2),
         **added_by_part(found),
         "growing": ", ".join(signed(each, 2) for each in grown),
         "share": f"{number(100 * by_pass(found, 'sparsity', 'rpc', 4)[-1], 0)}%",
