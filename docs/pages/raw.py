@@ -178,6 +178,23 @@ class Comparison:
                 return each
         raise PageError(f"{IMAGES} has no interval of {metric} of {config} to {reference}")
 
+    def seconds(self, *configs: str) -> list[float]:
+        """What each finished cell took, of these configurations, or of all.
+
+        Raises:
+            PageError: it was not kept.
+        """
+        found = []
+        for cell in self.cells:
+            if cell["state"] == FINISHED and cell["variant"] in (configs or self.configs):
+                taken = cell.get("seconds")
+                if not isinstance(taken, (int, float)) or not math.isfinite(taken):
+                    raise PageError(f"{COMPARISON} has {taken!r} as the seconds of {cell['variant']} {cell['seed']}")
+                found.append(float(taken))
+        if not found:
+            raise PageError(f"{COMPARISON} has no finished cell of {', '.join(configs or self.configs)}")
+        return found
+
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""
         values = [last_values(self._by_metric[metric], metric) for metric in metrics]

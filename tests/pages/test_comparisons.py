@@ -9,6 +9,7 @@ import pytest
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
 from docs.pages.numbers import number
+from docs.pages.raw import Comparison
 from docs.pages.results import zoo
 from docs.pages.results.locater import mean
 from docs.pages.results.rpc import language_modeling_rates
@@ -16,6 +17,7 @@ from docs.pages.tables import tried_values
 from lightning_tasks.compare.choice import NOTHING, Choice, Tried
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.statistics import paired_p
+from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.runs.environment import Environment
 from tests.pages.toy import RECIPE, ROOT, write_results
 
@@ -183,3 +185,15 @@ def test_the_rate_beyond_the_grid_is_one_more_than_was_tried(tmp_path):
     (folder / "edge" / "comparison.json").unlink()
     with pytest.raises(PageError, match=r"edge/comparison\.json is missing"):
         page.with_larger(page.PAGE.raw(tmp_path))
+
+
+@pytest.mark.parametrize("seconds", ["60", None, float("nan")])
+def test_what_cells_took_is_of_finished_ones_and_a_number(seconds):
+    kept = {"variant": "softmax", "seed": 0, "state": FINISHED, "seconds": 60.0}
+    waiting = {**kept, "seed": 1, "state": "waiting", "seconds": None}
+    found = Comparison([], [], {}, Endpoints(), ["softmax"], cells=[kept, waiting])
+    assert found.seconds() == found.seconds("softmax") == [60.0]
+    with pytest.raises(PageError, match=f"has {seconds!r} as the seconds of softmax 0"):
+        replace(found, cells=[{**kept, "seconds": seconds}]).seconds()
+    with pytest.raises(PageError, match="no finished cell of rpc"):
+        found.seconds("rpc")

@@ -264,7 +264,7 @@ def _of_text(raw: Raw) -> list[str]:
 
 def hours(found: Comparison) -> str:
     """How long the cells of a table took together."""
-    return number(sum(each["seconds"] for each in found.cells) / 3600)
+    return number(sum(found.seconds()) / 3600)
 
 
 for name in SCORES:

@@ -19,5 +19,7 @@ for seed in sorted(
         power = torch.linalg.svdvals(matrices[name].double()) ** 2  # [H, N], the largest first
         norm, largest = power.sum(1).sqrt().mean(), (power[:, :8].sum(1) / power.sum(1)).mean()
         rows.append([seed, layer, *(f"{each.item():.6g}" for each in (scalars[name], norm, largest))])
+if not rows:
+    sys.exit(f"{cells} has no checkpoints: give the folder that attnswap compare rpc/compare_scaled wrote")
 with (folder / "learned.csv").open("w", newline="") as file:  # not before all of it is there
     csv.writer(file, lineterminator="\n").writerows([["seed", "layer", "scalar", "norm", "largest"], *rows])

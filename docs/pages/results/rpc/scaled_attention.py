@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from re import fullmatch
+from statistics import fmean
 
 import numpy as np
 
@@ -183,6 +184,7 @@ def harmed(raw: Raw) -> dict[str, str]:
     return {
         "harmed": counted(rows),
         "harmed-over-images": f"{sum(each.low > 0 for each in over_images)} of {len(over_images)}",
+        "clean-of-these": difference(found.row(CLEAN, MATRIX, SOFTMAX), 1, 100),
         "noises": f"{difference(found.row('noises', MATRIX, SOFTMAX), 1, 100)} points for the {len(of_noise)} noises",
         "rest": f"{difference(found.row('rest', MATRIX, SOFTMAX), 1, 100)} for the other {len(rest)}",
     }
@@ -197,10 +199,6 @@ def training(raw: Raw) -> dict[str, str]:
         for step in sorted({row["step"] for row in found.rows if row["metric"] == VALIDATED})
     ]
     loss, support, validated = (found.row(each, MATRIX, SOFTMAX) for each in ("test/loss", SUPPORT, VALIDATED))
-    minutes = [
-        np.mean([cell["seconds"] for cell in found.cells if cell["variant"] == config]) / 60
-        for config in (SOFTMAX, MATRIX)
-    ]
     return {
         "loss": difference(loss, 3),
         "loss-verdict": loss.verdict,
@@ -210,7 +208,7 @@ def training(raw: Raw) -> dict[str, str]:
         "validated-verdict": validated.verdict,
         "lead": f"{signed(100 * max(lead))} points at epoch {1 + lead.index(max(lead))}",
         "lead-end": signed(100 * lead[-1]),
-        "minutes": " and ".join(number(float(each), 0) for each in minutes),
+        "minutes": " and ".join(number(fmean(found.seconds(config)) / 60, 0) for config in (SOFTMAX, MATRIX)),
     }
 
 
