@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,7 @@ import numpy as np
 
 from docs.pages import forest
 from docs.pages.raw import Comparison
-from lightning_tasks.figures import curves
+from lightning_tasks.figures import curves, masks
 
 DIGESTS = "figures.json"
 
@@ -83,3 +83,15 @@ def differences_of(comparison: Comparison, metric: str, title: str, scale: float
         forest.draw_differences(lines, title).savefig(path, dpi=110, format="png")
 
     return Figure(draw, [lines, title], forest)
+
+
+def masks_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> Figure:
+    """Images, `image` ``[rows, 3, H, W]``, and the masks over them, each by its title ``[rows, H, W]``, all uint8."""
+    painted = {title: [*each] for title, each in arrays.items() if title != "image"}
+
+    def draw(path: Path) -> None:
+        figure = masks.draw_masks([*arrays["image"].transpose(0, 2, 3, 1)], painted, names)
+        figure.savefig(path, dpi=80, format="png")
+
+    digests = {title: hashlib.sha256(each.tobytes()).hexdigest() for title, each in arrays.items()}
+    return Figure(draw, [[*arrays], digests, list(names)], masks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -272,6 +274,19 @@ class Raw:
 
         return self.once(("records", name), read)
 
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of an .npz file, by name.
+
+        Raises:
+            PageError: there is no such file, or it is damaged.
+        """
+        path = _existing(self.folder / name)
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                return dict(found)
+        except (OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise PageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
     def text(self, name: str) -> str:
         """The text of a file."""
         return _existing(self.folder / name).read_text(encoding="utf-8")
@@ -335,7 +350,10 @@ def _interval(line: dict[str, str]) -> ImageInterval:
     if absent := {field.name for field in fields(ImageInterval)} - {*line}:
         raise ValueError(f"it has no column {min(absent)}")
     numbers = {"images": int, "seeds": int, "low": float, "high": float}
-    return ImageInterval(**{key: numbers.get(key, str)(value) for key, value in line.items()})
+    found = ImageInterval(**{key: numbers.get(key, str)(value) for key, value in line.items()})
+    if not found.low <= found.high and not (math.isnan(found.low) and math.isnan(found.high)):
+        raise ValueError(f"[{found.low}, {found.high}] is no interval")
+    return found
 
 
 def _row(line: dict[str, str]) -> Row:

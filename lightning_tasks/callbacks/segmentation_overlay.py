@@ -88,5 +88,10 @@ class SegmentationOverlay(Callback):
     @rank_zero_only
     def _draw(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
         seen, self._seen = self._seen, []
-        if seen and not trainer.sanity_checking:
-            save_figure(trainer, draw_masks(seen, pl_module.class_names), name)
+        if not seen or trainer.sanity_checking:
+            return
+        images = [image.permute(1, 2, 0).clamp(0, 1).numpy() for image, _, _ in seen]
+        truth = [mask.numpy() for _, mask, _ in seen if mask is not None]
+        predicted = {"prediction": [mask.numpy() for _, _, mask in seen]}
+        masks = {"truth": truth, **predicted} if truth else predicted
+        save_figure(trainer, draw_masks(images, masks, pl_module.class_names), name)

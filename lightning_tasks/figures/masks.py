@@ -1,23 +1,21 @@
-"""Images, true and predicted masks side by side."""
+"""Images and the masks over them side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 _MOST_NAMED = 24
 
 
-def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequence[str]) -> Any:
-    """A Matplotlib figure: a row per image, its true and its predicted classes over it, and a legend.
+def draw_masks(images: Sequence[np.ndarray], masks: Mapping[str, Sequence[np.ndarray]], names: Sequence[str]) -> Any:
+    """A Matplotlib figure: a row per image, the image and its masks painted over it, and a legend.
 
     Args:
-        rows: image ``[3, H, W]`` in [0, 1], truth and prediction ``[H, W]``; labels that are no class stay unpainted.
-            Truth is None in all or in none.
+        images: each ``[H, W, 3]``, uint8 or floats in [0, 1].
+        masks: by title, one for each image, ``[H, W]``; labels that are no class stay unpainted.
         names: of the classes.
     """
     from matplotlib import colormaps
@@ -25,25 +23,23 @@ def draw_masks(rows: Sequence[tuple[Tensor, Tensor | None, Tensor]], names: Sequ
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    height, width = rows[0][0].shape[-2:]
-    figure = Figure(figsize=(9.5, 0.5 + 2.6 * len(rows) * height / width), layout="constrained")
-    titles = ("image", "prediction") if rows[0][1] is None else ("image", "truth", "prediction")
-    panels = figure.subplots(len(rows), len(titles), squeeze=False)
+    height, width = images[0].shape[:2]
+    size = (1.5 + 8 / 3 * (1 + len(masks)), 0.5 + 2.6 * len(images) * height / width)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(images), 1 + len(masks), squeeze=False)
     palette = colormaps["tab20" if len(names) <= 20 else "gist_ncar"].resampled(max(len(names), 2))
-    present: set[int] = set()
-    for axes, (image, *both) in zip(panels, rows, strict=True):
-        masks = [mask for mask in both if mask is not None]
-        for panel, mask, title in zip(axes, (None, *masks), titles, strict=True):
-            panel.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy())
+    for axes, image, *of_image in zip(panels, images, *masks.values(), strict=True):
+        for panel, mask, title in zip(axes, (None, *of_image), ("image", *masks), strict=True):
+            panel.imshow(image)
             if mask is not None:
-                unpainted = (mask < 0) | (mask >= len(names))
-                painted = np.ma.masked_array(mask.numpy(), unpainted.numpy())
+                painted = np.ma.masked_array(mask, (mask < 0) | (mask >= len(names)))
                 panel.imshow(painted, cmap=palette, norm=NoNorm(), alpha=0.6, interpolation="nearest")
             panel.set_title(title, fontsize=8)
             panel.axis("off")
-        present |= set(torch.cat([mask.flatten() for mask in masks]).unique().tolist()) & set(range(len(names)))
-    patches = [Patch(color=palette(index), label=names[index]) for index in sorted(present)[:_MOST_NAMED]]
-    if len(present) > _MOST_NAMED:
-        patches.append(Patch(color="none", label=f"and {len(present) - _MOST_NAMED} more"))
+    present = set().union(*(np.unique(mask).tolist() for of_title in masks.values() for mask in of_title))
+    shown = sorted(present & set(range(len(names))))
+    patches = [Patch(color=palette(index), label=names[index]) for index in shown[:_MOST_NAMED]]
+    if len(shown) > _MOST_NAMED:
+        patches.append(Patch(color="none", label=f"and {len(shown) - _MOST_NAMED} more"))
     figure.legend(handles=patches, loc="outside right upper", fontsize=7)
     return figure

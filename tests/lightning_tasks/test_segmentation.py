@@ -267,7 +267,8 @@ def test_norms_biases_and_embeddings_have_no_weight_decay():
 def test_truth_and_prediction_are_painted_in_their_own_panels():
     image, truth, predicted = torch.rand(3, 4, 4), torch.zeros(4, 4).long(), torch.full((4, 4), 2)
     truth[0, 0] = -1
-    figure = draw_masks([(image, truth, predicted)], ["sky", "tree", "road"])
+    masks = {"truth": [truth.numpy()], "prediction": [predicted.numpy()]}
+    figure = draw_masks([image.permute(1, 2, 0).numpy()], masks, ["sky", "tree", "road"])
     panels = {axes.get_title(): axes.images for axes in figure.axes}
     assert [(title, len(drawn)) for title, drawn in panels.items()] == [("image", 1), ("truth", 2), ("prediction", 2)]
     for drawn in panels.values():

@@ -184,8 +184,12 @@ def test_intervals_over_images_stand_in_the_summary_that_is_made(toy):
     for old, new in ((",4,", ",8,"), ("rpc,softmax", "rpc,other")):
         path.write_text("\n".join([lines[0], lines[1].replace(old, new), ""]))
         assert "images.csv has an interval of test/top1 of rpc to" in command.check(root, [page])[0]
-    path.write_text("metric,foo\na,b\n")
-    assert "images.csv, line 2, is damaged" in command.check(root, [page])[0]
+    for text in (
+        "metric,foo\na,b\n",
+        *("\n".join([lines[0], lines[1].replace("0.125", new)]) for new in ("-1", "nan")),
+    ):
+        path.write_text(text)
+        assert "images.csv, line 2, is damaged" in command.check(root, [page])[0]
 
 
 def test_a_record_of_other_cells_than_the_values_is_named(toy):
