@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, mean_std, number, signed
+from docs.pages.numbers import difference, in_turn, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
@@ -42,7 +44,8 @@ def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     return [
         Claim(
-            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024)",
+            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024), at one learning "
+            "rate, lam and number of passes, none of them tuned",
             f"WikiText-2, small vocabulary: {against_softmax(found)}",
             verdict("lower", found.row(TEST, "rpc", "softmax")),
         ),
@@ -101,10 +104,11 @@ def prose(raw: Raw) -> dict[str, str]:
     test = {name: found.row(TEST, *pair) for name, pair in PAIRS.items()}
     entropies = {config: by_pass(found, "entropy", config, 4)[-1] for config in ("rpc", "rpc without S")}
     softmax = math.exp(found.mean("val/attention/entropy/layer_00", "softmax"))
-    grown = [
-        found.mean("val/perplexity", "rpc", step) - found.mean("val/perplexity", "softmax", step)
-        for step in validated_at(found)
-    ]
+    over_steps = {
+        config: np.array([found.mean("val/perplexity", config, step) for step in validated_at(found)])
+        for config in ("softmax", "symmetric", "rpc")
+    }
+    grown, of_symmetric = (over_steps[config] - over_steps["softmax"] for config in ("rpc", "symmetric"))
     own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
     more = found.with_metric("more", lambda clean, swapped: swapped - clean, CLEAN_STAYED, STAYED)
     worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
@@ -124,7 +128,9 @@ def prose(raw: Raw) -> dict[str, str]:
         "added": added_by_swap(found, NAMES),
         "added-perplexity": difference(more.row("more", "rpc", "softmax"), 2),
         **added_by_part(found),
-        "growing": ", ".join(signed(each, 2) for each in grown),
+        "growing": in_turn(signed(each, 2) for each in grown),
+        "growing-percent": in_turn(number(each) for each in 100 * grown / over_steps["softmax"]),
+        "symmetric-share": in_turn(f"{number(each, 0)}%" for each in 100 * of_symmetric / grown),
         "share": f"{number(100 * by_pass(found, 'sparsity', 'rpc', 4)[-1], 0)}%",
         "residual": f"{number(100 * by_pass(found, 'residual', 'rpc', 4)[-1], 0)}%",
         "self": " to ".join(f"{number(100 * each, 0)}%" for each in own),

@@ -15,9 +15,9 @@ import numpy as np
 from docs.pages.cell_tests import primary_table
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, interval, mean_std, number, signed
+from docs.pages.numbers import difference, in_turn, interval, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
-from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.raw import RESULTS, Comparison, Raw, asked_of
 from docs.pages.results.rpc.shared import (
     BLIND,
     CORRUPTED,
@@ -72,6 +72,13 @@ def read(raw: Raw) -> Comparison:
     return raw.comparison("", RECIPE)
 
 
+def with_taken(found: Comparison) -> Comparison:
+    """The same with what attacks and corruption take from the accuracy, by their names."""
+    for name, metric in HARM.items():
+        found = found.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
+    return found
+
+
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
@@ -120,9 +127,7 @@ def paired(raw: Raw) -> Table:
 
 @PAGE.table
 def taken(raw: Raw) -> Table:
-    found = read(raw)
-    for name, metric in HARM.items():
-        found = found.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
+    found = with_taken(read(raw))
     return differences(found, "taken, points", PAIRS, {name: (name, 1, 100.0) for name in HARM})
 
 
@@ -153,6 +158,10 @@ def prose(raw: Raw) -> dict[str, str]:
     pairs |= {"bias": PAIRS["position bias − softmax"], "scalar": PAIRS["scalar − softmax"]}
     rows = {name: found.row(TOP1, *pair) for name, pair in pairs.items()}
     images = {name: found.over_images(TOP1, *pairs[name]) for name in ("matrix", "matrix-bias")}
+    planned = asked_of("rpc/compare_sparse_part").comparisons  # where these were planned first
+    wider = replace(found, endpoints=replace(found.endpoints, comparisons=planned))
+    in_wider = {name: wider.row(TOP1, *pair) for name, pair in pairs.items()}
+    kept = {in_wider[name].verdict for name in ("matrix", "matrix-bias")}
     new = replace(found, rows=[row for row in found.rows if row["seed"] >= KNOWN])
     unseen = {name: new.row(TOP1, *pairs[name]) for name in ("matrix", "matrix-bias", "scalar")}
     return {
@@ -161,6 +170,9 @@ def prose(raw: Raw) -> dict[str, str]:
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         **{f"{name}-new": difference(row, 1, 100) for name, row in unseen.items()},
         **{f"{name}-new-verdict": row.verdict for name, row in unseen.items()},
+        "wider": str(planned),
+        "wider-matrix": listed(kept),
+        "wider-within": listed(p_value(in_wider[name].within_corrected) for name in ("scalar", "bias")),
         **{f"{name}-within": p_value(rows[name].within_corrected) for name in ("scalar", "bias")},
         **{f"{name}-images": interval(each.low, each.high, 1, 100) for name, each in images.items()},
     }
@@ -181,8 +193,17 @@ def harmed(raw: Raw) -> dict[str, str]:
     rest = [metric for metric in corruptions if metric not in of_noise]
     for name, metrics in {"noises": of_noise, "rest": rest}.items():
         found = found.with_metric(name, lambda *values: sum(values) / len(values), *metrics)
+    of_rest = {metric.split("/")[1].replace("_", " "): found.row(metric, MATRIX, SOFTMAX) for metric in rest}
+    least, *_, most = sorted(of_rest, key=lambda name: of_rest[name].difference)
+    losses = with_taken(found)
+    lost = [losses.row(name, MATRIX, other) for name in HARM for other in others]
     return {
         "harmed": counted(rows),
+        "taken-open": f"{sum(row.low <= 0 <= row.high for row in lost)} of {len(lost)}",
+        **{
+            place: f"{difference(of_rest[name], 1, 100)} ({name})" for place, name in (("least", least), ("most", most))
+        },
+        "open": in_turn(name for name, row in of_rest.items() if row.low <= 0 <= row.high),
         "harmed-over-images": f"{sum(each.low > 0 for each in over_images)} of {len(over_images)}",
         "clean-of-these": difference(found.row(CLEAN, MATRIX, SOFTMAX), 1, 100),
         "noises": f"{difference(found.row('noises', MATRIX, SOFTMAX), 1, 100)} points for the {len(of_noise)} noises",
@@ -198,6 +219,7 @@ def training(raw: Raw) -> dict[str, str]:
         found.mean(VALIDATED, MATRIX, step) - found.mean(VALIDATED, SOFTMAX, step)
         for step in sorted({row["step"] for row in found.rows if row["metric"] == VALIDATED})
     ]
+    minutes = [fmean(found.seconds(config)) / 60 for config in found.configs]
     loss, support, validated = (found.row(each, MATRIX, SOFTMAX) for each in ("test/loss", SUPPORT, VALIDATED))
     return {
         "loss": difference(loss, 3),
@@ -207,8 +229,8 @@ def training(raw: Raw) -> dict[str, str]:
         "validated": difference(validated, 1, 100),
         "validated-verdict": validated.verdict,
         "lead": f"{signed(100 * max(lead))} points at epoch {1 + lead.index(max(lead))}",
-        "lead-end": signed(100 * lead[-1]),
-        "minutes": " and ".join(number(fmean(found.seconds(config)) / 60, 0) for config in (SOFTMAX, MATRIX)),
+        "lead-end": " to ".join(signed(100 * pick(lead[-6:])) for pick in (min, max)),
+        "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
     }
 
 
