@@ -141,6 +141,10 @@ class Comparison:
         """The mean of these over seeds."""
         return float(self.values(metric, config, step).mean())
 
+    def at(self, step: int) -> Comparison:
+        """The same of what was logged at one step; do not use its verdicts, which no correction counts."""
+        return replace(self, rows=[row for row in self.rows if row["step"] == step], images=())
+
     def chosen(self, config: str) -> str:
         """What was chosen for a configuration, as `lr=0.001`.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+
+import numpy as np
+from scipy.special import stdtrit
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, listed, number, significant
+from docs.pages.numbers import difference, interval, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.locater.penalty import ENTROPY, LOGGED, PERPLEXITY, SCALE, VARIANCE, validated
+from docs.pages.results.locater.penalty import ENTROPY, LOGGED, MEAN, PERPLEXITY, SCALE, VARIANCE, WIDTH, validated
 from docs.pages.tables import Columns, Table, chosen_values, over_steps, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
@@ -26,8 +30,6 @@ NAMES = {
     "locater mean 20": "LocAteR, tr W held at 20",
     DECAY: "fading weight decay on W_q, W_k",
 }
-MEAN = "qk_spectrum/mean/layer_00"
-WIDTH = 128  # the mean of the eigenvalues is tr W over it
 SPECTRUM = (0, 50, 300, 500, 950)
 
 
@@ -118,13 +120,12 @@ def prose(raw: Raw) -> dict[str, str]:
     held, to_decay, to_free = (to(found, other) for other in ("none", DECAY, FREE))
     entropies = {other: to(found, other, ENTROPY) for other in ("none", DECAY, FREE)}
     start = found.values(MEAN, "none", 0) * WIDTH
-    early = found.values(ENTROPY, HELD[1], LOGGED[250]) - found.values(ENTROPY, "none", LOGGED[250])
     return {
         "held-5": said(held[0]),
         "held-20": said(held[1]),
         "held-5-to-decay": said(to_decay[0]),
         "held-5-to-free": said(to_free[0]),
-        "detectable": number(to_decay[0].detectable, 2),
+        "within-90": interval(*within(found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)), 2),
         "free": difference(free, 2),
         "decay": said(decay),
         "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
@@ -136,10 +137,20 @@ def prose(raw: Raw) -> dict[str, str]:
         "entropy-held": listed(said(row, 3) for row in entropies["none"]),
         "entropy-to-decay": listed(said(row, 3) for row in entropies[DECAY]),
         "entropy-to-free": listed(said(row, 3) for row in entropies[FREE]),
-        "entropy-early": number(-float(early.mean()), 2),
+        "entropy-early": " and ".join(
+            difference(found.at(LOGGED[step]).row(ENTROPY, HELD[1], "none"), 3) for step in (250, 500)
+        ),
+        "early": " and ".join(difference(found.at(LOGGED[250]).row(PERPLEXITY, config, "none"), 2) for config in HELD),
         "variance-to-decay": said(found.row(VARIANCE, HELD[0], DECAY), 4),
         "variance-to-free": said(found.row(VARIANCE, HELD[0], FREE), 4),
     }
+
+
+def within(differences: np.ndarray) -> tuple[float, float]:
+    """The 90% interval, which equivalence needs within the margin on both sides."""
+    mean, error = differences.mean(), differences.std(ddof=1) / math.sqrt(len(differences))
+    reach = float(stdtrit(len(differences) - 1, 0.95)) * error
+    return float(mean - reach), float(mean + reach)
 
 
 def said(row: SummaryRow, digits: int = 2) -> str:

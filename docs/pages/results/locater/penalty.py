@@ -29,6 +29,8 @@ NAMES = {
 PENALTIES = ("locater 1e-3", "locater 1e-2", "locater 1e-1")
 PERPLEXITY, LOSS, ENTROPY = "val/perplexity", "val/loss", "val/attention/entropy/mean"
 VARIANCE, SCALE = "qk_spectrum/variance/layer_00", "qk_spectrum/scale/layer_00"
+MEAN, WIDTH = "qk_spectrum/mean/layer_00", 128  # of the eigenvalues, and how many they are
+LARGEST = "val/attention/largest_probability/mean"
 DECAYED = (1, 2, 4, 8, 16)  # weight decays that were tried on seed 100
 LOGGED = {250: 249, 500: 499, 750: 749, 1000: 999}  # validation is logged with the last step before
 
@@ -146,6 +148,9 @@ def prose(raw: Raw) -> dict[str, str]:
     last = [math.log(tried.mean(SCALE, f"qk weight decay {decay}")) for decay in (8, 16)]
     line = 8 * 2 ** ((last[0] - math.log(tried.mean(SCALE, "locater 1e-2"))) / (last[0] - last[1]))
     target = float(found.values(SCALE, "locater 1e-3")[:4].mean())  # of seeds 0 to 3
+    # The mean of |λ − λ̄|² over the eigenvalues, and λ̄, which is real.
+    spectra = found.values(VARIANCE, "none") + found.values(MEAN, "none") ** 2
+    squares = WIDTH * float(spectra.mean())
     uniform = float(raw.rows("wikitext2/uniform_metrics.csv")[0]["val/loss"])
     whole = whole_vocabulary(raw, "val/loss")
     spectrum = whole_vocabulary(raw, SCALE)
@@ -166,6 +171,13 @@ def prose(raw: Raw) -> dict[str, str]:
         "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
         "variances": ", ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3", "none")),
+        "largest": listed(number(found.mean(LARGEST, config), 3) for config in ("none", *PENALTIES)),
+        "bounded": f"{number(squares)} of {number(found.mean(SCALE, 'none'))}",
+        "strong-variances": " against ".join(
+            number(found.mean(VARIANCE, config), 4) for config in (STRONG, "locater 1e-2")
+        ),
+        "weak-early": difference(found.at(LOGGED[250]).row(PERPLEXITY, WEAK, "none"), 2),
+        "variances-at-50": " and ".join(number(found.mean(VARIANCE, config, 50), 3) for config in (WEAK, PENALTIES[0])),
         "uniform": difference(worth[0], 1),
         "uniform-losses": " against ".join(number(found.mean(LOSS, each), 3) for each in ("uniform attention", "none")),
         "frozen": difference(worth[1], 1),

@@ -194,14 +194,14 @@ def harmed(raw: Raw) -> dict[str, str]:
     for name, metrics in {"noises": of_noise, "rest": rest}.items():
         found = found.with_metric(name, lambda *values: sum(values) / len(values), *metrics)
     of_rest = {metric.split("/")[1].replace("_", " "): found.row(metric, MATRIX, SOFTMAX) for metric in rest}
-    least, *_, most = sorted(of_rest, key=lambda name: of_rest[name].difference)
+    first, *_, last = sorted(of_rest, key=lambda name: of_rest[name].difference)
     losses = with_taken(found)
     lost = [losses.row(name, MATRIX, other) for name in HARM for other in others]
     return {
         "harmed": counted(rows),
         "taken-open": f"{sum(row.low <= 0 <= row.high for row in lost)} of {len(lost)}",
         **{
-            place: f"{difference(of_rest[name], 1, 100)} ({name})" for place, name in (("least", least), ("most", most))
+            place: f"{difference(of_rest[name], 1, 100)} ({name})" for place, name in (("least", first), ("most", last))
         },
         "open": in_turn(name for name, row in of_rest.items() if row.low <= 0 <= row.high),
         "harmed-over-images": f"{sum(each.low > 0 for each in over_images)} of {len(over_images)}",
