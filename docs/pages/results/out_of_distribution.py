@@ -7,19 +7,24 @@ docs/results/out_of_distribution/VARIANT/seed_N.csv, VARIANT as the folder of th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 from docs.pages.cell_tests import NOTHING, compare_tests, primary_table
-from docs.pages.numbers import difference, listed, mean_std, number
+from docs.pages.errors import PageError
+from docs.pages.numbers import difference, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table
 from docs.pages.verdicts import verdict
+from lightning_tasks.compare.summary import SummaryRow
 
 RECIPE = "rpc/compare_sparse_part"
 OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
 SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
 FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
+OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin")
+FILLED = ("rpc lam 1", "rpc lam 0.75")
 PRIMARY = "imagenet/msp/aupr"  # the claim of Teo and Nguyen is of ImageNet-O, by MSP, in AUPR
 
 PAGE = Page("out_of_distribution", "Out of distribution")
@@ -35,7 +40,7 @@ def read(raw: Raw) -> Comparison | None:
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
-    filled = [] if found is None else [name for name in ("rpc lam 1", "rpc lam 0.75") if name in found.configs]
+    filled = [] if found is None else [name for name in FILLED if name in found.configs]
     rows = [] if found is None else [found.row(PRIMARY, name, found.configs[0]) for name in filled]
     if not all(row.pairs for row in rows) or not rows:
         return []
@@ -59,17 +64,37 @@ def primary(raw: Raw) -> Table:
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     if found is None:
-        return dict.fromkeys(("seeds", "verdicts", "msp", "knn"), NOTHING)
+        return dict.fromkeys(("seeds", "verdicts", "msp", "knn", "vim", "upper", *OTHERS), NOTHING)
     first = found.configs[0]
     counts = Counter(row.verdict for row in found.summary if row.metric == PRIMARY and row.pairs)
     msp = (number(found.mean(f"{place}/msp/auroc", first) * 100) for place in OUTSIDE)
-    knn = [found.mean("digits/knn/auroc", config) * 100 for config in found.configs]
+    fitted = {
+        score: [found.mean(f"digits/{score}/auroc", config) * 100 for config in found.configs]
+        for score in ("knn", "vim")
+    }
+    if (best := max(map(max, fitted.values()))) >= 50:
+        raise PageError(f"the page says that KNN and ViM are worse than chance on digits, and one has {best}")
+    others = [row for row in found.summary if row.metric != PRIMARY and row.pairs]
+    excluding = [row for row in others if row.low > 0 or row.high < 0]
+    primary_rows = [row for row in found.summary if row.metric == PRIMARY and row.pairs]
     return {
         "seeds": str(min(len(found.values(PRIMARY, config)) for config in found.configs)),
         "verdicts": "; ".join(f"{verdict} {count} of {counts.total()}" for verdict, count in counts.items()),
         "msp": listed(msp),
-        "knn": " to ".join(number(pick(knn), 0) for pick in (min, max)),
+        **{name: " to ".join(number(pick(each), 0) for pick in (min, max)) for name, each in fitted.items()},
+        "upper": signed(100 * max(row.high for row in primary_rows)),
+        "others": f"{len(excluding)} of {len(others)}",
+        "others-rpc": better_and_worse(excluding, FILLED, first),
+        "others-symmetric": better_and_worse(excluding, ("symmetric",), first),
+        "others-twin": better_and_worse(excluding, FILLED, "rpc without S"),
     }
+
+
+def better_and_worse(rows: Sequence[SummaryRow], configs: Sequence[str], reference: str) -> str:
+    """How many of the differences of these configurations to a reference are for the better, and for the worse."""
+    found = [row for row in rows if row.config in configs and row.reference == reference]
+    better = sum((row.difference > 0) != row.metric.endswith("fpr95") for row in found)
+    return f"{better} for the better and {len(found) - better} for the worse"
 
 
 def figures(figure: str, raw: Raw) -> Table:

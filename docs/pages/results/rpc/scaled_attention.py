@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from re import fullmatch
 from statistics import fmean
 
 import numpy as np
@@ -22,11 +21,15 @@ from docs.pages.results.rpc.shared import (
     BLIND,
     CORRUPTED,
     GRADIENT,
+    NOISES,
+    OTHERS,
     TOP1,
     accuracy_differences,
     attacked_and_corrupted,
+    corruptions_of,
     points,
     under_attack,
+    with_noises,
 )
 from docs.pages.tables import Table, differences, p_value
 from docs.pages.verdicts import counted, verdict
@@ -44,7 +47,6 @@ TOKENS = 65
 KNOWN = 2  # of softmax and both forms so many seeds had run before the endpoint was fixed
 CLEAN = "robustness/clean/accuracy"  # on the images that are attacked and corrupted
 HARM = {**GRADIENT, **BLIND, "corruption": CORRUPTED}
-CORRUPTION = r"robustness/\w+/3/accuracy"  # one of the fifteen, at severity 3
 VALIDATED, SUPPORT = "val/top1", "val/attention/effective_support/mean"
 PAGE = Page("scaled_attention", "CIFAR-10, Scaled Attention", summaries={"": RECIPE})
 
@@ -188,13 +190,11 @@ def harmed(raw: Raw) -> dict[str, str]:
     if (least := min(row.difference for row in rows)) <= 0:
         raise PageError(f"the page says that the matrix is ahead in every row, and one has {least:+.3f}: write it anew")
     over_images = [found.over_images(*place) for place in places]
-    corruptions = sorted({str(row["metric"]) for row in found.rows if fullmatch(CORRUPTION, str(row["metric"]))})
-    of_noise = [metric for metric in corruptions if "noise" in metric]
-    rest = [metric for metric in corruptions if metric not in of_noise]
-    for name, metrics in {"noises": of_noise, "rest": rest}.items():
-        found = found.with_metric(name, lambda *values: sum(values) / len(values), *metrics)
-    of_rest = {metric.split("/")[1].replace("_", " "): found.row(metric, MATRIX, SOFTMAX) for metric in rest}
+    single = {name.rpartition(" ")[0]: metric for name, metric in corruptions_of(found).items()}  # all of severity 3
+    of_rest = {name: found.row(metric, MATRIX, SOFTMAX) for name, metric in single.items() if "noise" not in name}
     first, *_, last = sorted(of_rest, key=lambda name: of_rest[name].difference)
+    means = with_noises(found)
+    noises, others_of_it = (difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in (NOISES, OTHERS))
     losses = with_taken(found)
     lost = [losses.row(name, MATRIX, other) for name in HARM for other in others]
     return {
@@ -206,8 +206,8 @@ def harmed(raw: Raw) -> dict[str, str]:
         "open": in_turn(name for name, row in of_rest.items() if row.low <= 0 <= row.high),
         "harmed-over-images": f"{sum(each.low > 0 for each in over_images)} of {len(over_images)}",
         "clean-of-these": difference(found.row(CLEAN, MATRIX, SOFTMAX), 1, 100),
-        "noises": f"{difference(found.row('noises', MATRIX, SOFTMAX), 1, 100)} points for the {len(of_noise)} noises",
-        "rest": f"{difference(found.row('rest', MATRIX, SOFTMAX), 1, 100)} for the other {len(rest)}",
+        "noises": f"{noises} points for the {len(single) - len(of_rest)} noises",
+        "rest": f"{others_of_it} for the other {len(of_rest)}",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from docs.pages.numbers import difference, number, signed, significant
@@ -18,6 +19,8 @@ GRADIENT = {
     "released PGD 1/255": "robustness/released_pgd/1_255/accuracy",
 }
 BLIND = {"SPSA 1/255": "robustness/spsa/1_255/accuracy", "Square 1/255": "robustness/square/1_255/accuracy"}
+CORRUPTION = r"robustness/\w+/\d/accuracy"  # a single corruption; the setting of an attack has two numbers
+NOISES, OTHERS = "the noises", "the other corruptions"
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
 CLEAN_STAYED = STAYED.replace("perplexity", "clean_perplexity")  # of these same words
@@ -80,6 +83,22 @@ def accuracy_differences(comparison: Comparison, pairs: Mapping[str, tuple[str, 
     """Differences of the accuracy, in points: a row for clean images, each attack and the mean of corruptions."""
     rows = {"clean, 2,000 images": TOP1, **GRADIENT, **BLIND, "corrupted": CORRUPTED}
     return differences(comparison, "accuracy, points", pairs, {name: (metric, 1, 100) for name, metric in rows.items()})
+
+
+def corruptions_of(comparison: Comparison) -> dict[str, str]:
+    """Metrics of single corruptions by their name and severity."""
+    metrics = sorted({str(row["metric"]) for row in comparison.rows if re.fullmatch(CORRUPTION, str(row["metric"]))})
+    return {" ".join(metric.split("/")[1:3]).replace("_", " "): metric for metric in metrics}
+
+
+def with_noises(comparison: Comparison) -> Comparison:
+    """The same with the mean over the corruptions that are noises, and the mean over all others."""
+    metrics = corruptions_of(comparison)
+    noises = [metric for name, metric in metrics.items() if "noise" in name]
+    others = [metric for name, metric in metrics.items() if "noise" not in name]
+    for name, of_mean in ((NOISES, noises), (OTHERS, others)):
+        comparison = comparison.with_metric(name, lambda *values: sum(values) / len(values), *of_mean)
+    return comparison
 
 
 def against_softmax(comparison: Comparison) -> str:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from docs.pages.cell_tests import NOTHING, Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, interval, listed, mean_std, number
+from docs.pages.numbers import difference, interval, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import (
     BLIND,
     CORRUPTED,
     GRADIENT,
+    NOISES,
+    OTHERS,
     TOP1,
     accuracy_differences,
     attacked_and_corrupted,
@@ -27,8 +31,9 @@ from docs.pages.results.rpc.shared import (
     points,
     pursuit,
     under_attack,
+    with_noises,
 )
-from docs.pages.tables import Table
+from docs.pages.tables import Table, p_value
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
@@ -40,6 +45,11 @@ EPS = ("0.25", "0.5", "1", "4")
 AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
 AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
 AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
+
+AUTOATTACK_NUMBERS = [f"autoattack-{what}" for what in ("settings", "seeds", "images", "family")]
+AUTOATTACK_NUMBERS += ["flags", "clean-of-attacked"]
+LAST_SHARE = "val/pursuit/sparsity/layer_00/pass_4"
+SUPPORT = "val/attention/effective_support/mean"
 
 PAGE = Page("rpc_sparse_part", "CIFAR-10, S filled")
 PAGE.summaries |= {"": RECIPE, "lam": "rpc/compare_lam"}
@@ -176,6 +186,14 @@ def prose(raw: Raw) -> dict[str, str]:
     images = clean_images(raw)
     return {
         "cells": str(len(cells)),
+        **of_rules(found),
+        **by_corruption(found),
+        "symmetric": difference(found.row(TOP1, "symmetric", "softmax"), 1, 100),
+        "to-symmetric": listed(difference(row, 1, 100) for row in to("symmetric", found, TOP1)),
+        "shares": listed(
+            " to ".join(f"{number(pick(found.values(LAST_SHARE, name)) * 100, 0)}%" for pick in (min, max))
+            for name in FILLED
+        ),
         "seeds": str(min(row.pairs for row in softmax)),
         "square": square(raw),
         **attack_numbers(raw),
@@ -192,6 +210,35 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
+def of_rules(found: Comparison) -> dict[str, str]:
+    """What the rules of verdict count, what they would say by the count of an earlier version, and what holds."""
+    made = [row for row in found.summary if row.pairs]
+    earlier = replace(found, endpoints=replace(found.endpoints, comparisons=0))
+    kept = [row for row in made if row.verdict in ("lower", "higher")]
+    if {row.metric for row in kept} != {SUPPORT}:
+        raise PageError(f"the page says that differences hold of {SUPPORT} alone, and others do: write it anew")
+    return {
+        "planned": str(found.endpoints.comparisons),
+        "made": str(sum(row.metric == TOP1 for row in made)),
+        "earlier": listed(p_value(row.corrected) for row in to("softmax", earlier, TOP1)),
+        "kept": f"{len(kept)} of {len(made)}",
+    }
+
+
+def by_corruption(found: Comparison) -> dict[str, str]:
+    """Corrupted images: what S and the noises have to do with the differences."""
+    means = with_noises(found)
+    at_most = [found.row(CORRUPTED, FILLED[1], reference) for reference in ("rpc without S", "symmetric")]
+    if strange := [row for row in at_most if row.verdict != "lower, not after correction"]:
+        raise PageError(f"the page says 'not after correction', and {strange[0].reference} is {strange[0].verdict}")
+    return {
+        "corrupted-twin": difference(at_most[0], 1, 100),
+        "corrupted-symmetric": difference(at_most[1], 1, 100),
+        "noises": listed(difference(row, 1, 100) for row in to("softmax", means, NOISES)),
+        "others": listed(difference(row, 1, 100) for row in to("softmax", means, OTHERS)),
+    }
+
+
 def by_lam(rows: Sequence[SummaryRow]) -> str:
     """The verdict at each lam; one where they are equal."""
     each = dict.fromkeys(row.verdict for row in rows)
@@ -203,7 +250,7 @@ def attack_numbers(raw: Raw) -> dict[str, str]:
     cells = tested(raw.folder / "autoattack", RECIPE, "attack")
     found = autoattack_of(raw)
     if not cells or found is None:
-        return dict.fromkeys(("autoattack-settings", "autoattack-seeds", "autoattack-images", "flags"), NOTHING)
+        return dict.fromkeys(AUTOATTACK_NUMBERS, NOTHING)
     raised: Counter[str] = Counter()
     for each in cells:
         for row in each.rows.values():
@@ -216,10 +263,19 @@ def attack_numbers(raw: Raw) -> dict[str, str]:
         if not text.endswith(": none")
     ]
     row = cells[0].rows[AUTOATTACK_PRIMARY]
+    clean, attacked_seeds = read(raw), {each.seed for each in cells}
+    lam_1, softmax = (clean.by_seed(TOP1, name) for name in (FILLED[0], "softmax"))
+    clean_of = {
+        is_attacked: np.mean([lam_1[seed] - softmax[seed] for seed in lam_1 if (seed in attacked_seeds) == is_attacked])
+        for is_attacked in (True, False)
+    }
     intervals = [over_images(cells, AUTOATTACK_PRIMARY, name, "softmax") for name in FILLED if name in found.configs]
     return {
         "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
         "autoattack-seeds": str(min(counts.values())),
+        "autoattack-family": str(found.endpoints.comparisons),
+        "clean-of-attacked": " points, and ".join(signed(float(each) * 100) for each in clean_of.values())
+        + " on the others",
         "autoattack-images": listed(intervals),
         "flags": "; ".join(told) or "none",
     }
