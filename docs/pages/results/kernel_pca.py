@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure
 from docs.pages.numbers import number, signed, significant
 from docs.pages.page import Claim, Page
@@ -52,6 +53,15 @@ def by_layer(raw: Raw, model: str, kind: str, measure: str) -> list[float]:
     return [float(np.mean(values)) for values in found.values()]
 
 
+def ratios_of(raw: Raw, model: str) -> dict[str, list[float]]:
+    """‖h‖² over ‖φ(q)‖² for each head and sample, by layer."""
+    found: dict[str, list[float]] = {}
+    for row in rows(raw, model):
+        if row.values == OWN:
+            found.setdefault(row.layer, []).append(row.h / row.phi)
+    return found
+
+
 def gains(raw: Raw) -> list[float]:
     """By how much the trained models' own values are nearer to what the reading predicts than the linear control."""
     return [
@@ -91,8 +101,8 @@ def claims(raw: Raw) -> list[Claim]:
             "NeurIPS 2024)",
             "in two trained models, values are nearer to those than a random linear map of the input in "
             f"{sum(gain > 0 for gain in found)} of {len(found)} means, by {significant(max(found), 1)} at most; with "
-            f"twenty such maps, in two ViTs, nearer than all of them in {said['nearer-last']} and farther in "
-            f"{said['farther-last']}",
+            f"twenty such maps, in two ViTs, nearer than all of them in {said['nearer-last']} "
+            f"({said['nearer-most']} at most) and farther in {said['farther-last']} ({said['farther-most']} at most)",
             "not shown here (one run of each model, no test); nor in the reproduction study of Sarıtaş and Yıldız",
         )
     ]
@@ -137,12 +147,23 @@ def course(raw: Raw) -> dict[str, str]:
         for epoch in EPOCHS
     }
     last = [each for course in COURSES for each in said[course, EPOCHS[-1]]]
-    first = [each for course in COURSES for each in said[course, EPOCHS[0]]]
+    first = said["softmax", EPOCHS[0]]
+    if drawn(raw, "softmax", EPOCHS[0]) != drawn(raw, "scaled", EPOCHS[0]):
+        raise PageError("the page says that both models are the same before training: write it anew")
+    apart = {"nearer": [0.0], "farther": [0.0]}
+    for course in COURSES:
+        for measure, each in zip(MEASURES, said[course, EPOCHS[-1]], strict=True):
+            found = drawn(raw, course, EPOCHS[-1])[measure, LINEAR]
+            apart.setdefault(each, []).append(abs(found.own - found.mean))
+    scaled = {
+        measure: drawn(raw, "scaled", EPOCHS[-1])[measure, LINEAR] for measure in ("matched_cosine", "signed_cosine")
+    }
     return {
+        **{f"{each}-most": f"by {number(max(apart[each]), 3)}" for each in ("nearer", "farther")},
+        "scaled-cosines": " and ".join(signed(each.own - each.mean, 3) for each in scaled.values()),
         "nearer-last": f"{last.count('nearer')} of {len(last)}",
         "farther-last": f"{last.count('farther')}",
-        "nearer-first": f"{first.count('nearer')}",
-        "farther-first": f"{first.count('farther')}",
+        "first": f"{len(first) - first.count('within')} of {len(first)}",
     }
 
 
@@ -154,12 +175,6 @@ def prose(raw: Raw) -> dict[str, str]:
         for kind in (OWN, LINEAR, NOISE)
     }
     controls = [*gammas[LINEAR], *gammas[NOISE]]
-    ratios = {
-        model: sorted(
-            h / phi for h, phi in zip(by_layer(raw, model, OWN, "h"), by_layer(raw, model, OWN, "phi"), strict=True)
-        )
-        for model in MODELS
-    }
     cka = [
         " against ".join(number(mean(raw, "cifar10_vit", kind, measure), 2) for kind in (OWN, LINEAR))
         for measure in ("linear_cka", "rbf_cka")
@@ -174,7 +189,25 @@ def prose(raw: Raw) -> dict[str, str]:
         for measure in ("linear_cka", "rbf_cka")
     ]
     found = gains(raw)
+    medians = {model: [float(np.median(each)) for each in ratios_of(raw, model).values()] for model in MODELS}
+    minilm = ratios_of(raw, "minilm")
+    positive = [
+        phi > h for h, phi in zip(by_layer(raw, "minilm", OWN, "h"), by_layer(raw, "minilm", OWN, "phi"), strict=True)
+    ]
+    each_ratio = [ratio for of_layer in minilm.values() for ratio in of_layer]
     return {
+        **{
+            f"norms-{name}": " to ".join(significant(pick(medians[model]), 2) for pick in (min, max))
+            for name, model in {"trained": "cifar10_vit", "untrained": "vit_random", "minilm": "minilm"}.items()
+        },
+        "positive-layers": f"{sum(positive)} of its {len(positive)}",
+        "positive": f"{sum(ratio <= 1 for ratio in each_ratio)} of {len(each_ratio)}",
+        **{
+            f"signed-{model}": " against ".join(
+                number(mean(raw, model, kind, "signed_cosine"), 2) for kind in (OWN, NOISE)
+            )
+            for model in TRAINED
+        },
         "gain": significant(max(found), 1),
         "gains": f"{sum(gain > 0 for gain in found)} of the {len(found)}",
         "cosines": f"{signed(min(cosines), 2)} to {signed(max(cosines), 2)}",
@@ -183,10 +216,6 @@ def prose(raw: Raw) -> dict[str, str]:
         "cka-lower": " and ".join(f"{each}" for each in lower),
         "gamma": " to ".join(f"{pick(gammas[OWN]):.0e}".replace("e-0", "e−") for pick in (min, max)),
         "gamma-controls": " to ".join(f"{pick(controls):.0e}".replace("e-0", "e−") for pick in (min, max)),
-        "norms-trained": " to ".join(significant(ratios["cifar10_vit"][place], 2) for place in (0, -1)),
-        "norms-untrained": " to ".join(significant(ratios["vit_random"][place], 2) for place in (0, -1)),
-        "norms-minilm-most": significant(ratios["minilm"][-1], 2),
-        "norms-minilm-least": significant(1 / ratios["minilm"][0], 2),
     }
 
 

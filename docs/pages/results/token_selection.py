@@ -187,6 +187,18 @@ def prose(raw: Raw) -> dict[str, str]:
         last(raw, "released_single", start, PLAIN) for start in groups["single, second set, to a local optimum"][1]
     ]
     plain = cosines(raw, (*DRAWN, *RELEASED), PLAIN)
+    float32 = cosines(raw, RELEASED, FLOAT32)
+    # A problem is a set of tokens: each drawn one, each of the released joint ones, and the others with their starts.
+    drawn = [[last(raw, name, seed, PLAIN)["correlation_p"]] for name in DRAWN for seed in problems(raw, name)]
+    joint = [[each] for each in cosines(raw, ("released_joint",), PLAIN)]
+    by_set = [
+        [name for name in groups if name.startswith(start)] for start in ("single, first", "single, second", "multi")
+    ]
+    with_starts = [
+        [last(raw, groups[name][0], start, PLAIN)["correlation_p"] for name in names for start in groups[name][1]]
+        for names in by_set
+    ]
+    of_problems = [*drawn, *joint, *with_starts]
     kinds = optimality(raw)
     odd = [
         f"{experiment} seed {seed}"
@@ -227,7 +239,13 @@ def prose(raw: Raw) -> dict[str, str]:
         "plain-below": f"{sum(each <= COSINE for each in plain)} of the {len(plain)} runs",
         "single-plain": f"{len(single)} of the {len(single) + len(locals_)}",
         "single-cosines": f"{number(min(single), 2)} and {number(max(single), 2)}",
-        "local-probability": f"{max(each['probability'] for each in locals_):.0e}".replace("e-", "e−"),
+        "local-probability": " and ".join(
+            f"{each:.0e}".replace("e-", "e−") for each in sorted(each["probability"] for each in locals_)
+        ),
+        "plain-problems": f"{sum(min(each) <= COSINE for each in of_problems)} of {len(of_problems)}",
+        "plain-below-995": f"{sum(each <= 0.995 for each in plain)}",
+        "float32-below": f"{sum(each <= COSINE for each in float32)} of {len(float32)}",
+        "difference-least": at_least(min(cosines(raw, (*DRAWN, *RELEASED), DIFFERENCE)), 4),
         "norms-0": f"{norm('0', 530, PLAIN)} at step 530, {norm('0', 1000, PLAIN)} at the end",
         "norms-1": f"{norm('1', 710, PLAIN)} at step 710, {norm('1', 1000, PLAIN)} at the end",
         "odd": ", ".join(odd),
