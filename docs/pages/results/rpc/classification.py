@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, number, signed, significant
+from docs.pages.numbers import difference, in_turn, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, by_pass, pursuit, under_attack
@@ -171,6 +172,19 @@ def prose(raw: Raw) -> dict[str, str]:
     best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
     of_twin = 100 * float(found.values("test/top1", "rpc without S")[0])
     gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
+    elsewhere = [more(everywhere, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
+    to_symmetric = [found.row(metric, "rpc", "symmetric") for metric in GRADIENT]
+    symmetric = [found.row(metric, "symmetric", "softmax") for metric in GRADIENT]
+    if strange := [row for row in (*gradient, *to_symmetric, *symmetric) if row.low > 0]:
+        raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
+    if out := [row for row in blind if row.low > 0 or row.high < 0]:
+        raise PageError(f"the page says that no interval excludes 0, and that of {out[0].metric} does: write it anew")
+    called = {metric: name for name, metric in ON_500.items()}
+    remaining = [
+        f"{NAMES[row.config]} to {row.reference} under {called[row.metric]}, {difference(row, 1, 100)}"
+        for row in attacks(found)
+        if row.verdict in ("lower", "higher")
+    ]
     return {
         "top1": difference(found.row("test/top1", "rpc", "softmax"), 2, 100),
         "top1-verdict": found.row("test/top1", "rpc", "softmax").verdict,
@@ -187,6 +201,13 @@ def prose(raw: Raw) -> dict[str, str]:
         ),
         "twin": difference(found.row("test/top1", "rpc", "rpc without S"), 1, 100),
         "gradient-intervals": counted(gradient),
+        "gradient-to-symmetric": counted(to_symmetric),
+        "gradient-symmetric-only": counted(symmetric),
+        "blind": f"{signed(100 * min(row.difference for row in blind))} to "
+        f"{signed(100 * max(row.difference for row in blind))}",
+        "corrected-which": in_turn(remaining),
+        "everywhere-above": f"{sum(each > 0 for each in elsewhere)} of {len(elsewhere)}",
+        "matrix-square": signed(more(matrix, ATTACKED["Square 4/255"])),
         "twin-intervals": counted(twins),
         "corrected-lower": str(sum(row.verdict in ("lower", "higher") for row in attacks(found))),
         "corrected-all": str(len(attacks(found))),

@@ -189,7 +189,10 @@ def by_rate(raw: Raw) -> dict[str, str]:
     best = [[min(scores[config][:count]) for config in ("rpc", "softmax")] for count in (4, 3)]
     val = "val/perplexity"
     spread = np.std(read(raw).values(val, "rpc") - read(raw).values(val, "softmax"), ddof=1)
+    twin = read(raw).values(val, "rpc") - read(raw).values(val, "rpc without S")
+    low, high = (number(float(pick(twin)), 2) for pick in (min, max))
     return {
+        "twin-of-seeds": f"{signed(float(twin.mean()), 2)} in the mean, {low} to {high}",
         "larger": ", ".join(changed),
         "best-of-four": " in place of ".join(signed(rpc - softmax, 2) for rpc, softmax in best),
         "rpc-spread": number(float(spread), 2),
@@ -216,11 +219,13 @@ def over_training(raw: Raw) -> dict[str, str]:
 @PAGE.numbers
 def on_swapped_text(raw: Raw) -> dict[str, str]:
     found, swapped_text = read(raw), read_swapped(raw)
+    more = swapped_text.with_metric("more", lambda clean, after: after - clean, CLEAN_WORDS, STAYED_WORDS)
     changed = {config: found.mean(SWAPPED, config) - found.mean(TEST, config) for config in NAMES}
     return {
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
         "clean-stayed": difference(swapped_text.row(CLEAN_WORDS, "rpc", "softmax"), 2),
         "added": added_by_swap(swapped_text, SHORT),
+        "added-perplexity": difference(more.row("more", "rpc", "softmax"), 2),
         **added_by_part(swapped_text),
         "swapped-change": ", ".join(f"{signed(each, 2)} for {SHORT[config]}" for config, each in changed.items()),
     }
