@@ -7,16 +7,18 @@ images_more and text_more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from docs.pages.figures import Figure, differences_of
-from docs.pages.numbers import difference, listed, mean_std, number, signed, significant
+from docs.pages.numbers import difference, in_turn, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, p_value, tried_values, verdicts
+from docs.pages.verdicts import OPPOSITE
 from lightning_tasks.compare.statistics import minimum_detectable_effect
 from lightning_tasks.compare.summary import LEVEL, SummaryRow, corrected_by_family
 
@@ -76,12 +78,13 @@ OF_IMAGES = [
 OF_TEXT = [
     "text-ahead",
     "text-uniform",
-    "text-undecided",
     "text-worse",
     "text-above-longer",
+    "text-dam-longer",
     "text-times",
     "text-hours",
 ]
+PARTS = ("better", "pairs", "longer", "worst", "undecided", "confirmed")
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
@@ -180,7 +183,7 @@ def differences(part: str, raw: Raw) -> Figure | None:
 def prose(raw: Raw) -> dict[str, str]:
     """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
     if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
-        counted = [f"{part}-{each}" for part in SCORES for each in ("better", "pairs", "longer")]
+        counted = [f"{part}-{each}" for part in SCORES for each in PARTS]
         return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT], NOTHING)
     texts: dict[str, str] = {}
     for part, (metric, _, scale) in SCORES.items():
@@ -197,10 +200,36 @@ def prose(raw: Raw) -> dict[str, str]:
         best = [row for row in best if row.verdict == BETTER[part] and not row.config.startswith(SOFTMAX)]
         best.sort(key=lambda row: -abs(row.difference))
         texts[f"{part}-better"] = listed(f"`{row.config}`" for row in best)
+        texts |= by_verdict(part, metric, first, further)
         texts[f"{part}-pairs"] = str(len(rows))
         texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
     texts |= zip(OF_IMAGES, _of_images(raw), strict=True)
     return texts | dict(zip(OF_TEXT, _of_text(raw), strict=True))
+
+
+def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -> dict[str, str]:
+    """The mechanisms by their verdicts: of all seeds that each has, and of the further seeds alone."""
+
+    def of_mechanisms(rows: Sequence[SummaryRow]) -> dict[str, SummaryRow]:
+        controls = (SOFTMAX, "uniform")
+        return {
+            row.config: row
+            for row in rows
+            if row.metric == metric and row.reference == SOFTMAX and not row.config.startswith(controls)
+        }
+
+    every = of_mechanisms(first.summary) | of_mechanisms(corrected(metric, first, together(first, further)))
+    worse = [row for row in every.values() if row.verdict == OPPOSITE[BETTER[part]]]
+    worse.sort(key=lambda row: -abs(row.difference))
+    undecided = sum(row.verdict not in ("lower", "higher") for row in every.values())
+    confirmed = [row for row in of_mechanisms(further.summary).values() if row.verdict in ("lower", "higher")]
+    confirmed.sort(key=lambda row: row.difference * -BETTER_SIGN[part])
+    _, digits, scale = SCORES[part]
+    return {
+        f"{part}-worst": in_turn(f"`{row.config}` ({signed(row.difference * scale, digits)})" for row in worse),
+        f"{part}-undecided": f"{undecided} of {len(every)}",
+        f"{part}-confirmed": in_turn(f"`{row.config}`" for row in confirmed),
+    }
 
 
 def _said(part: str, when: str, config: str) -> str:
@@ -248,15 +277,14 @@ def _of_text(raw: Raw) -> list[str]:
     against = [row for row in rows if row.reference == SOFTMAX and not row.config.startswith((SOFTMAX, "uniform"))]
     after = [row.difference for row in rows if row.reference in LONGER]
     ahead = sorted(row.difference for row in against)
-    undecided = sum(row.verdict not in ("lower", "higher") for row in against)
     costs = {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs("zoo/text")}
     times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
     return [
         number(ahead[0] / ahead[1]),
         difference(found.row(metric, "uniform", SOFTMAX)),
-        f"{undecided} of {len(against)}",
         str(sum(row.verdict == "higher" for row in against)),
         " to ".join(number(pick(after)) for pick in (min, max)),
+        difference(together(found, raw.comparison("text_more", "zoo/text")).row(metric, "dam", "softmax longer")),
         " to ".join(number(pick(times), 0) for pick in (min, max)),
         hours(found),
     ]
