@@ -288,7 +288,7 @@ class Raw:
         try:
             with np.load(path, allow_pickle=False) as found:
                 return dict(found)
-        except (OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise PageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
     def text(self, name: str) -> str:

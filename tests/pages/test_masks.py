@@ -35,14 +35,14 @@ def test_masks_are_drawn_and_a_changed_pixel_changes_the_digest(tmp_path):
     assert masks_of(kept, NAMES[::-1]).digest != figure.digest
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "pickle"])
+@pytest.mark.parametrize("damage", ["cut", "text", "pickle", "empty"])
 def test_damaged_arrays_are_named(tmp_path, damage):
     path = tmp_path / "masks.npz"
     np.savez_compressed(path, **arrays())
     if damage == "pickle":
         np.savez_compressed(path, image=np.array([{"code": "runs"}], dtype=object))
     else:
-        path.write_bytes(path.read_bytes()[:200] if damage == "cut" else b"masks")
+        path.write_bytes({"cut": path.read_bytes()[:200], "text": b"masks", "empty": b""}[damage])
     with pytest.raises(PageError, match=r"masks\.npz is damaged"):
         Raw(tmp_path, ".").arrays("masks.npz")
     with pytest.raises(PageError, match="is missing"):

@@ -200,6 +200,9 @@ def claims(raw: Raw) -> list[Claim]:
     six = {key: fit(of_layer(raw, *key)) for key in six_keys()}
     trained = [fit(of_layer(raw, "causal-softmax-after", layer)) for layer in range(4)]
     holding = sum(found.low <= 0.25 <= found.high for found in (*six.values(), *trained))
+    of_means = [np.mean([each.slope for each in fits]) for fits in ([*six.values()], to_trained_length(raw), trained)]
+    if holding in (0, len(six) + len(trained)) or not all(0.2 < each < 0.3 for each in of_means):
+        raise PageError("the claims say 'about a quarter in the mean, and not layer by layer': write them anew")
     ascents = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL)) for layer in LAYERS}
     inside = [name for layer, name in LAYERS.items() if ascents[layer].low <= 0.5 <= ascents[layer].high]
     slopes = ", ".join(f"{name} {slope(ascents[layer], 2)}" for layer, name in LAYERS.items())

@@ -7,9 +7,11 @@ images_more and text_more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -81,6 +83,7 @@ OF_TEXT = [
     "text-worse",
     "text-above-longer",
     "text-dam-longer",
+    "text-entropies",
     "text-times",
     "text-hours",
 ]
@@ -277,6 +280,8 @@ def _of_text(raw: Raw) -> list[str]:
     against = [row for row in rows if row.reference == SOFTMAX and not row.config.startswith((SOFTMAX, "uniform"))]
     after = [row.difference for row in rows if row.reference in LONGER]
     ahead = sorted(row.difference for row in against)
+    entropy, _ = OTHERS["text"]["entropy, nats"]
+    equal = fmean(math.log(n) for n in range(1, 65))  # rows of a causal window of 64 tokens
     costs = {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs("zoo/text")}
     times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
     return [
@@ -285,6 +290,7 @@ def _of_text(raw: Raw) -> list[str]:
         str(sum(row.verdict == "higher" for row in against)),
         " to ".join(number(pick(after)) for pick in (min, max)),
         difference(together(found, raw.comparison("text_more", "zoo/text")).row(metric, "dam", "softmax longer")),
+        f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
         " to ".join(number(pick(times), 0) for pick in (min, max)),
         hours(found),
     ]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-
-import numpy as np
-from scipy.special import stdtrit
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
@@ -17,6 +13,7 @@ from docs.pages.results.locater.penalty import ENTROPY, LOGGED, MEAN, PERPLEXITY
 from docs.pages.tables import Columns, Table, chosen_values, over_steps, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.intervals import mean_interval
 
 RECIPE = "locater/compare_mean"
 PAGE = Page("locater_mean", "LocAteR, its mean held", summaries={"": RECIPE})
@@ -119,13 +116,14 @@ def prose(raw: Raw) -> dict[str, str]:
     free, decay = (found.row(PERPLEXITY, config, "none") for config in (FREE, DECAY))
     held, to_decay, to_free = (to(found, other) for other in ("none", DECAY, FREE))
     entropies = {other: to(found, other, ENTROPY) for other in ("none", DECAY, FREE)}
+    held_to_decay = found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)
     start = found.values(MEAN, "none", 0) * WIDTH
     return {
         "held-5": said(held[0]),
         "held-20": said(held[1]),
         "held-5-to-decay": said(to_decay[0]),
         "held-5-to-free": said(to_free[0]),
-        "within-90": interval(*within(found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)), 2),
+        "within-90": interval(*mean_interval(held_to_decay, 0.9), 2),  # equivalence needs it within the margin
         "free": difference(free, 2),
         "decay": said(decay),
         "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
@@ -144,13 +142,6 @@ def prose(raw: Raw) -> dict[str, str]:
         "variance-to-decay": said(found.row(VARIANCE, HELD[0], DECAY), 4),
         "variance-to-free": said(found.row(VARIANCE, HELD[0], FREE), 4),
     }
-
-
-def within(differences: np.ndarray) -> tuple[float, float]:
-    """The 90% interval, which equivalence needs within the margin on both sides."""
-    mean, error = differences.mean(), differences.std(ddof=1) / math.sqrt(len(differences))
-    reach = float(stdtrit(len(differences) - 1, 0.95)) * error
-    return float(mean - reach), float(mean + reach)
 
 
 def said(row: SummaryRow, digits: int = 2) -> str:

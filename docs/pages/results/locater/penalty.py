@@ -166,15 +166,15 @@ def prose(raw: Raw) -> dict[str, str]:
         "weak-verdict": row(PERPLEXITY, WEAK).verdict,
         "better-than-weak": difference(row(PERPLEXITY, "locater 1e-3", WEAK), 2),
         "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
-        "strong-scales": scales(found, STRONG, "locater 1e-2", 2),
+        "strong-scales": scales(found, "locater 1e-2", STRONG, 2),
         "better-than-strong": difference(row(PERPLEXITY, "locater 1e-2", STRONG), 2),
         "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
         "variances": ", ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3", "none")),
         "largest": listed(number(found.mean(LARGEST, config), 3) for config in ("none", *PENALTIES)),
-        "bounded": f"{number(squares)} of {number(found.mean(SCALE, 'none'))}",
+        "bounded": f"{number(found.mean(SCALE, 'none'))}, where Σ|λ|² is {number(squares)}",
         "strong-variances": " against ".join(
-            number(found.mean(VARIANCE, config), 4) for config in (STRONG, "locater 1e-2")
+            number(found.mean(VARIANCE, config), 4) for config in ("locater 1e-2", STRONG)
         ),
         "weak-early": difference(found.at(LOGGED[250]).row(PERPLEXITY, WEAK, "none"), 2),
         "variances-at-50": " and ".join(number(found.mean(VARIANCE, config, 50), 3) for config in (WEAK, PENALTIES[0])),

@@ -44,9 +44,9 @@ def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     return [
         Claim(
-            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024), at one learning "
-            "rate, lam and number of passes, none of them tuned",
-            f"WikiText-2, small vocabulary: {against_softmax(found)}",
+            "RPC-Attention lowers the perplexity of a language model (Teo and Nguyen, NeurIPS 2024)",
+            "WikiText-2, small vocabulary, one learning rate, lam and number of passes, none of them tuned: "
+            f"{against_softmax(found)}",
             verdict("lower", found.row(TEST, "rpc", "softmax")),
         ),
         *of_perplexity(found),

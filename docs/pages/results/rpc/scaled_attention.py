@@ -160,10 +160,14 @@ def prose(raw: Raw) -> dict[str, str]:
     pairs |= {"bias": PAIRS["position bias − softmax"], "scalar": PAIRS["scalar − softmax"]}
     rows = {name: found.row(TOP1, *pair) for name, pair in pairs.items()}
     images = {name: found.over_images(TOP1, *pairs[name]) for name in ("matrix", "matrix-bias")}
-    planned = asked_of("rpc/compare_sparse_part").comparisons  # where these were planned first
+    planned = asked_of("rpc/compare_sparse_part").comparisons  # where these were planned before
     wider = replace(found, endpoints=replace(found.endpoints, comparisons=planned))
     in_wider = {name: wider.row(TOP1, *pair) for name, pair in pairs.items()}
-    kept = {in_wider[name].verdict for name in ("matrix", "matrix-bias")}
+    kept = [in_wider[name].verdict for name in ("matrix", "matrix-bias")]
+    if {*kept} != {"higher"}:
+        raise PageError(
+            f"the page says that the matrix stays higher, and the verdicts are {listed(kept)}: write it anew"
+        )
     new = replace(found, rows=[row for row in found.rows if row["seed"] >= KNOWN])
     unseen = {name: new.row(TOP1, *pairs[name]) for name in ("matrix", "matrix-bias", "scalar")}
     return {
