@@ -1,16 +1,23 @@
-"""RPC-Attention in a small Segmenter on CamVid: what the tables and numbers of its page are."""
+"""RPC-Attention in a small Segmenter on CamVid: what the tables and numbers of its page are.
+
+What attacks leave is in the tables (`robustness.csv`) of a test of the last checkpoint of each cell, in
+docs/results/rpc_segmentation/attacked/VARIANT/seed_N.csv, VARIANT as the folder of the cell is called.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, mean_std, number, significant
+from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
+from docs.pages.errors import PageError
+from docs.pages.figures import Figure, curves_of, masks_of
+from docs.pages.numbers import difference, interval, mean_std, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, pursuit
+from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
 
@@ -23,6 +30,8 @@ CORRUPTED = {
     for name, corruption in CORRUPTIONS.items()
     for severity in (2, 4)
 }
+CLEAN, FGSM, PGD = "//mIoU", "fgsm/1/255/mIoU", "pgd/1/255/mIoU"  # rows of the attacked tests
+ATTACKED = {"FGSM 1/255": FGSM, "PGD 1/255": PGD}
 TAKEN = "taken by the six"
 CLASSES = ("sky", "road", "building", "car", "tree", "pavement")
 
@@ -42,11 +51,46 @@ def read(raw: Raw) -> Comparison:
     return raw.once("with what is taken", with_taken)
 
 
+@dataclass(frozen=True)
+class First:
+    """The clean mIoU of the test images that are attacked, by what a cell kept of its test."""
+
+    config: str
+    seed: int
+    miou: float
+
+
+def read_attacked(raw: Raw) -> Comparison:
+    """What attacks leave, with what they take.
+
+    Raises:
+        PageError: there are no such tests, or they are of other checkpoints than the comparison's.
+    """
+
+    def attacked_tests() -> Comparison:
+        folder, found = raw.folder / "attacked", read(raw)
+        first = [
+            {"config": each.config, "seed": each.seed, "step": 0, "metric": CLEAN, "value": each.miou}
+            for each in raw.records("first_images.csv", First, grid=("config", "seed"))
+        ]
+        check_checkpoints(tested(folder, RECIPE, "clean"), CLEAN, replace(found, rows=first), CLEAN)
+        attacked = compare_tests(folder, RECIPE, "attack", PGD)
+        if attacked is None:
+            raise PageError(f"{folder} has no tables")
+        attacked = replace(attacked, rows=[*attacked.rows, *first])
+        for name, metric in ATTACKED.items():
+            attacked = attacked.with_metric(f"taken by {name}", lambda clean, left: clean - left, CLEAN, metric)
+        return attacked
+
+    return raw.once("attacked", attacked_tests)
+
+
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     clean, symmetric = (found.row(MIOU, "rpc", reference) for reference in ("softmax", "symmetric"))
     corrupted = found.row(MEAN, "rpc", "softmax")
+    attacked = [read_attacked(raw).row(metric, "rpc", "softmax") for metric in ATTACKED.values()]
     values = " against ".join(f"{number(found.mean(MIOU, config) * 100)}%" for config in ("rpc", "softmax"))
     return [
         Claim(
@@ -62,7 +106,17 @@ def claims(raw: Raw) -> list[Claim]:
             f"mean of three corruptions at two severities: {difference(corrupted, 1, 100)} points to softmax",
             verdict("higher", corrupted),
         ),
+        Claim(
+            "... and under attack (our question)",
+            f"FGSM and PGD at 1/255: {points(attacked)} points to softmax",
+            verdict("higher", *attacked),
+        ),
     ]
+
+
+@PAGE.table
+def primary(raw: Raw) -> Table:
+    return primary_table(read(raw), MIOU)
 
 
 @PAGE.table
@@ -78,6 +132,18 @@ def masks(raw: Raw) -> Table:
             "mIoU, validation": ("val/miou", 1, 100, True),
         },
     )
+
+
+@PAGE.table
+def attacked(raw: Raw) -> Table:
+    columns = {name: (metric, 1, 100.0, True) for name, metric in {"clean": CLEAN, **ATTACKED}.items()}
+    return means(read_attacked(raw), NAMES, columns)
+
+
+@PAGE.table
+def attacked_paired(raw: Raw) -> Table:
+    rows = {**ATTACKED, "clean": CLEAN, **{f"taken by {name}": f"taken by {name}" for name in ATTACKED}}
+    return differences(read_attacked(raw), "points", PAIRS, {name: (metric, 1, 100.0) for name, metric in rows.items()})
 
 
 @PAGE.table
@@ -142,7 +208,9 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     clean, found_iou = {name: found.row(MIOU, *pair) for name, pair in PAIRS.items()}, iou(raw)
     shares = found.values("val/pursuit/sparsity/layer_00/pass_6", "rpc")
-    most = int(shares.argmax())
+    images = found.over_images(MIOU, "rpc", "softmax")
+    if clean["RPC − softmax"].high >= 0 or images.high >= 0:
+        raise PageError("the page says that both intervals of RPC to softmax lie below 0: write it anew")
     entropies = found.values("val/pursuit/entropy/layer_00/pass_6", "rpc")
     pixels = {row["class"]: int(row["pixels"]) for row in raw.rows("classes.csv")}
     twin = found.values(MIOU, "rpc") - found.values(MIOU, "rpc without S")
@@ -150,6 +218,15 @@ def prose(raw: Raw) -> dict[str, str]:
         "seen": str(sum(all(found_iou[config, each].mean() > 20 for config in NAMES) for each in CLASSES)),
         "rpc": difference(clean["RPC − softmax"], 2, 100),
         "rpc-verdict": clean["RPC − softmax"].verdict,
+        "rpc-images": interval(images.low, images.high, 1, 100),
+        "rpc-symmetric-verdict": clean["RPC − symmetric"].verdict,
+        "symmetric-verdict": clean["symmetric − softmax"].verdict,
+        "margin-share": f"{number(1 / found.mean(MIOU, 'softmax'), 0)}%",
+        "twin-verdict": clean["RPC − RPC without S"].verdict,
+        **{
+            name: f"{(found.values('val/pursuit/residual/layer_00/pass_6', config) < 1).sum()} of {len(twin)}"
+            for name, config in {"residual": "rpc", "residual-twin": "rpc without S"}.items()
+        },
         "rpc-symmetric": difference(clean["RPC − symmetric"], 1, 100),
         "symmetric": difference(clean["symmetric − softmax"], 1, 100),
         "taken": " and ".join(number(100 * found.mean(TAKEN, config)) for config in ("rpc", "softmax")),
@@ -157,19 +234,36 @@ def prose(raw: Raw) -> dict[str, str]:
         "corrupted": difference(found.row(MEAN, "rpc", "softmax"), 2, 100),
         "corrupted-verdict": found.row(MEAN, "rpc", "softmax").verdict,
         "twin": difference(clean["RPC − RPC without S"], 1, 100),
-        "twin-detectable": number(clean["RPC − RPC without S"].detectable * 100),
         "empty-twin": number(100 * abs(twin[int(shares.argmin())])),
         "rare": f"{number(100 * sum(pixels[each] for each in others(raw)) / sum(pixels.values()), 0)}%",
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
-        "share-most": f"{number(100 * shares[most], 0)}%",
-        "share-most-miou": f"{number(100 * found.values(MIOU, 'rpc')[most])}%",
-        "best-miou": f"{number(100 * found.values(MIOU, 'rpc').max())}%",
-        "share-most-twin": f"{number(100 * found.values(MIOU, 'rpc without S')[most])}%",
         "equal-tokens": " to ".join(number(math.exp(pick(entropies)), 0) for pick in (min, max)),
         "self": f"{number(100 * by_pass(found, 'self_probability', 'rpc', 6)[-1], 0)}%",
+    }
+
+
+@PAGE.numbers
+def under_attack(raw: Raw) -> dict[str, str]:
+    """What attacks leave and take: RPC to softmax, and to its twin."""
+    found = read_attacked(raw)
+    rows = {name: found.row(metric, "rpc", "softmax") for name, metric in {"pgd": PGD, "fgsm": FGSM}.items()}
+    left = (f"{number(100 * found.mean(PGD, config))}%" for config in ("rpc", "softmax"))
+    return {
+        **{name: difference(row, 1, 100) for name, row in rows.items()},
+        **{f"{name}-verdict": row.verdict for name, row in rows.items()},
+        "pgd-left": " and ".join(left),
+        "pgd-taken": difference(found.row("taken by PGD 1/255", "rpc", "softmax"), 1, 100),
+        "pgd-twin": difference(found.row(PGD, "rpc", "rpc without S"), 1, 100),
     }
 
 
 @PAGE.figure("curves.png")
 def curves(raw: Raw) -> Figure:
     return curves_of(read(raw))
+
+
+@PAGE.figure("overlays.png")
+def overlays(raw: Raw) -> Figure:
+    names = list(dict.fromkeys(row["class"] for row in raw.rows("classes.csv")))
+    arrays = {NAMES.get(title, title): each for title, each in raw.arrays("masks.npz").items()}
+    return masks_of(arrays, names)
