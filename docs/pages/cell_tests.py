@@ -63,7 +63,9 @@ def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
     return found
 
 
-def check_checkpoints(cells: Sequence[Tested], name: str, found: Comparison, metric: str) -> None:
+def check_checkpoints(
+    cells: Sequence[Tested], name: str, found: Comparison, metric: str, source: str = RESULTS
+) -> None:
     """Refuse tests of other checkpoints than a comparison's, by what both say of one metric.
 
     Args:
@@ -71,6 +73,7 @@ def check_checkpoints(cells: Sequence[Tested], name: str, found: Comparison, met
         name: of their row.
         found: the comparison.
         metric: what it calls the same.
+        source: the file that the comparison's values are from.
 
     Raises:
         PageError: a cell is in one of them alone, or has other values.
@@ -79,13 +82,13 @@ def check_checkpoints(cells: Sequence[Tested], name: str, found: Comparison, met
         logged = found.by_seed(metric, config)
         there = {each.seed: each for each in cells if each.variant == config}
         if alone := logged.keys() ^ there.keys():
-            where = RESULTS if min(alone) in logged else there[min(alone)].path
+            where = source if min(alone) in logged else there[min(alone)].path
             raise PageError(f"{config} seed {min(alone)} is in {where} alone: test the last checkpoint of each cell")
         for seed, each in there.items():
             value = each.rows[name].value
             if not math.isclose(value, logged[seed], rel_tol=1e-5):
                 raise PageError(
-                    f"{each.path} has {value} where {RESULTS} has {logged[seed]} for {metric}: it is a test of another "
+                    f"{each.path} has {value} where {source} has {logged[seed]} for {metric}: it is a test of another "
                     "checkpoint"
                 )
 

@@ -49,7 +49,7 @@ for place, config in CONFIGS.items():
         masks[config] = task.predict_step((images, truth), 0).byte().numpy()
 
 tables = {  # not written before all of it is there
-    "classes.csv": [["config", "seed", "class", "pixels", "iou", "accuracy"], *rows],
+    "classes.csv": [["config", "seed", "name", "pixels", "iou", "accuracy"], *rows],
     "first_images.csv": [["config", "seed", "miou"], *first],
 }
 for name, table in tables.items():

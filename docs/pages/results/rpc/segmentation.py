@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
 from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of, masks_of
-from docs.pages.numbers import difference, interval, mean_std, number, significant
+from docs.pages.numbers import difference, interval, mean_std, number, signed, significant
 from docs.pages.page import Claim, Page
-from docs.pages.raw import Comparison, Raw
+from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
+from lightning_tasks.intervals import mean_interval
 
 RECIPE = "camvid/compare_segmenter"
 PAGE = Page("rpc_segmentation", "CamVid", summaries={"": RECIPE})
@@ -60,11 +62,23 @@ class First:
     miou: float
 
 
+@dataclass(frozen=True)
+class OfClass:
+    """What a cell finds of a class in all test images."""
+
+    config: str
+    seed: int
+    name: str
+    pixels: int
+    iou: float
+    accuracy: float
+
+
 def read_attacked(raw: Raw) -> Comparison:
     """What attacks leave, with what they take.
 
     Raises:
-        PageError: there are no such tests, or they are of other checkpoints than the comparison's.
+        PageError: there are no such tests, or they are of other checkpoints than first_images.csv.
     """
 
     def attacked_tests() -> Comparison:
@@ -73,10 +87,11 @@ def read_attacked(raw: Raw) -> Comparison:
             {"config": each.config, "seed": each.seed, "step": 0, "metric": CLEAN, "value": each.miou}
             for each in raw.records("first_images.csv", First, grid=("config", "seed"))
         ]
-        check_checkpoints(tested(folder, RECIPE, "clean"), CLEAN, replace(found, rows=first), CLEAN)
         attacked = compare_tests(folder, RECIPE, "attack", PGD)
         if attacked is None:
             raise PageError(f"{folder} has no tables")
+        cells = tested(folder, RECIPE, "clean")
+        check_checkpoints(cells, CLEAN, replace(found, rows=first), CLEAN, "first_images.csv")
         attacked = replace(attacked, rows=[*attacked.rows, *first])
         for name, metric in ATTACKED.items():
             attacked = attacked.with_metric(f"taken by {name}", lambda clean, left: clean - left, CLEAN, metric)
@@ -166,11 +181,30 @@ def taken(raw: Raw) -> Table:
     return differences(read(raw), "points", PAIRS, {name: (name, 1, 100.0) for name in rows})
 
 
+def of_classes(raw: Raw) -> list[OfClass]:
+    """What each cell finds of each class.
+
+    Raises:
+        PageError: it is of other cells than the comparison.
+    """
+
+    def checked() -> list[OfClass]:
+        rows = raw.records("classes.csv", OfClass, grid=("config", "seed", "name"))
+        for config in NAMES:
+            for seed, miou in read(raw).by_seed(MIOU, config).items():
+                found = [each.iou for each in rows if (each.config, each.seed) == (config, seed)]
+                if not found or not math.isclose(fmean(found), miou, abs_tol=1e-5):
+                    raise PageError(f"classes.csv and {RESULTS} are of other cells: {config} seed {seed}")
+        return rows
+
+    return raw.once("classes", checked)
+
+
 def iou(raw: Raw) -> dict[tuple[str, str], np.ndarray]:
     """IoU in percent by configuration and class, ``[seeds]``."""
     found: dict[tuple[str, str], list[float]] = {}
-    for row in raw.rows("classes.csv"):
-        found.setdefault((row["config"], row["class"]), []).append(100 * float(row["iou"]))
+    for row in of_classes(raw):
+        found.setdefault((row.config, row.name), []).append(100 * row.iou)
     return {place: np.array(values) for place, values in found.items()}
 
 
@@ -208,11 +242,24 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     clean, found_iou = {name: found.row(MIOU, *pair) for name, pair in PAIRS.items()}, iou(raw)
     shares = found.values("val/pursuit/sparsity/layer_00/pass_6", "rpc")
+    residuals = {
+        name: found.values("val/pursuit/residual/layer_00/pass_6", config)
+        for name, config in {"residual": "rpc", "residual-twin": "rpc without S"}.items()
+    }
     images = found.over_images(MIOU, "rpc", "softmax")
-    if clean["RPC − softmax"].high >= 0 or images.high >= 0:
-        raise PageError("the page says that both intervals of RPC to softmax lie below 0: write it anew")
+    if clean["RPC − softmax"].high >= 0 or images.high >= 0 or clean["RPC − softmax"].corrected < 0.05:
+        raise PageError("the page says that both intervals of RPC to softmax lie below 0, uncorrected: write it anew")
+    if any(found_iou[config, each].max() > 0 for config in NAMES for each in others(raw)):
+        raise PageError("the page says that no model finds a pixel of five classes, and one does: write it anew")
     entropies = found.values("val/pursuit/entropy/layer_00/pass_6", "rpc")
-    pixels = {row["class"]: int(row["pixels"]) for row in raw.rows("classes.csv")}
+    pixels = {row.name: row.pixels for row in of_classes(raw)}
+    share_name = "pursuit/sparsity/layer_00/pass_6"
+    emptiest_seed = found.seeds[int(shares.argmin())]
+    emptiest = max(
+        row["value"]
+        for row in found.rows
+        if (row["config"], row["seed"]) == ("rpc", emptiest_seed) and str(row["metric"]).endswith(share_name)
+    )
     twin = found.values(MIOU, "rpc") - found.values(MIOU, "rpc without S")
     return {
         "seen": str(sum(all(found_iou[config, each].mean() > 20 for config in NAMES) for each in CLASSES)),
@@ -224,9 +271,12 @@ def prose(raw: Raw) -> dict[str, str]:
         "margin-share": f"{number(1 / found.mean(MIOU, 'softmax'), 0)}%",
         "twin-verdict": clean["RPC − RPC without S"].verdict,
         **{
-            name: f"{(found.values('val/pursuit/residual/layer_00/pass_6', config) < 1).sum()} of {len(twin)}"
-            for name, config in {"residual": "rpc", "residual-twin": "rpc without S"}.items()
+            name: " to ".join(number(pick(values), 2) for pick in (min, max))
+            + f" of the keys', and below them in {(values < 1).sum()} of {len(values)} seeds"
+            for name, values in residuals.items()
         },
+        **by_class(found_iou),
+        **by_kind(found),
         "rpc-symmetric": difference(clean["RPC − symmetric"], 1, 100),
         "symmetric": difference(clean["symmetric − softmax"], 1, 100),
         "taken": " and ".join(number(100 * found.mean(TAKEN, config)) for config in ("rpc", "softmax")),
@@ -234,6 +284,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "corrupted": difference(found.row(MEAN, "rpc", "softmax"), 2, 100),
         "corrupted-verdict": found.row(MEAN, "rpc", "softmax").verdict,
         "twin": difference(clean["RPC − RPC without S"], 1, 100),
+        "empty-share": f"{significant(100 * emptiest, 2)}%",
         "empty-twin": number(100 * abs(twin[int(shares.argmin())])),
         "rare": f"{number(100 * sum(pixels[each] for each in others(raw)) / sum(pixels.values()), 0)}%",
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
@@ -242,16 +293,47 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
+def by_class(found: dict[tuple[str, str], np.ndarray]) -> dict[str, str]:
+    """Which classes the difference of RPC to softmax is of, in points."""
+    apart = {each: found["rpc", each] - found["softmax", each] for each in CLASSES}
+    count = len({name for _, name in found})
+    named = {"tree": apart["tree"], "found": np.mean([*apart.values()], axis=0)}
+    named["rest"] = sum(each for name, each in apart.items() if name != "tree") / count
+    return {
+        **{name: f"{signed(float(each.mean()))} {interval(*mean_interval(each))}" for name, each in named.items()},
+        "tree-part": signed(float(apart["tree"].mean()) / count, 2),
+        "margin-found": number(count / len(CLASSES)),
+    }
+
+
+def by_kind(found: Comparison) -> dict[str, str]:
+    """What each kind of corruption takes from softmax, in points."""
+    return {
+        f"taken-{name.replace(' ', '-')}": number(100 * found.mean(f"taken by {name}", "softmax"))
+        for name in CORRUPTIONS
+    }
+
+
 @PAGE.numbers
 def under_attack(raw: Raw) -> dict[str, str]:
     """What attacks leave and take: RPC to softmax, and to its twin."""
     found = read_attacked(raw)
     rows = {name: found.row(metric, "rpc", "softmax") for name, metric in {"pgd": PGD, "fgsm": FGSM}.items()}
+    symmetric = {
+        f"{name}-symmetric": found.row(metric, "symmetric", "softmax")
+        for name, metric in {"pgd": PGD, "fgsm": FGSM}.items()
+    }
+    seeds = 100 * (found.values(PGD, "rpc") - found.values(PGD, "softmax"))
     left = (f"{number(100 * found.mean(PGD, config))}%" for config in ("rpc", "softmax"))
     return {
         **{name: difference(row, 1, 100) for name, row in rows.items()},
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         "pgd-left": " and ".join(left),
+        **{name: f"{difference(row, 1, 100)} ({row.verdict})" for name, row in symmetric.items()},
+        "pgd-rpc-symmetric": difference(found.row(PGD, "rpc", "symmetric"), 1, 100),
+        "pgd-seeds": ", ".join(signed(each) for each in sorted(seeds)),
+        "clean-attacked": difference(found.row(CLEAN, "rpc", "softmax"), 1, 100),
+        "pgd-twin-verdict": found.row(PGD, "rpc", "rpc without S").verdict,
         "pgd-taken": difference(found.row("taken by PGD 1/255", "rpc", "softmax"), 1, 100),
         "pgd-twin": difference(found.row(PGD, "rpc", "rpc without S"), 1, 100),
     }
@@ -264,6 +346,6 @@ def curves(raw: Raw) -> Figure:
 
 @PAGE.figure("overlays.png")
 def overlays(raw: Raw) -> Figure:
-    names = list(dict.fromkeys(row["class"] for row in raw.rows("classes.csv")))
+    names = list(dict.fromkeys(row.name for row in of_classes(raw)))
     arrays = {NAMES.get(title, title): each for title, each in raw.arrays("masks.npz").items()}
     return masks_of(arrays, names)
