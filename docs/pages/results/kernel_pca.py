@@ -191,29 +191,24 @@ def prose(raw: Raw) -> dict[str, str]:
     ]
     found = gains(raw)
     medians = {model: [float(np.median(each)) for each in ratios_of(raw, model).values()] for model in MODELS}
-    minilm = ratios_of(raw, "minilm")
-    positive = [
-        phi > h for h, phi in zip(by_layer(raw, "minilm", OWN, "h"), by_layer(raw, "minilm", OWN, "phi"), strict=True)
-    ]
-    of_vits = [
-        ratio for model in ("cifar10_vit", "vit_random") for each in ratios_of(raw, model).values() for ratio in each
-    ]
-    means_of_vits = [
-        phi > h
-        for model in ("cifar10_vit", "vit_random")
-        for h, phi in zip(by_layer(raw, model, OWN, "h"), by_layer(raw, model, OWN, "phi"), strict=True)
-    ]
-    if any(means_of_vits):
+    ratios = {model: [ratio for each in ratios_of(raw, model).values() for ratio in each] for model in MODELS}
+    positive = {
+        model: [
+            phi > h for h, phi in zip(by_layer(raw, model, OWN, "h"), by_layer(raw, model, OWN, "phi"), strict=True)
+        ]
+        for model in MODELS
+    }
+    if any(positive["cifar10_vit"] + positive["vit_random"]):
         raise PageError("the page says that the mean of J is negative in all layers of both ViTs: write it anew")
-    each_ratio = [ratio for of_layer in minilm.values() for ratio in of_layer]
+    of_vits = ratios["cifar10_vit"] + ratios["vit_random"]
     return {
         **{
             f"norms-{name}": " to ".join(significant(pick(medians[model]), 2) for pick in (min, max))
             for name, model in {"trained": "cifar10_vit", "untrained": "vit_random", "minilm": "minilm"}.items()
         },
-        "positive-layers": f"{sum(positive)} of its {len(positive)}",
+        "positive-layers": f"{sum(positive['minilm'])} of its {len(positive['minilm'])}",
         "longer": f"{sum(ratio > 1 for ratio in of_vits)} of {len(of_vits)}",
-        "positive": f"{sum(ratio <= 1 for ratio in each_ratio)} of {len(each_ratio)}",
+        "positive": f"{sum(ratio <= 1 for ratio in ratios['minilm'])} of {len(ratios['minilm'])}",
         **{
             f"signed-{model}": " against ".join(
                 number(mean(raw, model, kind, "signed_cosine"), 2) for kind in (OWN, NOISE)

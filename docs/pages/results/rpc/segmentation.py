@@ -17,7 +17,7 @@ from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of, masks_of
 from docs.pages.numbers import difference, interval, mean_std, number, signed, significant
 from docs.pages.page import Claim, Page
-from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.raw import RESULTS, Comparison, Raw, read_results
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
@@ -290,6 +290,20 @@ def prose(raw: Raw) -> dict[str, str]:
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
         "equal-tokens": " to ".join(number(math.exp(pick(entropies)), 0) for pick in (min, max)),
         "self": f"{number(100 * by_pass(found, 'self_probability', 'rpc', 6)[-1], 0)}%",
+    }
+
+
+@PAGE.numbers
+def with_earlier(raw: Raw) -> dict[str, str]:
+    """RPC to softmax on the seeds that ran before (earlier.csv), and on these and the others together."""
+    found = read(raw)
+    earlier = replace(found, rows=read_results(raw.folder / "earlier.csv"))
+    every = replace(found, rows=[*earlier.rows, *found.rows])
+    below = every.values(MIOU, "rpc") < every.values(MIOU, "softmax")
+    return {
+        "earlier": difference(earlier.row(MIOU, "rpc", "softmax"), 2, 100),
+        "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in {below.sum()} of {len(below)}",
+        "every-corrupted": difference(every.row(MEAN, "rpc", "softmax"), 2, 100),
     }
 
 
