@@ -5,6 +5,7 @@ import pytest
 from docs.pages.errors import PageError
 from docs.pages.raw import Raw
 from docs.pages.results.smoothness import Draw
+from tests.pages.toy import write_results
 
 ROWS = ["layer,draw,length,mean", *(f"{layer},{draw},8,1.5" for layer in (0, 2) for draw in (0, 1))]
 
@@ -34,3 +35,25 @@ def test_rows_are_records(tmp_path):
 def test_damaged_records_are_named(tmp_path, lines, said):
     with pytest.raises(PageError, match=said):
         read(tmp_path, lines)
+
+
+def test_earlier_seeds_are_kept_apart_and_joined(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    write_results(folder / "earlier.csv", more=0.01, start=4)
+    raw = Raw(root, folder)
+    found = raw.comparison("", page.summaries[""])
+    earlier, every = raw.with_earlier(found)
+    assert (found.seeds, earlier.seeds, every.seeds) == ([*range(4)], [*range(4, 8)], [*range(8)])
+    apart = [each.row("test/top1", "rpc", "softmax") for each in (found, earlier, every)]
+    assert apart[2].pairs == 8
+    assert apart[2].difference == pytest.approx((apart[0].difference + apart[1].difference) / 2)
+
+
+def test_a_seed_that_ran_twice_is_refused(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    write_results(folder / "earlier.csv", start=3)
+    raw = Raw(root, folder)
+    with pytest.raises(PageError, match="earlier.csv has seed 3, which is one of results.csv too"):
+        raw.with_earlier(raw.comparison("", page.summaries[""]))

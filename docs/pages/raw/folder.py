@@ -5,14 +5,15 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from docs.pages.errors import PageError
-from docs.pages.raw.comparison import COMPARISON, Comparison
-from docs.pages.raw.reading import read_comparison
+from docs.pages.raw.comparison import COMPARISON, RESULTS, Comparison
+from docs.pages.raw.reading import read_comparison, read_results
 from docs.pages.raw.tables import Record, existing, json_of, read_csv, read_records
 from lightning_tasks.compare.choice import Choice, parse_choice
 
@@ -38,6 +39,18 @@ class Raw:
         file = self.root / recipe
         name = str(file) if file.is_file() else recipe
         return self.once(("comparison", place, recipe), lambda: read_comparison(self.folder / place, name))
+
+    def with_earlier(self, found: Comparison) -> tuple[Comparison, Comparison]:
+        """The same of the seeds that ran before, of which earlier.csv keeps some metrics, and of all seeds together.
+
+        Raises:
+            PageError: there is no such file, it is damaged, or a seed is in both.
+        """
+        path = self.folder / "earlier.csv"
+        earlier = replace(found, rows=read_results(path), cells=(), images=())
+        if twice := {*earlier.seeds} & {*found.seeds}:
+            raise PageError(f"{path} has seed {min(twice)}, which is one of {RESULTS} too")
+        return earlier, replace(earlier, rows=[*earlier.rows, *found.rows])
 
     def choices(self, place: str) -> list[Choice]:
         """What was chosen in a folder whose comparison went no further.

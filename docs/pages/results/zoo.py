@@ -15,6 +15,7 @@ from statistics import fmean
 
 import numpy as np
 
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, differences_of
 from docs.pages.numbers import difference, in_turn, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
@@ -86,6 +87,17 @@ OF_TEXT = [
     "text-entropies",
     "text-times",
     "text-hours",
+]
+OF_ALL = [
+    "images-above",
+    "images-wider",
+    "images-entmax-wider",
+    "images-scaled-longest",
+    "images-qk_norm-longer",
+    "images-entmax-longer",
+    "text-unconfirmed",
+    "own",
+    "narrower",
 ]
 PARTS = ("better", "pairs", "longer", "worst", "undecided", "confirmed")
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
@@ -187,7 +199,7 @@ def prose(raw: Raw) -> dict[str, str]:
     """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
     if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
         counted = [f"{part}-{each}" for part in SCORES for each in PARTS]
-        return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT], NOTHING)
+        return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT, *OF_ALL], NOTHING)
     texts: dict[str, str] = {}
     for part, (metric, _, scale) in SCORES.items():
         first, further = (raw.comparison(f"{part}{more}", f"zoo/{part}") for more in ("", "_more"))
@@ -207,7 +219,8 @@ def prose(raw: Raw) -> dict[str, str]:
         texts[f"{part}-pairs"] = str(len(rows))
         texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
     texts |= zip(OF_IMAGES, _of_images(raw), strict=True)
-    return texts | dict(zip(OF_TEXT, _of_text(raw), strict=True))
+    texts |= zip(OF_TEXT, _of_text(raw), strict=True)
+    return texts | dict(zip(OF_ALL, _of_all(raw), strict=True))
 
 
 def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -> dict[str, str]:
@@ -294,6 +307,52 @@ def _of_text(raw: Raw) -> list[str]:
         " to ".join(number(pick(times), 0) for pick in (min, max)),
         hours(found),
     ]
+
+
+def _of_all(raw: Raw) -> list[str]:
+    """The numbers of `OF_ALL`: of all seeds, by other controls and by another correction than the tables have."""
+    found = {
+        part: (raw.comparison(part, f"zoo/{part}"), raw.comparison(f"{part}_more", f"zoo/{part}")) for part in SCORES
+    }
+    metric, digits, scale = SCORES["images"]
+    images, every = found["images"][0], together(*found["images"])
+    mechanisms = [each for each in images.configs if not each.startswith((SOFTMAX, "uniform"))]
+    above = sum(images.row(metric, each, SOFTMAX).difference > 0 for each in mechanisms)
+    against = {"softmax wider": [SOFTMAX], "entmax": ["softmax wider", "softmax longer"]}
+    against |= {"scaled": ["softmax longest"], "qk_norm": ["softmax longer"]}
+    rows = {(each, other): every.row(metric, each, other) for each, others in against.items() for other in others}
+    told = {place: difference(row, digits, scale) for place, row in rows.items()}
+    first, further = found["text"]
+    score = SCORES["text"][0]
+    after = {row.config: row for row in further.summary if (row.metric, row.reference) == (score, SOFTMAX)}
+    better = [row for row in corrected(score, first, together(first, further)) if row.reference == SOFTMAX]
+    better = [row for row in better if row.verdict == "lower" and not row.config.startswith(SOFTMAX)]
+    unconfirmed = [after[row.config] for row in better if after[row.config].verdict != "lower"]
+    if wide := [row.config for row in unconfirmed if row.high >= 0]:
+        raise PageError(f"the page says that the intervals of these exclude 0, and that of {wide[0]} does not")
+    own = {part: own_family(part, *each) for part, each in found.items()}
+    changed = [f"`{row.config}` {row.verdict} than {row.reference}" for rows in own.values() for row in rows[1]]
+    return [
+        f"{above} of {len(mechanisms)}",
+        told["softmax wider", SOFTMAX],
+        told["entmax", "softmax wider"],
+        told["scaled", "softmax longest"],
+        told["qk_norm", "softmax longer"],
+        told["entmax", "softmax longer"],
+        in_turn(f"`{row.config}`" for row in unconfirmed),
+        " and ".join(str(count) for count, _ in own.values()),
+        in_turn(changed),
+    ]
+
+
+def own_family(part: str, first: Comparison, further: Comparison) -> tuple[int, list[SummaryRow]]:
+    """How many differences those with further seeds have, and which of them hold corrected for these alone."""
+    metric, both = SCORES[part][0], together(first, further)
+    count = sum(row.metric == metric and row.pairs > 0 for row in both.summary)
+    narrow = replace(both, endpoints=replace(both.endpoints, comparisons=count))
+    wide = {(row.config, row.reference): row.verdict for row in corrected(metric, first, both)}
+    rows = [row for row in narrow.summary if row.metric == metric and row.verdict in ("lower", "higher")]
+    return count, [row for row in rows if row.verdict != wide[row.config, row.reference]]
 
 
 def hours(found: Comparison) -> str:

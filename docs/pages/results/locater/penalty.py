@@ -147,7 +147,10 @@ def prose(raw: Raw) -> dict[str, str]:
     tried = raw.comparison("weight_decay", DECAYS)
     last = [math.log(tried.mean(SCALE, f"qk weight decay {decay}")) for decay in (8, 16)]
     line = 8 * 2 ** ((last[0] - math.log(tried.mean(SCALE, "locater 1e-2"))) / (last[0] - last[1]))
-    target = float(found.values(SCALE, "locater 1e-3")[:4].mean())  # of seeds 0 to 3
+    earlier, every = raw.with_earlier(found)
+    first = earlier.by_seed(SCALE, "locater 1e-3")
+    target = sum(first[seed] for seed in range(4)) / 4
+    below = every.values(PERPLEXITY, "locater 1e-3") < every.values(PERPLEXITY, "none")
     # The mean of |λ − λ̄|² over the eigenvalues, and λ̄, which is real.
     spectra = found.values(VARIANCE, "none") + found.values(MEAN, "none") ** 2
     squares = WIDTH * float(spectra.mean())
@@ -160,6 +163,10 @@ def prose(raw: Raw) -> dict[str, str]:
         "weakest-share": f"{number(-100 * weakest.difference / none)}%",
         "weakest-verdict": weakest.verdict,
         "weakest-p": p_value(weakest.corrected),
+        "earlier": difference(earlier.row(PERPLEXITY, "locater 1e-3", "none"), 2),
+        "every": f"{difference(every.row(PERPLEXITY, 'locater 1e-3', 'none'), 2)}, below 0 in {below.sum()} of "
+        f"{len(below)}",
+        "every-weak": difference(every.row(PERPLEXITY, WEAK, "none"), 2),
         "gains": ", ".join(number(each) for each in gains),
         "weak-scales": scales(found, WEAK, "locater 1e-3", 1),
         "weak": difference(row(PERPLEXITY, WEAK), 2),

@@ -17,7 +17,7 @@ from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of, masks_of
 from docs.pages.numbers import difference, interval, mean_std, number, signed, significant
 from docs.pages.page import Claim, Page
-from docs.pages.raw import RESULTS, Comparison, Raw, read_results
+from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import verdict
@@ -295,14 +295,19 @@ def prose(raw: Raw) -> dict[str, str]:
 
 @PAGE.numbers
 def with_earlier(raw: Raw) -> dict[str, str]:
-    """RPC to softmax on the seeds that ran before (earlier.csv), and on these and the others together."""
-    found = read(raw)
-    earlier = replace(found, rows=read_results(raw.folder / "earlier.csv"))
-    every = replace(found, rows=[*earlier.rows, *found.rows])
+    """RPC to softmax on the seeds that ran before, and on these and the others together."""
+    earlier, every = raw.with_earlier(read(raw))
+    row, count = earlier.row(MIOU, "rpc", "softmax"), len({name for _, name in iou(raw)})
+    trees = 100 * (earlier.mean("iou/tree", "rpc") - earlier.mean("iou/tree", "softmax")) / count
     below = every.values(MIOU, "rpc") < every.values(MIOU, "softmax")
     return {
-        "earlier": difference(earlier.row(MIOU, "rpc", "softmax"), 2, 100),
+        "earlier": difference(row, 2, 100),
         "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in {below.sum()} of {len(below)}",
+        "earlier-trees": f"{signed(trees, 2)} of {signed(100 * row.difference, 2)}",
+        "lower-now": " to ".join(
+            number(100 * pick(earlier.mean(MIOU, config) - read(raw).mean(MIOU, config) for config in NAMES))
+            for pick in (min, max)
+        ),
         "every-corrupted": difference(every.row(MEAN, "rpc", "softmax"), 2, 100),
     }
 
@@ -346,6 +351,8 @@ def under_attack(raw: Raw) -> dict[str, str]:
         **{name: f"{difference(row, 1, 100)} ({row.verdict})" for name, row in symmetric.items()},
         "pgd-rpc-symmetric": difference(found.row(PGD, "rpc", "symmetric"), 1, 100),
         "pgd-seeds": ", ".join(signed(each) for each in sorted(seeds)),
+        "clean-symmetric": difference(found.row(CLEAN, "symmetric", "softmax"), 1, 100),
+        "pgd-taken-symmetric": difference(found.row("taken by PGD 1/255", "symmetric", "softmax"), 1, 100),
         "clean-attacked": difference(found.row(CLEAN, "rpc", "softmax"), 1, 100),
         "pgd-twin-verdict": found.row(PGD, "rpc", "rpc without S").verdict,
         "pgd-taken": difference(found.row("taken by PGD 1/255", "rpc", "softmax"), 1, 100),
