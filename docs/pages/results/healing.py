@@ -123,6 +123,7 @@ def prose(raw: Raw) -> dict[str, str]:
     far = ("symmetric", "rpc", "differential")
     cosines = [minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far]
     probe = {each: 100 * minilm.mean("test/probe_accuracy", each) for each in ("softmax", *far)}
+    kept = [100 * minilm.mean("test/neighbours_kept", each) for each in (*far, "sink", "gated")]
     lost = [probe["softmax"] - probe[each] for each in far]
 
     def accuracies(*names: str) -> str:
@@ -133,6 +134,7 @@ def prose(raw: Raw) -> dict[str, str]:
     errors = {each: vit.mean("val/drift/relative_error/mean", each) for each in (*far, "gated")}
     return {
         "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
+        "neighbors": f"{number(min(kept), 0)}% to {number(max(kept), 0)}%",
         "probe-lost": " to ".join(number(pick(lost)) for pick in (min, max)),
         "teacher": number(100 * vit.mean("test/top1", BEFORE.format("softmax"))),
         "near": accuracies("gated", "differential"),

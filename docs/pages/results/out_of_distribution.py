@@ -18,12 +18,13 @@ from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.intervals import mean_interval
 
 RECIPE = "rpc/compare_sparse_part"
 OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
 SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
 FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
-OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin")
+OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin", "others-without", "energy-digits", "vim-below")
 FILLED = ("rpc lam 1", "rpc lam 0.75")
 PRIMARY = "imagenet/msp/aupr"  # the claim of Teo and Nguyen is of ImageNet-O, by MSP, in AUPR
 
@@ -74,6 +75,9 @@ def prose(raw: Raw) -> dict[str, str]:
     }
     if (best := max(map(max, fitted.values()))) >= 50:
         raise PageError(f"the page says that KNN and ViM are worse than chance on digits, and one has {best}")
+    if (best := max(max(found.values("digits/knn/auroc", config)) for config in found.configs)) >= 0.5:
+        raise PageError(f"the page says that KNN is worse than chance on digits in every model, and one has {best}")
+    below = [mean_interval([*found.values("digits/vim/auroc", config)])[1] < 0.5 for config in found.configs]
     others = [row for row in found.summary if row.metric != PRIMARY and row.pairs]
     excluding = [row for row in others if row.low > 0 or row.high < 0]
     primary_rows = [row for row in found.summary if row.metric == PRIMARY and row.pairs]
@@ -87,6 +91,14 @@ def prose(raw: Raw) -> dict[str, str]:
         "others-rpc": better_and_worse(excluding, FILLED, first),
         "others-symmetric": better_and_worse(excluding, ("symmetric",), first),
         "others-twin": better_and_worse(excluding, FILLED, "rpc without S"),
+        "others-without": better_and_worse(excluding, ("rpc without S",), first),
+        "energy-digits": str(
+            sum(
+                row.metric.startswith("digits/energy") and row.config in FILLED and row.reference == first
+                for row in excluding
+            )
+        ),
+        "vim-below": f"{sum(below)} of {len(below)}",
     }
 
 

@@ -188,6 +188,11 @@ def prose(raw: Raw) -> dict[str, str]:
     ]
     plain = cosines(raw, (*DRAWN, *RELEASED), PLAIN)
     float32 = cosines(raw, RELEASED, FLOAT32)
+    single_32 = [
+        last(raw, "released_single", start, FLOAT32)["correlation_p"]
+        for name in ("single, first set", "single, second set, to the global optimum")
+        for start in groups[name][1]
+    ]
     # A problem is a set of tokens: each drawn one, each of the released joint ones, and the others with their starts.
     drawn = [[last(raw, name, seed, PLAIN)["correlation_p"]] for name in DRAWN for seed in problems(raw, name)]
     joint = [[each] for each in cosines(raw, ("released_joint",), PLAIN)]
@@ -239,6 +244,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "plain-below": f"{sum(each <= COSINE for each in plain)} of the {len(plain)} runs",
         "single-plain": f"{len(single)} of the {len(single) + len(locals_)}",
         "single-cosines": f"{number(min(single), 2)} and {number(max(single), 2)}",
+        "single-float32": f"{number(min(single_32), 2)} to {number(max(single_32), 2)}",
         "local-probability": " and ".join(
             f"{each:.0e}".replace("e-", "e−") for each in sorted(each["probability"] for each in locals_)
         ),

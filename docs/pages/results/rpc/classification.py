@@ -172,6 +172,7 @@ def prose(raw: Raw) -> dict[str, str]:
     best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
     of_twin = 100 * float(found.values("test/top1", "rpc without S")[0])
     gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
+    clean_500 = more(everywhere, ON_500["clean"])
     elsewhere = [more(everywhere, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
     to_symmetric = [found.row(metric, "rpc", "symmetric") for metric in GRADIENT]
     symmetric = [found.row(metric, "symmetric", "softmax") for metric in GRADIENT]
@@ -206,6 +207,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "blind": f"{signed(100 * min(row.difference for row in blind))} to "
         f"{signed(100 * max(row.difference for row in blind))}",
         "corrected-which": in_turn(remaining),
+        "everywhere-500": number(-clean_500),
+        "everywhere-takes": f"{sum(each > clean_500 for each in elsewhere)} of {len(elsewhere)}",
         "everywhere-above": f"{sum(each > 0 for each in elsewhere)} of {len(elsewhere)}",
         "matrix-square": signed(more(matrix, ATTACKED["Square 4/255"])),
         "twin-intervals": counted(twins),

@@ -47,6 +47,7 @@ TOKENS = 65
 KNOWN = 2  # of softmax and both forms so many seeds had run before the endpoint was fixed
 CLEAN = "robustness/clean/accuracy"  # on the images that are attacked and corrupted
 HARM = {**GRADIENT, **BLIND, "corruption": CORRUPTED}
+TAKEN_BY = {"taken by noises": NOISES, "taken by others": OTHERS}
 VALIDATED, SUPPORT = "val/top1", "val/attention/effective_support/mean"
 PAGE = Page("scaled_attention", "CIFAR-10, Scaled Attention", summaries={"": RECIPE})
 
@@ -200,9 +201,17 @@ def harmed(raw: Raw) -> dict[str, str]:
     means = with_noises(found)
     noises, others_of_it = (difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in (NOISES, OTHERS))
     losses = with_taken(found)
-    lost = [losses.row(name, MATRIX, other) for name in HARM for other in others]
+    lost = [losses.row(name, MATRIX, other) for name in (*GRADIENT, *BLIND) for other in others]
+    to_corruption = [losses.row("corruption", MATRIX, other) for other in others]
+    if any(row.high >= 0 for row in to_corruption):
+        raise PageError("the page says that corruptions take less from the matrix than from all others: write it anew")
+    for name, metric in TAKEN_BY.items():
+        means = means.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
+    taken = {name: difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in TAKEN_BY}
     return {
         "harmed": counted(rows),
+        "corruption-taken": listed(difference(row, 1, 100) for row in to_corruption),
+        **dict(zip(("noises-taken", "rest-taken"), taken.values(), strict=True)),
         "taken-open": f"{sum(row.low <= 0 <= row.high for row in lost)} of {len(lost)}",
         **{
             place: f"{difference(of_rest[name], 1, 100)} ({name})" for place, name in (("least", first), ("most", last))

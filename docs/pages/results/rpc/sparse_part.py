@@ -237,6 +237,9 @@ def by_corruption(found: Comparison) -> dict[str, str]:
         "corrupted-symmetric": difference(at_most[1], 1, 100),
         "noises": listed(difference(row, 1, 100) for row in to("softmax", means, NOISES)),
         "others": listed(difference(row, 1, 100) for row in to("softmax", means, OTHERS)),
+        "noises-without": difference(means.row(NOISES, "rpc without S", "softmax"), 1, 100),
+        "noises-twin": difference(means.row(NOISES, FILLED[1], "rpc without S"), 1, 100),
+        "others-twin": difference(means.row(OTHERS, FILLED[1], "rpc without S"), 1, 100),
     }
 
 
