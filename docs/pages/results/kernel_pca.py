@@ -148,7 +148,7 @@ def course(raw: Raw) -> dict[str, str]:
         for epoch in EPOCHS
     }
     last = [each for course in COURSES for each in said[course, EPOCHS[-1]]]
-    first, of_scaled = said["softmax", EPOCHS[0]], said["scaled", EPOCHS[-1]]
+    first = said["softmax", EPOCHS[0]]
     if drawn(raw, "softmax", EPOCHS[0]) != drawn(raw, "scaled", EPOCHS[0]):
         raise PageError("the page says that both models are the same before training: write it anew")
     apart = {"nearer": [0.0], "farther": [0.0]}
@@ -162,8 +162,12 @@ def course(raw: Raw) -> dict[str, str]:
     return {
         **{f"{each}-most": number(max(apart[each]), 3) for each in ("nearer", "farther")},
         "scaled-cosines": " and ".join(signed(each.own - each.mean, 3) for each in scaled.values()),
-        "scaled-last": f"{of_scaled.count('nearer')} of {len(of_scaled)} measures are nearer than every draw, and "
-        f"{of_scaled.count('farther')} farther",
+        **{
+            f"{course}-last": f"nearer than every draw are {after.count('nearer')} of {len(after)} measures, and farther "
+            f"{after.count('farther')}"
+            for course, after in ((course, said[course, EPOCHS[-1]]) for course in COURSES)
+        },
+        "nearer-of-12": str(last.count("nearer")),
         "nearer-last": f"{last.count('nearer')} of {len(last)}",
         "farther-last": f"{last.count('farther')}",
         "first": f"{len(first) - first.count('within')} of {len(first)}",

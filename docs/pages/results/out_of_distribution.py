@@ -24,8 +24,14 @@ RECIPE = "rpc/compare_sparse_part"
 OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
 SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
 FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
-OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin", "others-without", "energy-digits", "vim-below")
 FILLED = ("rpc lam 1", "rpc lam 0.75")
+OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin", "others-without", "vim-below")
+OF_SCORES = {
+    "energy-digits": ("digits/energy", FILLED),
+    "filled-knn": ("camvid/knn", FILLED),
+    "without-energy": ("digits/energy", ("rpc without S",)),
+    "without-knn": ("digits/knn", ("rpc without S",)),
+}
 PRIMARY = "imagenet/msp/aupr"  # the claim of Teo and Nguyen is of ImageNet-O, by MSP, in AUPR
 
 PAGE = Page("out_of_distribution", "Out of distribution")
@@ -65,7 +71,7 @@ def primary(raw: Raw) -> Table:
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     if found is None:
-        return dict.fromkeys(("seeds", "verdicts", "msp", "knn", "vim", "upper", *OTHERS), NOTHING)
+        return dict.fromkeys(("seeds", "verdicts", "msp", "knn", "vim", "upper", *OTHERS, *OF_SCORES), NOTHING)
     first = found.configs[0]
     counts = Counter(row.verdict for row in found.summary if row.metric == PRIMARY and row.pairs)
     msp = (number(found.mean(f"{place}/msp/auroc", first) * 100) for place in OUTSIDE)
@@ -92,14 +98,25 @@ def prose(raw: Raw) -> dict[str, str]:
         "others-symmetric": better_and_worse(excluding, ("symmetric",), first),
         "others-twin": better_and_worse(excluding, FILLED, "rpc without S"),
         "others-without": better_and_worse(excluding, ("rpc without S",), first),
-        "energy-digits": str(
-            sum(
-                row.metric.startswith("digits/energy") and row.config in FILLED and row.reference == first
-                for row in excluding
-            )
-        ),
+        **of_scores([row for row in excluding if row.reference == first]),
         "vim-below": f"{sum(below)} of {len(below)}",
     }
+
+
+def of_scores(rows: Sequence[SummaryRow]) -> dict[str, str]:
+    """How many of the differences to softmax are of a score in a place, which is for the better.
+
+    Raises:
+        PageError: a difference of RPC is of another one, which the page does not tell.
+    """
+    found = {
+        name: [row for row in rows if row.metric.startswith(score) and row.config in configs]
+        for name, (score, configs) in OF_SCORES.items()
+    }
+    told = [row for each in found.values() for row in each]
+    if strange := [row for row in rows if row.config.startswith("rpc") and row not in told]:
+        raise PageError(f"the page tells all differences of RPC to softmax but {strange[0].metric}: write it anew")
+    return {name: str(len(each)) for name, each in found.items()}
 
 
 def better_and_worse(rows: Sequence[SummaryRow], configs: Sequence[str], reference: str) -> str:

@@ -263,9 +263,10 @@ def longer(raw: Raw) -> dict[str, str]:
     return {
         "six-trained": between(to_trained_length(raw)),
         "late-300": late_slopes(raw),
-        "late-first": " and ".join(
+        "late-first": " at n = 32 and ".join(
             number(mean_at(of_layer(raw, "minilm-adversarial-300", 0, ADVERSARIAL), n), 0) for n in (32, 100)
         ),
+        "late-100": number(mean_at(of_layer(raw, "minilm-adversarial-100", 0, ADVERSARIAL), 100), 0),
         "six-softmax": between(found["softmax"]),
         "six-first": " and ".join(f"{least} to {at_128}" for least, at_128, _ in steps),
         "six-first-last": " and ".join(last for *_, last in steps),

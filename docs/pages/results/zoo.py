@@ -318,7 +318,8 @@ def _of_all(raw: Raw) -> list[str]:
     images, every = found["images"][0], together(*found["images"])
     mechanisms = [each for each in images.configs if not each.startswith((SOFTMAX, "uniform"))]
     above = sum(images.row(metric, each, SOFTMAX).difference > 0 for each in mechanisms)
-    against = {"softmax wider": [SOFTMAX], "entmax": ["softmax wider", "softmax longer"]}
+    wider = ("softmax wider", "softmax widest")
+    against = {each: [SOFTMAX] for each in wider} | {"entmax": [*wider, "softmax longer"]}
     against |= {"scaled": ["softmax longest"], "qk_norm": ["softmax longer"]}
     rows = {(each, other): every.row(metric, each, other) for each, others in against.items() for other in others}
     told = {place: difference(row, digits, scale) for place, row in rows.items()}
@@ -334,8 +335,8 @@ def _of_all(raw: Raw) -> list[str]:
     changed = [f"`{row.config}` {row.verdict} than {row.reference}" for rows in own.values() for row in rows[1]]
     return [
         f"{above} of {len(mechanisms)}",
-        told["softmax wider", SOFTMAX],
-        told["entmax", "softmax wider"],
+        in_turn(told[each, SOFTMAX] for each in wider),
+        in_turn(told["entmax", each] for each in wider),
         told["scaled", "softmax longest"],
         told["qk_norm", "softmax longer"],
         told["entmax", "softmax longer"],

@@ -203,8 +203,6 @@ def harmed(raw: Raw) -> dict[str, str]:
     losses = with_taken(found)
     lost = [losses.row(name, MATRIX, other) for name in (*GRADIENT, *BLIND) for other in others]
     to_corruption = [losses.row("corruption", MATRIX, other) for other in others]
-    if any(row.high >= 0 for row in to_corruption):
-        raise PageError("the page says that corruptions take less from the matrix than from all others: write it anew")
     for name, metric in TAKEN_BY.items():
         means = means.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
     taken = {name: difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in TAKEN_BY}

@@ -298,12 +298,12 @@ def with_earlier(raw: Raw) -> dict[str, str]:
     """RPC to softmax on the seeds that ran before, and on these and the others together."""
     earlier, every = raw.with_earlier(read(raw))
     row, count = earlier.row(MIOU, "rpc", "softmax"), len({name for _, name in iou(raw)})
-    trees = 100 * (earlier.mean("iou/tree", "rpc") - earlier.mean("iou/tree", "softmax")) / count
+    trees = difference(earlier.row("iou/tree", "rpc", "softmax"), 2, 100 / count)
     below = every.values(MIOU, "rpc") < every.values(MIOU, "softmax")
     return {
         "earlier": difference(row, 2, 100),
         "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in {below.sum()} of {len(below)}",
-        "earlier-trees": f"{signed(trees, 2)} of {signed(100 * row.difference, 2)}",
+        "earlier-trees": f"{trees} of the {signed(100 * row.difference, 2)}",
         "lower-now": " to ".join(
             number(100 * pick(earlier.mean(MIOU, config) - read(raw).mean(MIOU, config) for config in NAMES))
             for pick in (min, max)
