@@ -163,8 +163,7 @@ def course(raw: Raw) -> dict[str, str]:
         **{f"{each}-most": number(max(apart[each]), 3) for each in ("nearer", "farther")},
         "scaled-cosines": " and ".join(signed(each.own - each.mean, 3) for each in scaled.values()),
         **{
-            f"{course}-last": f"nearer than every draw are {after.count('nearer')} of {len(after)} measures, and farther "
-            f"{after.count('farther')}"
+            f"{course}-last": f"{after.count('nearer')} nearer than every draw and {after.count('farther')} farther"
             for course, after in ((course, said[course, EPOCHS[-1]]) for course in COURSES)
         },
         "nearer-of-12": str(last.count("nearer")),
