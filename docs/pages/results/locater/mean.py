@@ -118,6 +118,7 @@ def prose(raw: Raw) -> dict[str, str]:
     entropies = {other: to(found, other, ENTROPY) for other in ("none", DECAY, FREE)}
     held_to_decay = found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)
     start = found.values(MEAN, "none", 0) * WIDTH
+    further = Raw(raw.root, "docs/results/locater").comparison("", "locater/compare_small_vocabulary")
     return {
         "held-5": said(held[0]),
         "held-20": said(held[1]),
@@ -125,6 +126,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "held-5-to-free": said(to_free[0]),
         "within-90": interval(*mean_interval(held_to_decay, 0.9), 2),  # equivalence needs it within the margin
         "free": difference(free, 2),
+        "free-further": difference(further.row(PERPLEXITY, "locater 1e-3", "none"), 2),
         "decay": said(decay),
         "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
         "leads": listed(number(lead, 2) for lead in leads(found)),

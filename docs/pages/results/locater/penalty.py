@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, listed, number, significant
+from docs.pages.numbers import difference, in_turn, listed, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Columns, Table, over_steps, p_value, verdicts
@@ -46,6 +46,7 @@ def claims(raw: Raw) -> list[Claim]:
     entropies = [found.row(ENTROPY, config, "none") for config in PENALTIES]
     rises = " to ".join(number(pick(row.difference for row in entropies), 2) for pick in (min, max))
     none = number(found.mean(PERPLEXITY, "none"))
+    controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in (WEAK, STRONG, "frozen qk")]
     return [
         Claim(
             "LocAteR, a penalty on the QK eigenspectrum, lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the "
@@ -57,7 +58,8 @@ def claims(raw: Raw) -> list[Claim]:
         ),
         Claim(
             "... and raises attention entropy",
-            f"by {rises} nats; weight decay on W_q and W_k, and freezing them, raise it too",
+            f"by {rises} nats at the end of training; weight decay on W_q and W_k by {controls[0]} and {controls[1]}, "
+            f"freezing them by {controls[2]}",
             verdict("higher", *entropies),
         ),
     ]
@@ -175,20 +177,33 @@ def prose(raw: Raw) -> dict[str, str]:
         "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
         "strong-scales": scales(found, "locater 1e-2", STRONG, 2),
         "better-than-strong": difference(row(PERPLEXITY, "locater 1e-2", STRONG), 2),
+        **of_means(raw),
         "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
-        "variances": ", ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3", "none")),
+        "variances": " and ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3")),
+        "variances-strong": " and ".join(
+            significant(found.mean(VARIANCE, each), 2) for each in ("locater 1e-2", "locater 1e-1")
+        ),
+        "variance-none": number(found.mean(VARIANCE, "none"), 3),
+        "entropy-first": " to ".join(number(found.mean("attention/entropy/mean", "none", step), 2) for step in (0, 50)),
+        "entropy-lowest": number(float(found.values("attention/entropy/mean", "none", 50).min()), 2),
+        "entropy-none": number(found.mean(ENTROPY, "none"), 2),
         "largest": listed(number(found.mean(LARGEST, config), 3) for config in ("none", *PENALTIES)),
         "bounded": f"{number(found.mean(SCALE, 'none'))}, where Σ|λ|² is {number(squares)}",
         "strong-variances": " against ".join(
             number(found.mean(VARIANCE, config), 4) for config in ("locater 1e-2", STRONG)
         ),
-        "weak-early": difference(found.at(LOGGED[250]).row(PERPLEXITY, WEAK, "none"), 2),
+        "weak-early": in_turn(
+            difference(found.at(LOGGED[step]).row(PERPLEXITY, WEAK, "none"), 2) for step in (250, 500)
+        ),
         "variances-at-50": " and ".join(number(found.mean(VARIANCE, config, 50), 3) for config in (WEAK, PENALTIES[0])),
         "uniform": difference(worth[0], 1),
         "uniform-losses": " against ".join(number(found.mean(LOSS, each), 3) for each in ("uniform attention", "none")),
         "frozen": difference(worth[1], 1),
-        "part": number(worth[0].difference / -weakest.difference, 0),
+        **{
+            name: number(each.difference / -weakest.difference, 0)
+            for name, each in zip(("part", "part-frozen"), worth, strict=True)
+        },
         "decay-line": number(line),
         "decay-above": " and ".join(
             f"{number(100 * (found.mean(SCALE, config) / aim - 1), 0)}%"
@@ -205,6 +220,13 @@ def prose(raw: Raw) -> dict[str, str]:
         "paper-worth": number(uniform - whole[max(whole)], 3),
         "paper-scale": f"{number(spectrum[0])} to {number(spectrum[1000])}",
     }
+
+
+def of_means(raw: Raw) -> dict[str, str]:
+    """What a weight decay that fades, and the weakest penalty, have on the seeds of the other page."""
+    other = Raw(raw.root, "docs/results/locater_mean").comparison("", "locater/compare_mean")
+    rows = {"fading": "qk weight decay", "fading-penalty": "locater free"}
+    return {name: difference(other.row(PERPLEXITY, config, "none"), 2) for name, config in rows.items()}
 
 
 def scales(found: Comparison, one: str, other: str, digits: int) -> str:
