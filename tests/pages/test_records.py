@@ -55,5 +55,5 @@ def test_a_seed_that_ran_twice_is_refused(toy):
     folder = root / "docs" / "results" / "toy"
     write_results(folder / "earlier.csv", start=3)
     raw = Raw(root, folder)
-    with pytest.raises(PageError, match="earlier.csv has seed 3, which is one of results.csv too"):
+    with pytest.raises(PageError, match=r"earlier\.csv has seed 3, which is one of results\.csv too"):
         raw.with_earlier(raw.comparison("", page.summaries[""]))

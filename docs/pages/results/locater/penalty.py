@@ -145,6 +145,7 @@ def prose(raw: Raw) -> dict[str, str]:
         -found.values(PERPLEXITY, "locater 1e-3", step).mean() + found.mean(PERPLEXITY, "none", step)
         for step in LOGGED.values()
     ]
+    stronger = row(PERPLEXITY, "locater 1e-2", STRONG)
     worth = [row(PERPLEXITY, config) for config in ("uniform attention", "frozen qk")]
     tried = raw.comparison("weight_decay", DECAYS)
     last = [math.log(tried.mean(SCALE, f"qk weight decay {decay}")) for decay in (8, 16)]
@@ -176,7 +177,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "better-than-weak": difference(row(PERPLEXITY, "locater 1e-3", WEAK), 2),
         "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
         "strong-scales": scales(found, "locater 1e-2", STRONG, 2),
-        "better-than-strong": difference(row(PERPLEXITY, "locater 1e-2", STRONG), 2),
+        "better-than-strong": f"{difference(stronger, 2)} ({stronger.verdict})",
         **of_means(raw),
         "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
