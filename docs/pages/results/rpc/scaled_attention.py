@@ -208,7 +208,7 @@ def harmed(raw: Raw) -> dict[str, str]:
     taken = {name: difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in TAKEN_BY}
     return {
         "harmed": counted(rows),
-        "corruption-taken": listed(difference(row, 1, 100) for row in to_corruption),
+        "corruption-taken": in_turn(difference(row, 1, 100) for row in to_corruption),
         **dict(zip(("noises-taken", "rest-taken"), taken.values(), strict=True)),
         "taken-open": f"{sum(row.low <= 0 <= row.high for row in lost)} of {len(lost)}",
         **{
