@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 
@@ -30,19 +31,30 @@ def log_entries(data):
             entry = b""
 
 
-def offline_runs(folder):
-    """The records of each offline run of W&B's below a folder, in the order of their files."""
+def offline_runs(folder, seconds=10.0):
+    """The records of each offline run of W&B's below a folder, in the order of their files.
+
+    W&B's process may write them just after `wandb.finish` has returned: a file without records is read again, for so
+    many seconds.
+    """
     pytest.importorskip("wandb")
+    until = time.monotonic() + seconds
+    runs = [read_offline(path) for path in sorted(folder.rglob("offline-run-*/run-*.wandb"))]
+    while not all(runs) and time.monotonic() < until:
+        time.sleep(0.1)
+        runs = [read_offline(path) for path in sorted(folder.rglob("offline-run-*/run-*.wandb"))]
+    return runs
+
+
+def read_offline(path):
+    """The records of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
-    runs = []
-    for path in sorted(folder.rglob("offline-run-*/run-*.wandb")):
-        records = []
-        for entry in log_entries(path.read_bytes()):
-            records.append(wandb_internal_pb2.Record())
-            records[-1].ParseFromString(entry)
-        runs.append(records)
-    return runs
+    records = []
+    for entry in log_entries(path.read_bytes()):
+        records.append(wandb_internal_pb2.Record())
+        records[-1].ParseFromString(entry)
+    return records
 
 
 def run_record(records):
