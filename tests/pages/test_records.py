@@ -1,5 +1,7 @@
 """Raw files that are read as records: whole, of numbers, and named with their line where they are not."""
 
+from dataclasses import replace
+
 import pytest
 
 from docs.pages.errors import PageError
@@ -47,6 +49,12 @@ def test_earlier_seeds_are_kept_apart_and_joined(toy):
     assert (found.seeds, earlier.seeds, every.seeds) == ([*range(4)], [*range(4, 8)], [*range(8)])
     apart = [each.row("test/top1", "rpc", "softmax") for each in (found, earlier, every)]
     assert apart[2].pairs == 8
+    assert [every.below("test/top1", *pair) for pair in (("softmax", "rpc"), ("rpc", "softmax"))] == [
+        "8 of 8",
+        "0 of 8",
+    ]
+    lacking = replace(every, rows=[row for row in every.rows if (row["config"], row["seed"]) != ("rpc", 2)])
+    assert lacking.below("test/top1", "softmax", "rpc") == "7 of 7", "seeds that both have"
     assert apart[2].difference == pytest.approx((apart[0].difference + apart[1].difference) / 2)
 
 

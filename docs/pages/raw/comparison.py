@@ -120,6 +120,12 @@ class Comparison:
         """The mean of these over seeds."""
         return float(self.values(metric, config, step).mean())
 
+    def below(self, metric: str, config: str, reference: str) -> str:
+        """In how many of the seeds that both have is a configuration below a reference, as `15 of 16`."""
+        values, others = self.by_seed(metric, config), self.by_seed(metric, reference)
+        both = values.keys() & others.keys()
+        return f"{sum(values[seed] < others[seed] for seed in both)} of {len(both)}"
+
     def at(self, step: int) -> Comparison:
         """The same of what was logged at one step; do not use its verdicts, which no correction counts."""
         return replace(self, rows=[row for row in self.rows if row["step"] == step], images=())

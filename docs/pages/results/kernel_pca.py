@@ -166,7 +166,6 @@ def course(raw: Raw) -> dict[str, str]:
             f"{course}-last": f"{after.count('nearer')} nearer than every draw and {after.count('farther')} farther"
             for course, after in ((course, said[course, EPOCHS[-1]]) for course in COURSES)
         },
-        "nearer-of-12": str(last.count("nearer")),
         "nearer-last": f"{last.count('nearer')} of {len(last)}",
         "farther-last": f"{last.count('farther')}",
         "first": f"{len(first) - first.count('within')} of {len(first)}",

@@ -31,19 +31,18 @@ def log_entries(data):
             entry = b""
 
 
-def offline_runs(folder, seconds=10.0):
+def offline_runs(folder):
     """The records of each offline run of W&B's below a folder, in the order of their files.
 
-    W&B's process may write them just after `wandb.finish` has returned: a file without records is read again, for so
-    many seconds.
+    W&B writes them in a process of its own: a file without records is read again, for ten seconds.
     """
     pytest.importorskip("wandb")
-    until = time.monotonic() + seconds
-    runs = [read_offline(path) for path in sorted(folder.rglob("offline-run-*/run-*.wandb"))]
-    while not all(runs) and time.monotonic() < until:
-        time.sleep(0.1)
+    until = time.monotonic() + 10.0
+    while True:
         runs = [read_offline(path) for path in sorted(folder.rglob("offline-run-*/run-*.wandb"))]
-    return runs
+        if all(runs) or time.monotonic() > until:
+            return runs
+        time.sleep(0.1)
 
 
 def read_offline(path):

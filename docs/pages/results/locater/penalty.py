@@ -153,7 +153,6 @@ def prose(raw: Raw) -> dict[str, str]:
     earlier, every = raw.with_earlier(found)
     first = earlier.by_seed(SCALE, "locater 1e-3")
     target = sum(first[seed] for seed in range(4)) / 4
-    below = every.values(PERPLEXITY, "locater 1e-3") < every.values(PERPLEXITY, "none")
     # The mean of |λ − λ̄|² over the eigenvalues, and λ̄, which is real.
     spectra = found.values(VARIANCE, "none") + found.values(MEAN, "none") ** 2
     squares = WIDTH * float(spectra.mean())
@@ -167,8 +166,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "weakest-verdict": weakest.verdict,
         "weakest-p": p_value(weakest.corrected),
         "earlier": difference(earlier.row(PERPLEXITY, "locater 1e-3", "none"), 2),
-        "every": f"{difference(every.row(PERPLEXITY, 'locater 1e-3', 'none'), 2)}, below 0 in {below.sum()} of "
-        f"{len(below)}",
+        "every": f"{difference(every.row(PERPLEXITY, 'locater 1e-3', 'none'), 2)}, below 0 in "
+        + every.below(PERPLEXITY, "locater 1e-3", "none"),
         "every-weak": difference(every.row(PERPLEXITY, WEAK, "none"), 2),
         "gains": ", ".join(number(each) for each in gains),
         "weak-scales": scales(found, WEAK, "locater 1e-3", 1),

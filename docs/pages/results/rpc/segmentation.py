@@ -299,10 +299,10 @@ def with_earlier(raw: Raw) -> dict[str, str]:
     earlier, every = raw.with_earlier(read(raw))
     row, count = earlier.row(MIOU, "rpc", "softmax"), len({name for _, name in iou(raw)})
     trees = difference(earlier.row("iou/tree", "rpc", "softmax"), 2, 100 / count)
-    below = every.values(MIOU, "rpc") < every.values(MIOU, "softmax")
     return {
         "earlier": difference(row, 2, 100),
-        "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in {below.sum()} of {len(below)}",
+        "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in "
+        + every.below(MIOU, "rpc", "softmax"),
         "earlier-trees": f"{trees} of the {signed(100 * row.difference, 2)}",
         "lower-now": " to ".join(
             number(100 * pick(earlier.mean(MIOU, config) - read(raw).mean(MIOU, config) for config in NAMES))
