@@ -146,6 +146,22 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
+@PAGE.numbers
+def runs(raw: Raw) -> dict[str, str]:
+    """What the runs took, and how many are of code that no commit has."""
+    minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
+    before, fits = (
+        [second / 60 for second in vit.seconds(*names)] for names in (map(BEFORE.format, healed(vit)), healed(vit))
+    )
+    uncommitted = sum(minilm.environments[cell["environment"]].modified for cell in minilm.cells)
+    return {
+        "hours": number(sum(minilm.seconds()) / 3600),
+        "fits": f"{len(fits)} runs of {' to '.join(number(pick(fits)) for pick in (min, max))} minutes",
+        "tests": f"{len(before)} of {' to '.join(number(60 * pick(before), 0) for pick in (min, max))} seconds",
+        "uncommitted": f"{uncommitted} of the encoder's {len(minilm.cells)} runs",
+    }
+
+
 @PAGE.figure(f"drift/{report.FIGURE}")
 def drift_of_layers(raw: Raw) -> Figure:
     """What the analysis draws."""
