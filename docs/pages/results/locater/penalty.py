@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from docs.pages.figures import Figure, curves_of
@@ -30,7 +31,9 @@ PENALTIES = ("locater 1e-3", "locater 1e-2", "locater 1e-1")
 PERPLEXITY, LOSS, ENTROPY = "val/perplexity", "val/loss", "val/attention/entropy/mean"
 VARIANCE, SCALE = "qk_spectrum/variance/layer_00", "qk_spectrum/scale/layer_00"
 MEAN, WIDTH = "qk_spectrum/mean/layer_00", 128  # of the eigenvalues, and how many they are
-LARGEST = "val/attention/largest_probability/mean"
+LARGEST, SIMILARITY = "val/attention/largest_probability/mean", "val/attention/token_similarity/mean"
+IN_TRAINING = "attention/entropy/mean"
+CONTROLS = (WEAK, STRONG, "frozen qk")
 DECAYED = (1, 2, 4, 8, 16)  # weight decays that were tried on seed 100
 LOGGED = {250: 249, 500: 499, 750: 749, 1000: 999}  # validation is logged with the last step before
 
@@ -46,7 +49,7 @@ def claims(raw: Raw) -> list[Claim]:
     entropies = [found.row(ENTROPY, config, "none") for config in PENALTIES]
     rises = " to ".join(number(pick(row.difference for row in entropies), 2) for pick in (min, max))
     none = number(found.mean(PERPLEXITY, "none"))
-    controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in (WEAK, STRONG, "frozen qk")]
+    controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in CONTROLS]
     return [
         Claim(
             "LocAteR, a penalty on the QK eigenspectrum, lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the "
@@ -58,8 +61,8 @@ def claims(raw: Raw) -> list[Claim]:
         ),
         Claim(
             "... and raises attention entropy",
-            f"by {rises} nats at the end of training; weight decay on W_q and W_k by {controls[0]} and {controls[1]}, "
-            f"freezing them by {controls[2]}",
+            f"by {rises} nats at the end of training; weight decays 2.15 and 18.5 on W_q and W_k by {controls[0]} and "
+            f"{controls[1]}, freezing them by {controls[2]}",
             verdict("higher", *entropies),
         ),
     ]
@@ -185,10 +188,7 @@ def prose(raw: Raw) -> dict[str, str]:
             significant(found.mean(VARIANCE, each), 2) for each in ("locater 1e-2", "locater 1e-1")
         ),
         "variance-none": number(found.mean(VARIANCE, "none"), 3),
-        "entropy-first": " to ".join(number(found.mean("attention/entropy/mean", "none", step), 2) for step in (0, 50)),
-        "entropy-lowest": number(float(found.values("attention/entropy/mean", "none", 50).min()), 2),
-        "entropy-none": number(found.mean(ENTROPY, "none"), 2),
-        "largest": listed(number(found.mean(LARGEST, config), 3) for config in ("none", *PENALTIES)),
+        "entropy-lowest": number(float(found.values(IN_TRAINING, "none", 50).min()), 2),
         "bounded": f"{number(found.mean(SCALE, 'none'))}, where Σ|λ|² is {number(squares)}",
         "strong-variances": " against ".join(
             number(found.mean(VARIANCE, config), 4) for config in ("locater 1e-2", STRONG)
@@ -200,10 +200,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "uniform": difference(worth[0], 1),
         "uniform-losses": " against ".join(number(found.mean(LOSS, each), 3) for each in ("uniform attention", "none")),
         "frozen": difference(worth[1], 1),
-        **{
-            name: number(each.difference / -weakest.difference, 0)
-            for name, each in zip(("part", "part-frozen"), worth, strict=True)
-        },
+        **{name: part_of(each, weakest, earlier) for name, each in zip(("part", "part-frozen"), worth, strict=True)},
         "decay-line": number(line),
         "decay-above": " and ".join(
             f"{number(100 * (found.mean(SCALE, config) / aim - 1), 0)}%"
@@ -222,11 +219,40 @@ def prose(raw: Raw) -> dict[str, str]:
     }
 
 
+@PAGE.numbers
+def on_the_way(raw: Raw) -> dict[str, str]:
+    """Entropy in training, and what was looked at after the runs."""
+    found = read(raw)
+    early = found.at(LOGGED[250])
+
+    def means(metric: str, digits: int, configs: Sequence[str], step: int | None = None) -> str:
+        return in_turn(number(found.mean(metric, config, step), digits) for config in configs)
+
+    return {
+        "entropy-first": in_turn(number(found.mean(IN_TRAINING, "none", step), 2) for step in (0, 50, 950)),
+        "entropy-early": means(IN_TRAINING, 2, PENALTIES, 50),
+        "entropy-early-controls": means(IN_TRAINING, 2, CONTROLS, 50),
+        "largest": means(LARGEST, 3, ("none", *PENALTIES)),
+        "largest-controls": means(LARGEST, 3, CONTROLS),
+        "similarity": in_turn(difference(found.row(SIMILARITY, config, "none"), 4) for config in PENALTIES),
+        "early-penalties": in_turn(difference(early.row(PERPLEXITY, config, "none"), 1) for config in PENALTIES),
+        "early-decays": in_turn(difference(early.row(PERPLEXITY, config, "none"), 1) for config in (WEAK, STRONG)),
+    }
+
+
+def part_of(worth: SummaryRow, gain: SummaryRow, earlier: Comparison) -> str:
+    """Which part of a difference a gain is, with what its interval and the earlier seeds say."""
+    before = [earlier.row(PERPLEXITY, config, "none").difference for config in (worth.config, gain.config)]
+    ends = " to ".join(number(-worth.difference / each, 0) for each in (gain.low, gain.high))
+    return f"{number(-worth.difference / gain.difference, 0)} ({ends}; {number(-before[0] / before[1], 0)})"
+
+
 def of_means(raw: Raw) -> dict[str, str]:
     """What a weight decay that fades, and the weakest penalty, have on the seeds of the other page."""
     other = Raw(raw.root, "docs/results/locater_mean").comparison("", "locater/compare_mean")
-    rows = {"fading": "qk weight decay", "fading-penalty": "locater free"}
-    return {name: difference(other.row(PERPLEXITY, config, "none"), 2) for name, config in rows.items()}
+    pairs = {"": ("qk weight decay", "none"), "-penalty": ("locater free", "none")}
+    pairs["-between"] = ("locater free", "qk weight decay")
+    return {f"fading{name}": difference(other.row(PERPLEXITY, *pair), 2) for name, pair in pairs.items()}
 
 
 def scales(found: Comparison, one: str, other: str, digits: int) -> str:
