@@ -11,13 +11,11 @@ from typing import Any
 
 from docs.pages.errors import PageError
 from docs.pages.raw import RESULTS, Comparison, asked_of, with_first
-from docs.pages.tables import Table, verdicts
+from docs.pages.tables import Table, nothing_yet, verdicts
 from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.compare.plan import summary_references
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.robustness import Row, read_csv, right_from_text
-
-NOTHING = "no numbers yet"
 
 
 def variants(recipe: str) -> list[str]:
@@ -148,5 +146,5 @@ def compare_tests(
 def primary_table(found: Comparison | None, metric: str) -> Table:
     """The primary endpoint, a share, in percent; a row for each reference."""
     if found is None:
-        return Table(["configuration", "mean ± std"], [[NOTHING, ""]])
+        return nothing_yet("configuration", "mean ± std")
     return verdicts(found, metric, {name: name for name in found.configs}, 1, 100.0, seeds=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -11,11 +11,13 @@ from docs.pages.errors import PageError
 from docs.pages.figures import Figure
 from docs.pages.raw import Raw
 from docs.pages.regions import filled, read_regions
-from docs.pages.tables import Table, cells_of
+from docs.pages.tables import NOTHING, Table, cells_of
 
 CURE = "run `make pages`"
 Made = TypeVar("Made")
 Drawn = Callable[[Raw], Figure | None]  # None where there is nothing to draw yet
+Phrases = Callable[[Raw], Mapping[str, str] | None]  # None before there are runs to tell of
+Kept = TypeVar("Kept", bound=Phrases)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Page:
     title: str = ""
     file: str = ""
     tables: dict[str, Callable[[Raw], Table]] = field(default_factory=dict)
-    phrases: list[Callable[[Raw], Mapping[str, str]]] = field(default_factory=list)
+    phrases: list[Phrases] = field(default_factory=list)
     figures: dict[str, Drawn] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
     texts: dict[str, Callable[[Raw], str]] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Page:
         self.tables[make.__name__] = make
         return make
 
-    def numbers(self, make: Callable[[Raw], Mapping[str, str]]) -> Callable[[Raw], Mapping[str, str]]:
+    def numbers(self, make: Kept) -> Kept:
         """Words of the prose, by their names."""
         self.phrases.append(make)
         return make
@@ -81,12 +83,14 @@ class Page:
 
         return keep
 
-    def contents(self, raw: Raw) -> dict[tuple[str, str], str]:
-        """What is to stand in each region."""
+    def contents(self, raw: Raw, numbers: Iterable[str]) -> dict[tuple[str, str], str]:
+        """What is to stand in each region; in those of `numbers` that wait for their runs, that there are none yet."""
         found = {("table", name): str(self.made(f"table {name}", make, raw)) for name, make in self.tables.items()}
-        for make in self.phrases:
-            texts = self.made(f"the numbers of {make.__name__}", make, raw)
-            found |= {("number", name): text for name, text in texts.items()}
+        phrases = [self.made(f"the numbers of {make.__name__}", make, raw) for make in self.phrases]
+        if any(texts is None for texts in phrases):
+            found |= {("number", name): NOTHING for name in numbers}
+        for texts in phrases:
+            found |= {("number", name): text for name, text in (texts or {}).items()}
         return found
 
     def made(self, what: str, make: Callable[[Raw], Made], raw: Raw) -> Made:
@@ -116,7 +120,8 @@ def written(page: Page, raw: Raw) -> tuple[str, str]:
         PageError: a region that nothing makes, something made that has no region, or a marker without its other half.
     """
     text = (raw.root / page.file).read_text(encoding="utf-8")
-    regions, contents = read_regions(text, page.file), page.contents(raw)
+    regions = read_regions(text, page.file)
+    contents = page.contents(raw, [region.name for region in regions if region.kind == "number"])
     there = {(region.kind, region.name) for region in regions}
     if strange := sorted(there - contents.keys()):
         names = ", ".join(name for kind, name in sorted(contents) if kind == strange[0][0])

@@ -13,6 +13,7 @@ from lightning_tasks.compare.choice import Choice, written
 from lightning_tasks.compare.formats import OVER_IMAGES
 from lightning_tasks.compare.summary import SummaryRow
 
+NOTHING = "no numbers yet"
 Columns = Mapping[str, tuple[str, Mapping[int, int], Callable[[float], str]]]
 
 
@@ -31,6 +32,11 @@ class Table:
     def __str__(self) -> str:
         lines = [_line(self.heads), "|---" * len(self.heads) + "|", *map(_line, self.rows)]
         return "\n".join(lines)
+
+
+def nothing_yet(*heads: str) -> Table:
+    """A table before there are runs to fill it."""
+    return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -92,7 +92,7 @@ def with_attacks(tmp_path):
         shutil.copytree(ROOT / "docs" / "results" / name, tmp_path / "docs" / "results" / name)
     shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
     assert "no numbers yet" in str(sparse_part.autoattack(raw))
-    assert sparse_part.prose(raw)["flags"] == "no numbers yet"
+    assert sparse_part.attack_numbers(raw) is None
     for variant, more in (("softmax", 0.2), ("rpc_lam_1", 0.1)):
         folder = raw.folder / "autoattack" / variant
         folder.mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
     primary = sparse_part.autoattack_primary(raw).rows
     assert [row[3] for row in primary] == ["", "softmax"]  # references without tables are left out
     assert primary[1][4].startswith("−10.0")
-    text = sparse_part.prose(raw)
+    text = sparse_part.attack_numbers(raw)
     one = "(1 of 4 seeds)"
     assert text["flags"].split("; ") == [
         f"rpc lam 1 at {eps}: {flag} {one}"

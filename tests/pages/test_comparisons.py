@@ -48,6 +48,7 @@ def test_a_comparison_that_is_copied_beside_its_page_fills_it(tmp_path):
     assert "| rpc | 4 | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | 0.0 | higher |" in text
     assert "| rpc | 40.0 | **50.0** |" in text
     assert text.count("no numbers yet |") == 5  # the tables of the text, and of further seeds
+    assert "<!-- number text-worse -->no numbers yet<!-- end -->" in text
     more = folder.with_name("images_more")
     more.mkdir()
     write_results(more / "results.csv", start=4)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from docs.pages.numbers import number, significant
 from docs.pages.page import Page
 from docs.pages.raw import Raw, json_of
-from docs.pages.tables import Table
+from docs.pages.tables import Table, nothing_yet
 
-NOTHING = "no numbers yet"
 OK = "ok"
 OUTCOMES = ("passed", "failed", "skipped")
 KINDS = ("output", "gradient", "parameter")
@@ -23,7 +22,7 @@ def _rows(raw: Raw, name: str) -> Sequence[Row]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(heads, rows or [[NOTHING, *[""] * (len(heads) - 1)]])
+    return Table(heads, rows) if rows else nothing_yet(*heads)
 
 
 def _ratio(row: Row, of: str, to: str) -> str:

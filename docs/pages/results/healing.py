@@ -10,7 +10,7 @@ from docs.pages.figures import Figure
 from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
-from docs.pages.tables import Table, verdicts
+from docs.pages.tables import Table, nothing_yet, verdicts
 from lightning_tasks.analyses import drift_report as report
 
 PAGE = Page(
@@ -34,7 +34,6 @@ METRICS = {  # of each comparison the primary endpoint is the first
     },
 }
 BEFORE = "{}, not healed"
-NOTHING = "no numbers yet"
 ROUNDING = 1e-5  # a relative error below it says nothing of a layer
 
 
@@ -95,7 +94,7 @@ def before_and_after(part: str, raw: Raw) -> Table:
     found, metrics = read(raw, part), METRICS[part]
     heads = ["mechanism", *metrics]
     if found is None:
-        return Table(heads, [[NOTHING, *[""] * len(metrics)]])
+        return nothing_yet(*heads)
     rows = []
     for name in healed(found):
         both = [BEFORE.format(name), name]
@@ -111,7 +110,7 @@ def primary(part: str, raw: Raw) -> Table:
     """The primary endpoint of what was healed, with what the rules say."""
     found = read(raw, part)
     if found is None:
-        return Table(["mechanism", "primary endpoint"], [[NOTHING, ""]])
+        return nothing_yet("mechanism", "primary endpoint")
     metric, digits, scale = next(iter(METRICS[part].values()))
     every = verdicts(found, metric, {name: name for name in found.configs}, digits, scale)
     return Table(every.heads, [row for row in every.rows if row[0] in healed(found)])

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from docs.pages.cell_tests import NOTHING, compare_tests, primary_table
+from docs.pages.cell_tests import compare_tests, primary_table
 from docs.pages.errors import PageError
 from docs.pages.numbers import difference, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table
+from docs.pages.tables import Table, nothing_yet
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.intervals import mean_interval
@@ -25,7 +25,6 @@ OUTSIDE = {"digits": "digits", "camvid": "CamVid", "imagenet": "ImageNet"}
 SCORES = {"msp": "MSP", "energy": "energy", "vim": "ViM", "knn": "KNN"}
 FIGURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
 FILLED = ("rpc lam 1", "rpc lam 0.75")
-OTHERS = ("others", "others-rpc", "others-symmetric", "others-twin", "others-without", "vim-below")
 OF_SCORES = {
     "energy-digits": ("digits/energy", FILLED),
     "filled-knn": ("camvid/knn", FILLED),
@@ -68,10 +67,10 @@ def primary(raw: Raw) -> Table:
 
 
 @PAGE.numbers
-def prose(raw: Raw) -> dict[str, str]:
+def prose(raw: Raw) -> dict[str, str] | None:
     found = read(raw)
     if found is None:
-        return dict.fromkeys(("seeds", "verdicts", "msp", "knn", "vim", "upper", *OTHERS, *OF_SCORES), NOTHING)
+        return None
     first = found.configs[0]
     counts = Counter(row.verdict for row in found.summary if row.metric == PRIMARY and row.pairs)
     msp = (number(found.mean(f"{place}/msp/auroc", first) * 100) for place in OUTSIDE)
@@ -131,7 +130,7 @@ def figures(figure: str, raw: Raw) -> Table:
     found = read(raw)
     heads = ["configuration", "outside", *SCORES.values()]
     if found is None:
-        return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
+        return nothing_yet(*heads)
     rows = [
         [
             config if place == next(iter(OUTSIDE)) else "",

@@ -20,12 +20,11 @@ from docs.pages.figures import Figure, differences_of
 from docs.pages.numbers import difference, in_turn, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
-from docs.pages.tables import Table, p_value, tried_values, verdicts
+from docs.pages.tables import Table, nothing_yet, p_value, tried_values, verdicts
 from docs.pages.verdicts import OPPOSITE
 from lightning_tasks.compare.statistics import minimum_detectable_effect
 from lightning_tasks.compare.summary import LEVEL, SummaryRow, corrected_by_family
 
-NOTHING = "no numbers yet"
 # By part: digits and scale of the score, and the metrics of the other columns with theirs.
 SCORES = {"images": ("test/top1", 1, 100.0), "text": ("test/perplexity", 2, 1.0)}
 UNITS = {"images": "Test accuracy in percentage points", "text": "Test perplexity"}
@@ -64,42 +63,6 @@ SAID = {
         ),
     },
 }
-OF_IMAGES = [
-    "images-below",
-    "images-detectable",
-    "images-detectable-corrected",
-    "images-qk_norm-apart",
-    "images-qk_norm-over-images",
-    "images-corrupted-scaled",
-    "images-corrupted-rest",
-    "images-corrupted-qk_norm",
-    "images-same-sign",
-    "images-all-gated",
-    "images-hours",
-    "images-close",
-]
-OF_TEXT = [
-    "text-ahead",
-    "text-uniform",
-    "text-worse",
-    "text-above-longer",
-    "text-dam-longer",
-    "text-entropies",
-    "text-times",
-    "text-hours",
-]
-OF_ALL = [
-    "images-above",
-    "images-wider",
-    "images-entmax-wider",
-    "images-scaled-longest",
-    "images-qk_norm-longer",
-    "images-entmax-longer",
-    "text-unconfirmed",
-    "own",
-    "narrower",
-]
-PARTS = ("better", "pairs", "longer", "worst", "undecided", "confirmed")
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
@@ -115,7 +78,7 @@ def score(part: str, raw: Raw) -> Table:
     """The primary endpoint, with a row for each reference."""
     found = read(raw, part)
     if found is None:
-        return Table(["mechanism", "score"], [[NOTHING, ""]])
+        return nothing_yet("mechanism", "score")
     metric, digits, scale = SCORES[part]
     return verdicts(found, metric, {name: name for name in found.configs}, digits, scale, seeds=True)
 
@@ -145,7 +108,7 @@ def more_seeds(part: str, raw: Raw) -> Table:
     first, further = read(raw, part), read(raw, part, "_more")
     heads = ["mechanism", "mean ± std", "compared with", "further seeds [95%]", "all seeds [95%]", "p, corrected"]
     if first is None or further is None:
-        return Table([*heads, "verdict"], [[NOTHING, *[""] * len(heads)]])
+        return nothing_yet(*heads, "verdict")
     metric, digits, scale = SCORES[part]
     both = together(first, further)
     rows = []
@@ -163,7 +126,7 @@ def described(part: str, raw: Raw) -> Table:
     found = read(raw, part)
     heads = ["mechanism", *OTHERS[part], *COSTS]
     if found is None:
-        return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
+        return nothing_yet(*heads)
     costs = {row["variant"]: row for row in raw.step_costs(f"zoo/{part}", required=False)}
 
     def mean(config: str, metric: str, scale: float) -> str:
@@ -184,7 +147,7 @@ def rates(part: str, raw: Raw) -> Table:
     """What each variant's learning rates scored on the seed of the selection; the chosen one is bold."""
     found = read(raw, part)
     if found is None or not found.choices:
-        return Table(["mechanism", "learning rates"], [[NOTHING, ""]])
+        return nothing_yet("mechanism", "learning rates")
     return tried_values(found.choices, "mechanism", scale=SCORES[part][2])
 
 
@@ -195,11 +158,10 @@ def differences(part: str, raw: Raw) -> Figure | None:
 
 
 @PAGE.numbers
-def prose(raw: Raw) -> dict[str, str]:
+def prose(raw: Raw) -> dict[str, str] | None:
     """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
     if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
-        counted = [f"{part}-{each}" for part in SCORES for each in PARTS]
-        return dict.fromkeys([*counted, *_differences_said(), *OF_IMAGES, *OF_TEXT, *OF_ALL], NOTHING)
+        return None
     texts: dict[str, str] = {}
     for part, (metric, _, scale) in SCORES.items():
         first, further = (raw.comparison(f"{part}{more}", f"zoo/{part}") for more in ("", "_more"))
@@ -208,7 +170,7 @@ def prose(raw: Raw) -> dict[str, str]:
             found = {"": first, "more-": further, "all-": every}[when]
             for config in names:
                 row = found.row(metric, config, CONTROLS.get((part, config), SOFTMAX))
-                texts[_said(part, when, config)] = signed(row.difference * scale)
+                texts[f"{part}-{when}{config.replace(' ', '-')}"] = signed(row.difference * scale)
         rows = [row for row in first.summary if row.metric == metric and row.pairs]
         longer = [row for row in rows if row.reference in LONGER]
         best = [row for row in corrected(metric, first, every) if row.reference == SOFTMAX]
@@ -218,9 +180,7 @@ def prose(raw: Raw) -> dict[str, str]:
         texts |= by_verdict(part, metric, first, further)
         texts[f"{part}-pairs"] = str(len(rows))
         texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
-    texts |= zip(OF_IMAGES, _of_images(raw), strict=True)
-    texts |= zip(OF_TEXT, _of_text(raw), strict=True)
-    return texts | dict(zip(OF_ALL, _of_all(raw), strict=True))
+    return texts | _of_images(raw) | _of_text(raw) | _of_all(raw)
 
 
 def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -> dict[str, str]:
@@ -248,16 +208,8 @@ def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -
     }
 
 
-def _said(part: str, when: str, config: str) -> str:
-    return f"{part}-{when}{config.replace(' ', '-')}"
-
-
-def _differences_said() -> list[str]:
-    return [_said(part, when, each) for part, of in SAID.items() for when, names in of.items() for each in names]
-
-
-def _of_images(raw: Raw) -> list[str]:
-    """The numbers of `OF_IMAGES`."""
+def _of_images(raw: Raw) -> dict[str, str]:
+    """What the text says of images alone."""
     found, (metric, _, scale) = raw.comparison("images", "zoo/images"), SCORES["images"]
     rows = [row for row in found.summary if row.metric == metric and row.pairs]
     over = found.over_images(metric, "qk_norm", SOFTMAX)
@@ -270,24 +222,26 @@ def _of_images(raw: Raw) -> list[str]:
     detectable = float(np.median([row.detectable for row in rows]))
     single = minimum_detectable_effect(1.0, 4)
     best = [sorted((each.score for each in choice.tried), reverse=True)[:2] for choice in found.choices]
-    return [
-        str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
-        number(detectable * scale),
-        number(detectable * scale * minimum_detectable_effect(1.0, 4, alpha=LEVEL / len(rows)) / single),
-        number(float(np.ptp(apart)) * scale),
-        f"{number(over.low * scale)} to {number(over.high * scale)}",
-        number(found.mean(corrupted, "scaled") * by),
-        " to ".join(number(pick(rest), 0) for pick in (min, max)),
-        signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
-        f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
-        difference(together(found, further).row(metric, "gated, element-wise", SOFTMAX), 1, scale),
-        hours(found),
-        f"{sum(one - other < 0.01 for one, other in best)} of {len(best)}",
-    ]
+    return {
+        "images-below": str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
+        "images-detectable": number(detectable * scale),
+        "images-detectable-corrected": number(
+            detectable * scale * minimum_detectable_effect(1.0, 4, alpha=LEVEL / len(rows)) / single
+        ),
+        "images-qk_norm-apart": number(float(np.ptp(apart)) * scale),
+        "images-qk_norm-over-images": f"{number(over.low * scale)} to {number(over.high * scale)}",
+        "images-corrupted-scaled": number(found.mean(corrupted, "scaled") * by),
+        "images-corrupted-rest": " to ".join(number(pick(rest), 0) for pick in (min, max)),
+        "images-corrupted-qk_norm": signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
+        "images-same-sign": f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
+        "images-all-gated": difference(together(found, further).row(metric, "gated, element-wise", SOFTMAX), 1, scale),
+        "images-hours": hours(found),
+        "images-close": f"{sum(one - other < 0.01 for one, other in best)} of {len(best)}",
+    }
 
 
-def _of_text(raw: Raw) -> list[str]:
-    """The numbers of `OF_TEXT`."""
+def _of_text(raw: Raw) -> dict[str, str]:
+    """What it says of the text alone."""
     found, (metric, _, _) = raw.comparison("text", "zoo/text"), SCORES["text"]
     rows = [row for row in found.summary if row.metric == metric and row.pairs]
     against = [row for row in rows if row.reference == SOFTMAX and not row.config.startswith((SOFTMAX, "uniform"))]
@@ -297,20 +251,22 @@ def _of_text(raw: Raw) -> list[str]:
     equal = fmean(math.log(n) for n in range(1, 65))  # rows of a causal window of 64 tokens
     costs = {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs("zoo/text")}
     times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
-    return [
-        number(ahead[0] / ahead[1]),
-        difference(found.row(metric, "uniform", SOFTMAX)),
-        str(sum(row.verdict == "higher" for row in against)),
-        " to ".join(number(pick(after)) for pick in (min, max)),
-        difference(together(found, raw.comparison("text_more", "zoo/text")).row(metric, "dam", "softmax longer")),
-        f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
-        " to ".join(number(pick(times), 0) for pick in (min, max)),
-        hours(found),
-    ]
+    return {
+        "text-ahead": number(ahead[0] / ahead[1]),
+        "text-uniform": difference(found.row(metric, "uniform", SOFTMAX)),
+        "text-worse": str(sum(row.verdict == "higher" for row in against)),
+        "text-above-longer": " to ".join(number(pick(after)) for pick in (min, max)),
+        "text-dam-longer": difference(
+            together(found, raw.comparison("text_more", "zoo/text")).row(metric, "dam", "softmax longer")
+        ),
+        "text-entropies": f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
+        "text-times": " to ".join(number(pick(times), 0) for pick in (min, max)),
+        "text-hours": hours(found),
+    }
 
 
-def _of_all(raw: Raw) -> list[str]:
-    """The numbers of `OF_ALL`: of all seeds, by other controls and by another correction than the tables have."""
+def _of_all(raw: Raw) -> dict[str, str]:
+    """What it says of all seeds, by other controls and by another correction than the tables have."""
     found = {
         part: (raw.comparison(part, f"zoo/{part}"), raw.comparison(f"{part}_more", f"zoo/{part}")) for part in SCORES
     }
@@ -333,17 +289,17 @@ def _of_all(raw: Raw) -> list[str]:
         raise PageError(f"the page says that the intervals of these exclude 0, and that of {wide[0]} does not")
     own = {part: own_family(part, *each) for part, each in found.items()}
     changed = [f"`{row.config}` {row.verdict} than {row.reference}" for rows in own.values() for row in rows[1]]
-    return [
-        f"{above} of {len(mechanisms)}",
-        in_turn(told[each, SOFTMAX] for each in wider),
-        in_turn(told["entmax", each] for each in wider),
-        told["scaled", "softmax longest"],
-        told["qk_norm", "softmax longer"],
-        told["entmax", "softmax longer"],
-        in_turn(f"`{row.config}`" for row in unconfirmed),
-        " and ".join(str(count) for count, _ in own.values()),
-        in_turn(changed),
-    ]
+    return {
+        "images-above": f"{above} of {len(mechanisms)}",
+        "images-wider": in_turn(told[each, SOFTMAX] for each in wider),
+        "images-entmax-wider": in_turn(told["entmax", each] for each in wider),
+        "images-scaled-longest": told["scaled", "softmax longest"],
+        "images-qk_norm-longer": told["qk_norm", "softmax longer"],
+        "images-entmax-longer": told["entmax", "softmax longer"],
+        "text-unconfirmed": in_turn(f"`{row.config}`" for row in unconfirmed),
+        "own": " and ".join(str(count) for count, _ in own.values()),
+        "narrower": in_turn(changed),
+    }
 
 
 def own_family(part: str, first: Comparison, further: Comparison) -> tuple[int, list[SummaryRow]]:

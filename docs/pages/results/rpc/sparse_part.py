@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from docs.pages.cell_tests import NOTHING, Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
+from docs.pages.cell_tests import Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number, signed
@@ -33,7 +33,7 @@ from docs.pages.results.rpc.shared import (
     under_attack,
     with_noises,
 )
-from docs.pages.tables import Table, p_value
+from docs.pages.tables import Table, nothing_yet, p_value
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
@@ -46,8 +46,6 @@ AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "
 AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
 AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
 
-AUTOATTACK_NUMBERS = [f"autoattack-{what}" for what in ("settings", "seeds", "images", "family")]
-AUTOATTACK_NUMBERS += ["flags", "clean-of-attacked"]
 LAST_SHARE = "val/pursuit/sparsity/layer_00/pass_4"
 SUPPORT = "val/attention/effective_support/mean"
 
@@ -157,7 +155,7 @@ def autoattack(raw: Raw) -> Table:
     found, after = autoattack_of(raw), [AUTOATTACK.format(attack=f" after {name}") for name in AFTER]
     heads = ["configuration", "seeds", "ε", "clean", *(f"after {name}" for name in AFTER.values())]
     if found is None:
-        return Table(heads, [[NOTHING, *[""] * (len(heads) - 1)]])
+        return nothing_yet(*heads)
     clean = compare_tests(raw.folder / "autoattack", RECIPE, "clean", CLEAN)
     rows = []
     for config in found.configs:
@@ -195,8 +193,6 @@ def prose(raw: Raw) -> dict[str, str]:
             for name in FILLED
         ),
         "seeds": str(min(row.pairs for row in softmax)),
-        "square": square(raw),
-        **attack_numbers(raw),
         "top1": listed(difference(row, 1, 100) for row in softmax),
         "top1-verdict": by_lam(softmax),
         "top1-images": listed(over_images(images, CLEAN, name, "softmax") for name in FILLED),
@@ -249,12 +245,13 @@ def by_lam(rows: Sequence[SummaryRow]) -> str:
     return "; ".join(each if len(each) == 1 else (f"{row.config.removeprefix('rpc ')}: {row.verdict}" for row in rows))
 
 
-def attack_numbers(raw: Raw) -> dict[str, str]:
+@PAGE.numbers
+def attack_numbers(raw: Raw) -> dict[str, str] | None:
     """What AutoAttack was told, its flags by configuration and eps, and intervals over the attacked images."""
     cells = tested(raw.folder / "autoattack", RECIPE, "attack")
     found = autoattack_of(raw)
     if not cells or found is None:
-        return dict.fromkeys(AUTOATTACK_NUMBERS, NOTHING)
+        return None
     raised: Counter[str] = Counter()
     for each in cells:
         for row in each.rows.values():
@@ -306,7 +303,8 @@ def over_images(cells: Sequence[Tested], metric: str, config: str, reference: st
     return interval(low, high, 1, 100)
 
 
-def square(raw: Raw) -> str:
+@PAGE.numbers
+def square(raw: Raw) -> dict[str, str] | None:
     """What our Square and the library's leave of the same images, of each model that both attacked."""
     texts = []
     for each in tested(raw.folder / "square", RECIPE, "attack"):
@@ -317,7 +315,7 @@ def square(raw: Raw) -> str:
             f"{number(theirs.value * 100)}%; {(left[1] & ~left[0]).sum()} images stand against the library's alone, "
             f"{(left[0] & ~left[1]).sum()} against ours alone"
         )
-    return "; ".join(texts) or NOTHING
+    return {"square": "; ".join(texts)} if texts else None
 
 
 @PAGE.figure("curves.png")
