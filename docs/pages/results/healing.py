@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 
+from docs.pages.errors import check_told
 from docs.pages.figures import Figure
 from docs.pages.numbers import difference, mean_std, number, significant
 from docs.pages.page import Page
@@ -129,7 +130,13 @@ def prose(raw: Raw) -> dict[str, str]:
         return " and ".join(number(100 * vit.mean("test/top1", each)) for each in names)
 
     behind = sorted(-100 * vit.row("test/top1", each, "softmax").difference for each in far[:2])
-    loss = vit.row("test/loss", BEFORE.format("softmax"), "softmax")
+    softmax = BEFORE.format("softmax"), "softmax"
+    loss = vit.row("test/loss", *softmax)
+    check_told(
+        "the budget is too small to tell softmax and sink from the same models before the steps",
+        {vit.row("test/top1", *pair).verdict for pair in (softmax, ("sink", BEFORE.format("sink")))}
+        == {"budget too small"},
+    )
     errors = {each: vit.mean("val/drift/relative_error/mean", each) for each in (*far, "gated")}
     return {
         "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),

@@ -63,6 +63,15 @@ class Bound:
     bound: float
 
 
+@dataclass(frozen=True)
+class Norm:
+    """The spectral norm of the weights that values pass in a layer of a random model."""
+
+    model: str
+    layer: int
+    norm: float
+
+
 def rows(raw: Raw, folder: str) -> list[Row]:
     """Every measurement of a folder."""
     return raw.records(f"{folder}/{report.TABLE}", Row)
@@ -346,13 +355,7 @@ def prose(raw: Raw) -> dict[str, str]:
         mean_at(ascent(300, layer), 100) / mean_at(of_layer(raw, "minilm-adversarial-300", layer), 100)
         for layer in LAYERS
     ]
-    norms = causal_norms()
-    logs = np.log(list(norms)), np.log(list(norms.values()))
-    bert = [fit(of_layer(raw, folder, layer)).slope for folder in list(RANDOM)[:2] for layer in (0, 5, 11)]
-    gpt2 = {(folder, layer): of_layer(raw, folder, layer) for folder in list(RANDOM)[2:] for layer in (0, 5, 11)}
-    ratios = {key: [mean_at(found, n) / norm for n, norm in norms.items()] for key, found in gpt2.items()}
     all_slopes = {layer: [fit(ascent(steps, layer)).slope for steps in STEPS] for layer in LAYERS}
-    spread = max(max(values) / min(values) - 1 for values in ratios.values())
     found = {
         f"text-{name}": " and ".join(slope(fit(of_layer(raw, folder, layer)), 2) for folder in TEXTS)
         for layer, name in LAYERS.items()
@@ -363,19 +366,39 @@ def prose(raw: Raw) -> dict[str, str]:
     return (found | longer(raw)) | {
         "still-growing": f"{sum(late > early for early, late in pairs)} of the {len(pairs)}",
         "times-text": ", ".join(number(each, 0) for each in times),
-        "bert-slopes": f"{number(min(bert), 2)} to {number(max(bert), 2)}",
-        "causal-norms": " to ".join(number(norms[n], 2) for n in (2, 100)),
-        "causal-slope": number(float(np.polyfit(*logs, 1)[0]), 3),
-        "gpt2-slopes": " to ".join(number(pick(fit(each).slope for each in gpt2.values()), 3) for pick in (min, max)),
-        "gpt2-spread": f"{number(100 * spread, 1)}%",
-        "gpt2-norm": " to ".join(
-            number(pick(float(np.mean(each)) for each in ratios.values()), 3) for pick in (min, max)
-        ),
         "radius-first": " to ".join(number(each, 0) for each in ends(alice[0], "radius")),
         "radius-squared": number(growth[0][1] ** 2, 2),
         "constant-first": number(growth[0][0], 2),
         "radius-others": " and ".join(f"{number(100 * (growth[layer][1] - 1), 0)}%" for layer in (2, 5)),
         "constant-others": " and ".join(number(growth[layer][0], 1) for layer in (2, 5)),
+    }
+
+
+@PAGE.numbers
+def of_random_models(raw: Raw) -> dict[str, str]:
+    """Random models beside what uniform attention would have."""
+
+    def least_to_most(values: Iterable[float], digits: int) -> str:
+        found = sorted(values)
+        return f"{number(found[0], digits)} to {number(found[-1], digits)}"
+
+    bert, gpt2 = (
+        {(folder, layer): of_layer(raw, folder, layer) for folder in folders for layer in (0, 5, 11)}
+        for folders in ([*RANDOM][:2], [*RANDOM][2:])
+    )
+    norms = causal_norms()
+    ratios = [[mean_at(found, n) / norm for n, norm in norms.items()] for found in gpt2.values()]
+    weights = raw.records("norms.csv", Norm, grid=("model", "layer"))
+    return {
+        "bert-slopes": least_to_most((fit(each).slope for each in bert.values()), 2),
+        "bert-constants": least_to_most((ends(each, "value")[1] for each in bert.values()), 2),
+        "bert-norms": least_to_most((each.norm for each in weights if each.model == "bert"), 2),
+        "causal-norms": " to ".join(number(norms[n], 2) for n in (2, 100)),
+        "causal-slope": number(float(np.polyfit(np.log([*norms]), np.log([*norms.values()]), 1)[0]), 3),
+        "gpt2-slopes": least_to_most((fit(each).slope for each in gpt2.values()), 3),
+        "gpt2-spread": f"{number(100 * max(max(each) / min(each) - 1 for each in ratios), 1)}%",
+        "gpt2-constants": least_to_most((float(np.mean(each)) for each in ratios), 3),
+        "gpt2-norms": least_to_most((each.norm for each in weights if each.model == "gpt2"), 3),
     }
 
 

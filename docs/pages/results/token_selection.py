@@ -12,6 +12,7 @@ from docs.pages.numbers import at_least, in_turn, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table, cells_of
+from docs.pages.verdicts import by_count
 from lightning_tasks.figures import selection
 
 PAGE = Page("token_selection", "Token selection")
@@ -108,12 +109,12 @@ def claims(raw: Raw) -> list[Claim]:
             f"cosine at least {at_least(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
             f"{at_least(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
             f"survives a saturated softmax; above {COSINE} in {kept} of {len(plain)} runs with plain autograd",
-            f"holds in {reached} of {len(plain)} runs (cosine above {COSINE})",
+            by_count(reached, len(plain), f"runs with a cosine above {COSINE}"),
         ),
         Claim(
             "... and v to the SVM of the selected tokens, where it is learned too",
             f"cosine of v at least {at_least(min(heads), 4)} in {len(heads)} problems",
-            f"holds in {sum(each > COSINE for each in heads)} of {len(heads)} problems (cosine above {COSINE})",
+            by_count(sum(each > COSINE for each in heads), len(heads), f"problems with a cosine above {COSINE}"),
         ),
     ]
 

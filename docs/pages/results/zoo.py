@@ -15,7 +15,7 @@ from statistics import fmean
 
 import numpy as np
 
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, differences_of
 from docs.pages.numbers import difference, in_turn, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
@@ -222,6 +222,20 @@ def _of_images(raw: Raw) -> dict[str, str]:
     detectable = float(np.median([row.detectable for row in rows]))
     single = minimum_detectable_effect(1.0, 4)
     best = [sorted((each.score for each in choice.tried), reverse=True)[:2] for choice in found.choices]
+    at_high_end = [choice.variant for choice in found.choices if choice.chosen == len(choice.tried) - 1]
+    costs = step_times(raw, "images")
+    higher = [(row.config, row.reference) for row in rows if row.verdict == "higher"]
+    both = together(found, further)
+    to_longest = {row.config: row for row in corrected(metric, found, both) if row.reference == LONGER[-1]}
+    check_told(
+        "scaled to softmax widest and qk_norm to softmax alone are higher on the images, over four seeds",
+        higher == [("scaled", "softmax widest"), ("qk_norm", SOFTMAX)],
+    )
+    check_told(
+        "differential is lower than softmax longest over eight seeds, and entmax lower before the correction alone",
+        [to_longest[name].verdict for name in ("differential", "entmax")] == ["lower", "lower, not after correction"],
+    )
+    check_told("softmax has its best rate at the high end on the images", {SOFTMAX, *LONGER} <= {*at_high_end})
     return {
         "images-below": str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
         "images-detectable": number(detectable * scale),
@@ -234,7 +248,10 @@ def _of_images(raw: Raw) -> dict[str, str]:
         "images-corrupted-rest": " to ".join(number(pick(rest), 0) for pick in (min, max)),
         "images-corrupted-qk_norm": signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
         "images-same-sign": f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
-        "images-all-gated": difference(together(found, further).row(metric, "gated, element-wise", SOFTMAX), 1, scale),
+        "images-all-gated": difference(both.row(metric, "gated, element-wise", SOFTMAX), 1, scale),
+        "images-at-high-end": str(sum(not name.startswith((SOFTMAX, "uniform")) for name in at_high_end)),
+        "images-times": " and ".join(number(costs[name]) for name in ("differential", "entmax")),
+        "images-times-after": " and ".join(number(costs[name]) for name in ("entmax", "dam")),
         "images-hours": hours(found),
         "images-close": f"{sum(one - other < 0.01 for one, other in best)} of {len(best)}",
     }
@@ -249,16 +266,21 @@ def _of_text(raw: Raw) -> dict[str, str]:
     ahead = sorted(row.difference for row in against)
     entropy, _ = OTHERS["text"]["entropy, nats"]
     equal = fmean(math.log(n) for n in range(1, 65))  # rows of a causal window of 64 tokens
-    costs = {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs("zoo/text")}
+    costs = step_times(raw, "text")
+    further = raw.comparison("text_more", "zoo/text")
+    chosen = [row for row in corrected(metric, found, together(found, further)) if row.reference == SOFTMAX]
+    chosen = [row for row in chosen if not row.config.startswith(SOFTMAX)]
+    check_told(
+        "all ten mechanisms with further seeds differ from softmax on the texts",
+        len(chosen) == 10 and all(row.verdict in ("lower", "higher") for row in chosen),
+    )
     times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
     return {
         "text-ahead": number(ahead[0] / ahead[1]),
         "text-uniform": difference(found.row(metric, "uniform", SOFTMAX)),
         "text-worse": str(sum(row.verdict == "higher" for row in against)),
         "text-above-longer": " to ".join(number(pick(after)) for pick in (min, max)),
-        "text-dam-longer": difference(
-            together(found, raw.comparison("text_more", "zoo/text")).row(metric, "dam", "softmax longer")
-        ),
+        "text-dam-longer": difference(together(found, further).row(metric, "dam", "softmax longer")),
         "text-entropies": f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
         "text-times": " to ".join(number(pick(times), 0) for pick in (min, max)),
         "text-hours": hours(found),
@@ -310,6 +332,11 @@ def own_family(part: str, first: Comparison, further: Comparison) -> tuple[int, 
     wide = {(row.config, row.reference): row.verdict for row in corrected(metric, first, both)}
     rows = [row for row in narrow.summary if row.metric == metric and row.verdict in ("lower", "higher")]
     return count, [row for row in rows if row.verdict != wide[row.config, row.reference]]
+
+
+def step_times(raw: Raw, part: str) -> dict[str, float]:
+    """The time of a training step to that of softmax, as it was measured afterwards."""
+    return {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs(f"zoo/{part}")}
 
 
 def hours(found: Comparison) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, number, significant
 from docs.pages.page import Claim, Page
@@ -116,6 +116,10 @@ def prose(raw: Raw) -> dict[str, str]:
     free, decay = (found.row(PERPLEXITY, config, "none") for config in (FREE, DECAY))
     held, to_decay, to_free = (to(found, other) for other in ("none", DECAY, FREE))
     entropies = {other: to(found, other, ENTROPY) for other in ("none", DECAY, FREE)}
+    check_told(
+        "entropy is higher than that of none, held at 5 and 20",
+        all(row.verdict == "higher" for row in entropies["none"]),
+    )
     held_to_decay = found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)
     start = found.values(MEAN, "none", 0) * WIDTH
     further = Raw(raw.root, "docs/results/locater").comparison("", "locater/compare_small_vocabulary")

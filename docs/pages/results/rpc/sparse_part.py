@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from docs.pages.cell_tests import Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
@@ -182,12 +182,17 @@ def prose(raw: Raw) -> dict[str, str]:
     gradients = [found.mean("robustness/input_gradient/l2", name) for name in [*FILLED, "softmax"]]
     softmax, twin = to("softmax", found, TOP1), to("rpc without S", found, TOP1)
     images = clean_images(raw)
+    to_symmetric = to("symmetric", found, TOP1)
+    check_told(
+        "to tell RPC from symmetric attention the budget is too small",
+        all(row.verdict == "budget too small" for row in to_symmetric),
+    )
     return {
         "cells": str(len(cells)),
         **of_rules(found),
         **by_corruption(found),
         "symmetric": difference(found.row(TOP1, "symmetric", "softmax"), 1, 100),
-        "to-symmetric": listed(difference(row, 1, 100) for row in to("symmetric", found, TOP1)),
+        "to-symmetric": listed(difference(row, 1, 100) for row in to_symmetric),
         "shares": listed(
             " to ".join(f"{number(pick(found.values(LAST_SHARE, name)) * 100, 0)}%" for pick in (min, max))
             for name in FILLED
