@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attention_modules.analysis import swap_drift
 from lightning_tasks.analyses.drift_report import FIGURE, SUMMARY, TABLE, Row, rows_of, write_report
 from lightning_tasks.analyses.inputs import add_arguments, add_options, mechanism_options, read_inputs
+from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
@@ -37,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("--sequences", type=int, default=16, help="of text, or images (default: %(default)s)")
     parser.add_argument("--length", type=int, default=64, help="of a sequence in tokens (default: %(default)s)")
-    parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
+    parser.add_argument(
+        "--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {MADE_BY}"
+    )
     return parser
 
 
@@ -64,12 +67,15 @@ def main(arguments: Sequence[str]) -> None:
     layers = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.sequences, options.length)
     make_output_folder(options.output)
+    recording = Recording(options.output, "attnswap drift", arguments)
     rows: list[Row] = []
     for mechanism in mechanisms:
         rows += _rows(subject, layers, inputs.values, mechanism, given, options)
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     head = f"{options.model} ({type(subject.model).__name__}, {weights}); {options.data}: {inputs.described}."
-    print(write_report(rows, head, options.output), end="")
+    text = write_report(rows, head, options.output)
+    recording.write()
+    print(text, end="")
 
 
 def _rows(

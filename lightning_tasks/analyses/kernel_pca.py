@@ -43,6 +43,7 @@ from lightning_tasks.analyses.kernel_pca_report import (
     mean_draw,
     write_report,
 )
+from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import Subject, choose_layers
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
@@ -205,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help=f"of both controls; from 2 on with intervals of their means, in {DRAWS} and {INTERVALS} (default: 1)",
     )
-    parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}")
+    parser.add_argument(
+        "--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {MADE_BY}"
+    )
     return parser
 
 
@@ -228,6 +231,7 @@ def main(arguments: Sequence[str]) -> None:
     seen = observe(subject, inputs.values, names)
     refuse_other_maps(seen)
     make_output_folder(options.output)
+    recording = Recording(options.output, "attnswap analyze kernel-pca", arguments)
     weights = described_weights(options)
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__
@@ -249,7 +253,9 @@ def main(arguments: Sequence[str]) -> None:
         failed.append(f"interrupted at layer {name!r}")
     if rows:
         head += "".join(f" Not measured: {each}." for each in failed)
-        print(write_report(rows, head, options.output, drawn if options.draws > 1 else ()), end="")
+        text = write_report(rows, head, options.output, drawn if options.draws > 1 else ())
+        recording.write()
+        print(text, end="")
     if failed:
         kept = len({row.layer for row in rows})
         raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")

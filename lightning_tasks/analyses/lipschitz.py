@@ -36,6 +36,7 @@ from lightning_tasks.analyses.inputs import (
     read_subject,
 )
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
+from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
@@ -214,7 +215,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tol", type=float, default=1e-3, help="relative residual (default: %(default)s)")
     parser.add_argument("--max-iter", type=int, default=50, help="products with J (default: %(default)s)")
-    parser.add_argument("--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {ROWS}")
+    parser.add_argument(
+        "--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {ROWS}, {MADE_BY}"
+    )
     return parser
 
 
@@ -236,7 +239,11 @@ def main(arguments: Sequence[str]) -> None:
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
     make_output_folder(options.output)
-    rows, failures = _run(subject, layers, settings, options.output)
+    recording = Recording(options.output, "attnswap analyze lipschitz", arguments, anew=False)
+    try:
+        rows, failures = _run(subject, layers, settings, options.output)
+    finally:
+        recording.write()
     head = _head(options, subject, layers, inputs.described)
     if not failures:
         print(write_report(rows, head, options.output), end="")

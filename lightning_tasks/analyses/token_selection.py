@@ -18,6 +18,15 @@ from tqdm import tqdm
 
 from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
+from lightning_tasks.analyses.made_by import MADE_BY, Recording
+from lightning_tasks.analyses.token_selection_report import (
+    COLUMNS,
+    PATH_COLUMNS,
+    REGULARIZED,
+    SUMMARY,
+    line,
+    summary,
+)
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.selection import draw_selection
 from lightning_tasks.runs.folder import make_output_folder
@@ -72,11 +81,6 @@ EXPERIMENTS = {
     "released_multi": Experiment("multi", RELEASED_FORMS, released=True),
     "released_joint": Experiment("joint", RELEASED_FORMS, released=True),
 }
-COLUMNS = ("seed", "run", "step", "correlation_p", "correlation_v", "probability", "norm_p")
-PATH_COLUMNS = ("seed", "parameter", "run", "along", "across")
-REGULARIZED = "regularisation path"
-SUMMARY = "summary.md"
-HEADS = ("experiment", "seed", "run", "optimality", "correlation of p", "of v", "probability", "norm of p")
 
 
 @dataclass(frozen=True)
@@ -147,20 +151,17 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
         if not experiment.released:  # the path knows nothing of starts, which decide what is selected there
             paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
     except NotSeparableError as error:
-        return Outcome([_row(name, which, "all", f"nothing to converge to: {error}")])
+        return Outcome([line(name, which, "all", f"nothing to converge to: {error}")])
     except (RuntimeError, ValueError) as error:  # the other problems can still be measured
-        return Outcome([_row(name, which, "all", f"failed: {' '.join(str(error).split())}")])
+        return Outcome([line(name, which, "all", f"failed: {' '.join(str(error).split())}")])
     measures = {run: measure(problem, path, target) for run, path in paths.items()}
     kept = {run: _kept(len(path.p), run) for run, path in paths.items()}
     kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
     lines, rows = [], []
     for run, found in measures.items():
-        last = {key: float(value[-1]) for key, value in found.items()}
-        head = "" if target.v is None else f"{last['correlation_v']:.4f}"
-        numbers = (f"{last['correlation_p']:.4f}", head, f"{last['probability']:.4f}", f"{last['norm_p']:.1f}")
-        lines.append(_row(name, which, run, kind, *numbers))
+        lines.append(line(name, which, run, kind, {key: float(value[-1]) for key, value in found.items()}))
         rows += [
-            {"seed": which, "run": run, "step": radii[step] if run == REGULARIZED else step}
+            {"seed": which, "run": run, "optimality": kind, "step": radii[step] if run == REGULARIZED else step}
             | {key: float(value[step]) for key, value in found.items()}
             for step in kept[run]
         ]
@@ -181,11 +182,6 @@ def _points(paths: Mapping[str, Path], target: Target, kept: Mapping[str, range]
         for run, (along, across) in plane({run: getattr(path, name) for run, path in paths.items()}, direction).items()
         for step in kept[run]
     ]
-
-
-def _row(*cells: object) -> str:
-    width = len(HEADS)
-    return f"| {' | '.join([*map(str, cells), *[''] * (width - len(cells))])} |"
 
 
 def run_experiment(
@@ -217,24 +213,6 @@ def run_experiment(
             drawn = True
 
 
-def summary(lines: Sequence[str], steps: int) -> str:
-    """The rows under their heads, as Markdown."""
-    return "\n".join(
-        [
-            f"After {steps} steps (0.1 along the gradient where nothing else is said) from zero, in the released",
-            "problems from their own starts, float64 where nothing else is said. Correlation: cosine to the max-margin",
-            "direction of the tokens that the first run of the problem selects. Optimality is that of this selection.",
-            "Probability: the least one of a selected token. Norm: ‖p‖, which grows by at most 0.1 per step.",
-            "Regularisation path: ‖p‖ = 100, and ‖v‖ = 100 in joint. Seed: of our problems; or which released one.",
-            "",
-            _row(*HEADS),
-            "|---" * len(HEADS) + "|",
-            *lines,
-            "",
-        ]
-    )
-
-
 def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, list[str]]:
     """Rows of an earlier call's summary by experiment, of any seeds, as each row names its own.
 
@@ -244,7 +222,7 @@ def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, lis
     if not path.is_file():
         return {}
     text, head = path.read_text(encoding="utf-8").splitlines(), summary([], steps).splitlines()
-    found = {name: [line for line in text if line.startswith(f"| {name} |")] for name in EXPERIMENTS}
+    found = {name: [each for each in text if each.startswith(f"| {name} |")] for name in EXPERIMENTS}
     if text[: len(head)] == head:
         return {name: lines for name, lines in found.items() if lines}
     stay = [name for name, lines in found.items() if lines and name not in again]
@@ -266,7 +244,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", allow_abbrev=False, description=__doc__)
     parser.add_argument("--experiment", choices=[*EXPERIMENTS, "all"], default="all", help="default: %(default)s")
     parser.add_argument(
-        "--output", required=True, type=File, help="folder for NAME.csv, NAME_paths.csv, NAME.png, summary.md"
+        "--output",
+        required=True,
+        type=File,
+        help=f"folder for NAME.csv, NAME_paths.csv, NAME.png, {SUMMARY}, {MADE_BY}",
     )
     parser.add_argument("--seeds", type=int, default=3, help="of our problems, 0 to this, each drawn anew (default: 3)")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s, as in the paper")
@@ -277,11 +258,12 @@ def main(arguments: Sequence[str]) -> None:
     make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
     found = earlier_lines(options.output / SUMMARY, options.steps, names)
+    recording = Recording(options.output, "attnswap analyze token-selection", arguments, anew=False)
     done: list[str] = []
 
     def keep(name: str, lines: list[str]) -> None:
         found[name] = lines
-        rows = [line for each in EXPERIMENTS for line in found.get(each, ())]
+        rows = [row for each in EXPERIMENTS for row in found.get(each, ())]
         (options.output / SUMMARY).write_text(summary(rows, options.steps), encoding="utf-8")
         done.append(name)
 
@@ -294,6 +276,8 @@ def main(arguments: Sequence[str]) -> None:
             f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
             f"NAME_paths.csv, {SUMMARY}); the same command would begin anew"
         ) from None
+    finally:
+        recording.write()
     print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")
 
 

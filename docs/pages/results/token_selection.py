@@ -11,21 +11,21 @@ from docs.pages.figures import Figure
 from docs.pages.numbers import at_least, in_turn, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
-from docs.pages.tables import Table, cells_of
+from docs.pages.tables import Table
 from docs.pages.verdicts import by_count
+from lightning_tasks.analyses import token_selection_report as report
 from lightning_tasks.figures import selection
 
 PAGE = Page("token_selection", "Token selection")
 DRAWN, RELEASED = ("single", "multi", "joint"), ("released_single", "released_multi", "released_joint")
+EXPERIMENTS = (*DRAWN, "losses", *RELEASED)
 DIFFERENCE, PLAIN, FLOAT32 = "difference form", "plain autograd", "plain autograd, float32"
-PATH = "regularisation path"
 LOSSES = {
     "logistic": "logistic",
     "exponential": "exponential",
     "linear": "linear, -y f",
     "logistic, steps not normalised": "logistic, plain gradient descent, learning rate 1",
 }
-SUMMARY = "summary.md"
 COSINE = 0.99  # above which a direction counts as that of max-margin
 Measures = dict[str, float]
 
@@ -55,28 +55,22 @@ def problems(raw: Raw, experiment: str) -> list[str]:
 
 
 def optimality(raw: Raw) -> dict[tuple[str, str], str]:
-    """What the analysis said of each selection, which is in its summary alone: by experiment and problem."""
-    lines = [cells_of(line) for line in raw.text(SUMMARY).splitlines() if line.startswith("| ")]
-    return {(cells[0], cells[1]): cells[3] for cells in lines[1:]}
+    """What the analysis said of each selection, by experiment and problem."""
+    return {(name, row["seed"]): row["optimality"] for name in EXPERIMENTS for row in raw.rows(f"{name}.csv")}
 
 
 def summary(raw: Raw) -> str:
-    """The summary that the analysis wrote, with the numbers of the tables."""
-
-    def line(text: str) -> str:
-        cells = cells_of(text)
-        if not text.startswith("| ") or cells[0] == "experiment":
-            return text
-        experiment, problem, run, kind = cells[:4]
-        found = last(raw, experiment, problem, run)
-        head = f"{found['correlation_v']:.4f}" if "joint" in experiment else ""
-        numbers = [f"{found['correlation_p']:.4f}", head, f"{found['probability']:.4f}", f"{found['norm_p']:.1f}"]
-        return f"| {' | '.join([experiment, problem, run, kind, *numbers])} |"
-
-    return "\n".join(map(line, raw.text(SUMMARY).split("\n")))
+    """The summary that the analysis writes."""
+    kinds = optimality(raw)
+    lines = [
+        report.line(name, problem, run, kinds[name, problem], last(raw, name, problem, run))
+        for name in EXPERIMENTS
+        for problem, run in runs(raw, name)
+    ]
+    return report.summary(lines, int(max(runs(raw, DRAWN[0])["0", DIFFERENCE])))
 
 
-PAGE.texts[SUMMARY] = summary
+PAGE.texts[report.SUMMARY] = summary
 
 
 def cosines(raw: Raw, experiments: tuple[str, ...], run: str) -> list[float]:
@@ -124,7 +118,9 @@ def forms(raw: Raw) -> Table:
     rows = []
     for experiment in DRAWN:
         for problem in problems(raw, experiment):
-            difference, plain, path = (last(raw, experiment, problem, run) for run in (DIFFERENCE, PLAIN, PATH))
+            difference, plain, path = (
+                last(raw, experiment, problem, run) for run in (DIFFERENCE, PLAIN, report.REGULARIZED)
+            )
             directions = [number(each["correlation_p"], 4) for each in (difference, plain, path)]
             norms = [number(each["norm_p"]) for each in (difference, plain)]
             head = number(difference["correlation_v"], 4) if experiment == "joint" else ""
@@ -271,6 +267,7 @@ class Measured:
 
     seed: str
     run: str
+    optimality: str
     step: float
     correlation_p: float
     correlation_v: float
@@ -305,10 +302,10 @@ def figure(experiment: str, raw: Raw) -> Figure:
     points = [vars(each) for each in paths]
 
     def draw(path: Path) -> None:
-        selection.draw_selection(rows, points, PATH).savefig(path, dpi=110, format="png")
+        selection.draw_selection(rows, points, report.REGULARIZED).savefig(path, dpi=110, format="png")
 
     return Figure(draw, [rows, points], selection)
 
 
-for name in (*DRAWN, "losses", *RELEASED):
+for name in EXPERIMENTS:
     PAGE.figure(f"{name}.png")(partial(figure, name))
