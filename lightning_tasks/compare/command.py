@@ -143,7 +143,7 @@ class Comparison:
 
     def write_record(self, failed: Collection[Cell] = ()) -> None:
         """Write `comparison.json`."""
-        given = self.metrics, self.shown_references, failed, self.shown_choices, self.endpoints
+        given = self.metrics, self.shown_references, failed, self.shown_choices, self.endpoints, self.selection
         write_record(record_of(self.cells, *given), self.output)
 
     def write_tables(self) -> list[SummaryRow] | None:

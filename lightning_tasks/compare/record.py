@@ -80,6 +80,7 @@ class Record:
         environments: the different ones in which finished cells ran.
         comparisons: how many differences were asked for of each metric, also between variants that are not here; 0
             where an earlier version wrote the record.
+        selection: the cells by which values are chosen; their variants are named by what each tries.
     """
 
     variants: list[VariantRecord]
@@ -93,6 +94,7 @@ class Record:
     margins: dict[str, float] = field(default_factory=dict)
     environments: list[Environment] = field(default_factory=list)
     comparisons: int = 0
+    selection: list[CellRecord] = field(default_factory=list)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -112,33 +114,34 @@ def record_of(
     failed: Collection[Cell] = (),
     choices: Sequence[Choice] = (),
     endpoints: Endpoints | None = None,
+    selection: Sequence[Cell] = (),
 ) -> Record:
     """What is known now of a comparison of these cells; ``failed`` are those that the command ran in vain."""
     variants = {cell.name: cell for cell in cells}
     known = [*cells, *finished_before(variants.values(), cells)]
-    ran_in = {cell: found for cell in known if (found := environment_of(cell)) is not None}
+    ran_in = {cell: found for cell in (*known, *selection) if (found := environment_of(cell)) is not None}
     environments: list[Environment] = []
     for each in ran_in.values():
         if each not in environments:
             environments.append(each)
+
+    def recorded(cell: Cell) -> CellRecord:
+        place = environments.index(ran_in[cell]) if cell in ran_in else -1
+        return replace(_cell_record(cell, cell in failed), environment=place)
+
     return Record(
         [VariantRecord(each.name, _base(each), [*each.overrides], each.test) for each in variants.values()],
         {name: [*others] for name, others in references.items()},
         [*metrics],
         list(dict.fromkeys(cell.seed for cell in cells)),
-        [
-            replace(
-                _cell_record(cell, cell in failed),
-                environment=environments.index(ran_in[cell]) if cell in ran_in else -1,
-            )
-            for cell in known
-        ],
+        [*map(recorded, known)],
         this_environment().versions,
         [*choices],
         endpoints.primary if endpoints else "",
         dict(endpoints.margins) if endpoints else {},
         environments,
         endpoints.comparisons if endpoints else 0,
+        [*map(recorded, selection)],
     )
 
 
@@ -199,12 +202,14 @@ def _checked(given: Any) -> Record:
         {text_of(name): _margin(value) for name, value in of_kind(given.get("margins", {}), dict).items()},
         [parse_environment(each) for each in list_of(given.get("environments", []), dict)],
         _count(given.get("comparisons", 0)),
+        [_cell(each) for each in list_of(given.get("selection", []), dict)],
     )
-    names, cells = set(found.configs), {(cell.variant, cell.seed) for cell in found.cells}
-    if len(names) < len(found.variants) or len(cells) < len(found.cells):
-        raise ValueError("a variant or a cell is there twice")
-    if strange_place := [cell for cell in found.cells if not -1 <= cell.environment < len(found.environments)]:
-        raise ValueError(f"a cell ran in environment {strange_place[0].environment}, of {len(found.environments)}")
+    names = set(found.configs)
+    for cells in (found.cells, found.selection):
+        if len(names) < len(found.variants) or len({(cell.variant, cell.seed) for cell in cells}) < len(cells):
+            raise ValueError("a variant or a cell is there twice")
+        if strange_place := [cell for cell in cells if not -1 <= cell.environment < len(found.environments)]:
+            raise ValueError(f"a cell ran in environment {strange_place[0].environment}, of {len(found.environments)}")
     if strange := {*found.references, *(other for others in found.references.values() for other in others)} - names:
         raise ValueError(f"references has {min(strange)!r}, which is none of the variants")
     if strange := {cell.variant for cell in found.cells} - names:

@@ -59,7 +59,9 @@ def test_the_record_says_what_was_asked_and_what_became_of_it(planned, tmp_path)
     finish(planned[0], 1.0)
     finish(planned[1], float("nan"))
     said = Endpoints("val/loss", {"val/loss": 0.1})
-    record = record_of(planned, ["val/loss"], {"a": ["b"]}, [planned[2]], endpoints=said)
+    tried = [replace(planned[0], name=f"z rate={rate}", seed=7, place="selection") for rate in (1, 2)]
+    finish(tried[0], 1.0, environment=RAN_IN)
+    record = record_of(planned, ["val/loss"], {"a": ["b"]}, [planned[2]], endpoints=said, selection=tried)
     write_record(record, tmp_path / "out")
     assert read_record(tmp_path / "out") == record
     assert [asdict(variant) for variant in record.variants[:1]] == [
@@ -73,6 +75,10 @@ def test_the_record_says_what_was_asked_and_what_became_of_it(planned, tmp_path)
     first, diverged = record.cells[:2]
     assert (first.seconds, first.initial_weights, first.training_data) == (1.5, "weights 0", "data 0")
     assert (first.diverged, diverged.diverged) == ("", "val/loss is nan at step 5")
+    chose, waits = record.selection
+    assert (chose.variant, chose.seed, chose.state, chose.initial_weights) == ("z rate=1", 7, "finished", "weights 7")
+    assert record.environments[chose.environment].hardware == RAN_IN["hardware"]
+    assert (waits.state, waits.environment) == ("waiting", -1)
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
@@ -200,8 +206,10 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": 10**400}]}]}, "10+ is too large for a float"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": "x"}]}]}, "'x' is str, and float or int is needed"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "diverged": "it"}]}]}, "chosen is 0, which diverged"),
+        ({"selection": GOOD["cells"] * 2}, "a variant or a cell is there twice"),
+        ({"selection": [{**GOOD["cells"][0], "environment": 3}]}, "a cell ran in environment 3, of 0"),
     ],
-    ids=range(23),
+    ids=range(25),
 )
 def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
     text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 
 import pytest
 import yaml
@@ -301,6 +302,9 @@ def test_the_command_chooses_first_and_says_what(searched, tmp_path, capsys):
         best = min((value, name) for name, value in tried.items() if math.isfinite(value))[1]
         variant = next(each for each in record.variants if each.name == choice.variant)
         assert variant.overrides[-1] == choice.tried[choice.chosen].overrides[0] == best
+    assert Counter(cell.state for cell in record.selection) == {"finished": 5, "failed": 2}
+    ran = [cell for cell in record.selection if cell.state == "finished"]
+    assert all(cell.seed == 7 and cell.initial_weights and cell.environment == 0 for cell in ran)
     states = {(cell.variant, cell.seed): cell.state for cell in record.cells}
     assert states == {
         (name, seed): "waiting" if name == "broken" else "finished" for name in variants for seed in (0, 1)
