@@ -36,6 +36,12 @@ def significant(value: float, digits: int = 3) -> str:
     return number(round(value, places), max(0, places))
 
 
+def least_to_most(values: Iterable[float], digits: int = 1) -> str:
+    """`0.1 to 0.3`, of the least and the largest; one number where they are written alike."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys(number(each, digits) for each in (found[0], found[-1])))
+
+
 def interval(low: float, high: float, digits: int = 1, scale: float = 1.0) -> str:
     """[low, high] with their signs."""
     return f"[{signed(low * scale, digits)}, {signed(high * scale, digits)}]"

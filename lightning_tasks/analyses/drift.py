@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: arguments that the parser refuses.
     """
     options = _parser().parse_args(list(arguments))
+    recording = Recording("attnswap drift", arguments)
     for name in ("sequences", "length"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -67,14 +68,13 @@ def main(arguments: Sequence[str]) -> None:
     layers = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.sequences, options.length)
     make_output_folder(options.output)
-    recording = Recording(options.output, "attnswap drift", arguments)
     rows: list[Row] = []
     for mechanism in mechanisms:
         rows += _rows(subject, layers, inputs.values, mechanism, given, options)
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     head = f"{options.model} ({type(subject.model).__name__}, {weights}); {options.data}: {inputs.described}."
     text = write_report(rows, head, options.output)
-    recording.write()
+    recording.write(options.output, anew=True)
     print(text, end="")
 
 

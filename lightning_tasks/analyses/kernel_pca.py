@@ -222,6 +222,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: arguments that the parser refuses.
     """
     options = _parser().parse_args(list(arguments))
+    recording = Recording("attnswap analyze kernel-pca", arguments)
     for name, least in (("samples", 1), ("length", 2), ("draws", 1)):
         if getattr(options, name) < least:
             raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
@@ -231,7 +232,6 @@ def main(arguments: Sequence[str]) -> None:
     seen = observe(subject, inputs.values, names)
     refuse_other_maps(seen)
     make_output_folder(options.output)
-    recording = Recording(options.output, "attnswap analyze kernel-pca", arguments)
     weights = described_weights(options)
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str]) -> None:
     if rows:
         head += "".join(f" Not measured: {each}." for each in failed)
         text = write_report(rows, head, options.output, drawn if options.draws > 1 else ())
-        recording.write()
+        recording.write(options.output, anew=True)
         print(text, end="")
     if failed:
         kept = len({row.layer for row in rows})

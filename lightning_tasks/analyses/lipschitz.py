@@ -36,7 +36,7 @@ from lightning_tasks.analyses.inputs import (
     read_subject,
 )
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
-from lightning_tasks.analyses.made_by import MADE_BY, Recording
+from lightning_tasks.analyses.made_by import MADE_BY, Recording, read_made_by
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import make_output_folder
@@ -231,6 +231,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: arguments that the parser refuses.
     """
     options = _parser().parse_args(list(arguments))
+    recording = Recording("attnswap analyze lipschitz", arguments)
     _check(options)
     lengths = parse_lengths(options.lengths)
     subject = read_subject(options)
@@ -239,11 +240,8 @@ def main(arguments: Sequence[str]) -> None:
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
     make_output_folder(options.output)
-    recording = Recording(options.output, "attnswap analyze lipschitz", arguments, anew=False)
-    try:
-        rows, failures = _run(subject, layers, settings, options.output)
-    finally:
-        recording.write()
+    read_made_by(options.output)  # a damaged one is refused before anything is measured
+    rows, failures = _run(subject, layers, settings, options.output, recording)
     head = _head(options, subject, layers, inputs.described)
     if not failures:
         print(write_report(rows, head, options.output), end="")
@@ -277,7 +275,7 @@ def _refuse_surrogates(layers: Sequence[Layer]) -> None:
 
 
 def _run(
-    subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path
+    subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path, recording: Recording
 ) -> tuple[list[Row], list[Failure]]:
     """All rows, and what failed; the rows that there are when the run is killed are in the table."""
     failures: list[Failure] = []
@@ -292,6 +290,7 @@ def _run(
         kept[:] = rows
         if rows:
             write_table(rows, output / TABLE)
+            recording.write(output)
 
     try:
         return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz"), failures

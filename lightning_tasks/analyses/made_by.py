@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class MadeBy:
 
     Args:
         command: as a shell takes it.
-        seconds: how long it took, until it was interrupted where it was.
+        seconds: from the beginning of the command until it last wrote its tables.
         environment: where it ran.
     """
 
@@ -35,33 +36,39 @@ class MadeBy:
 
 
 class Recording:
-    """The run of a command that writes tables, from its beginning on.
+    """A run of a command that writes tables. Its time begins here, and its code is that of now.
 
     Args:
-        folder: that of the tables.
         command: the words before the arguments.
         arguments: those of the command.
-        anew: whether the tables are written anew; otherwise what earlier runs kept stays, and this one is added.
-
-    Raises:
-        UsageError: what is there of earlier runs is damaged.
     """
 
-    def __init__(self, folder: Path, command: str, arguments: Sequence[str], anew: bool = True) -> None:
-        self._folder = folder
-        self._command = join([*command.split(), *arguments])
-        self._earlier = [] if anew else read_made_by(folder)
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+        text = join([*command.split(), *arguments])
+        self._command = text.encode("utf-8", "backslashreplace").decode()  # a path may be of other bytes
+        self._environment = this_environment()
         self._started = time.monotonic()
+        self._written: MadeBy | None = None
 
-    def write(self) -> None:
-        """Keep it beside the tables, once they are written."""
-        this = MadeBy(self._command, round(time.monotonic() - self._started, 1), this_environment())
-        with written_whole(self._folder / MADE_BY) as partial:
-            partial.write_text(json.dumps([asdict(each) for each in (*self._earlier, this)], indent=1), "utf-8")
+    def write(self, folder: Path, anew: bool = False) -> None:
+        """Keep this run in the folder of its tables, each time that they are written.
+
+        Args:
+            folder: that of the tables.
+            anew: whether nothing of earlier runs is left there; otherwise they stay in the list.
+
+        Raises:
+            UsageError: what is there of earlier runs is damaged.
+        """
+        this = MadeBy(self._command, round(time.monotonic() - self._started, 1), self._environment)
+        others = [] if anew else [each for each in read_made_by(folder) if each != self._written]
+        with written_whole(folder / MADE_BY) as partial:
+            partial.write_text(json.dumps([asdict(each) for each in (*others, this)], indent=1), "utf-8")
+        self._written = this
 
 
 def read_made_by(folder: Path) -> list[MadeBy]:
-    """The runs that wrote the tables of a folder, the oldest first; none where none was kept.
+    """The runs that wrote tables of a folder, the oldest first, and which later ones may have replaced.
 
     Raises:
         UsageError: the file is damaged, too large, or a link out of the folder.
@@ -77,4 +84,7 @@ def read_made_by(folder: Path) -> list[MadeBy]:
 
 
 def _parsed(given: dict[str, Any]) -> MadeBy:
-    return MadeBy(text_of(given["command"]), number_of(given["seconds"]), parse_environment(given["environment"]))
+    seconds = number_of(given["seconds"])
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds is {seconds}")
+    return MadeBy(text_of(given["command"]), seconds, parse_environment(given["environment"]))

@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from attention_modules.analysis import NotSeparableError, locally_optimal, max_margin_direction, max_margin_head
 from lightning_tasks.analyses.descent import Path, gradient_path, regularization_path
-from lightning_tasks.analyses.made_by import MADE_BY, Recording
+from lightning_tasks.analyses.made_by import MADE_BY, Recording, read_made_by
 from lightning_tasks.analyses.token_selection_report import (
     COLUMNS,
     PATH_COLUMNS,
     REGULARIZED,
     SUMMARY,
+    UNSOLVED,
     line,
     summary,
 )
@@ -151,9 +152,9 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
         if not experiment.released:  # the path knows nothing of starts, which decide what is selected there
             paths[REGULARIZED] = regularization_path(problem, radii, joint=joint)
     except NotSeparableError as error:
-        return Outcome([line(name, which, "all", f"nothing to converge to: {error}")])
+        return Outcome([line(name, which, UNSOLVED, f"nothing to converge to: {error}")])
     except (RuntimeError, ValueError) as error:  # the other problems can still be measured
-        return Outcome([line(name, which, "all", f"failed: {' '.join(str(error).split())}")])
+        return Outcome([line(name, which, UNSOLVED, f"failed: {' '.join(str(error).split())}")])
     measures = {run: measure(problem, path, target) for run, path in paths.items()}
     kept = {run: _kept(len(path.p), run) for run, path in paths.items()}
     kind = "global" if target.globally_optimal else "local" if target.locally_optimal else "neither"
@@ -168,12 +169,12 @@ def run_problem(name: str, which: str, make: Callable[[], TokenProblem], steps: 
     return Outcome(lines, rows, [{"seed": which} | row for row in _points(paths, target, kept)])
 
 
-def _kept(count: int, run: str) -> range:
-    """Of so many points, those that are kept: a hundred or two, and all of a regularization path."""
-    return range(0, count, 1 if run == REGULARIZED else max(1, (count - 1) // 100))
+def _kept(count: int, run: str) -> list[int]:
+    """Of so many points, those that are kept: a hundred or two and the last, and all of a regularization path."""
+    return sorted({*range(0, count, 1 if run == REGULARIZED else max(1, (count - 1) // 100)), count - 1})
 
 
-def _points(paths: Mapping[str, Path], target: Target, kept: Mapping[str, range]) -> list[dict[str, Any]]:
+def _points(paths: Mapping[str, Path], target: Target, kept: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
     """Where p (and v) went, in the plane of the figure."""
     directions = {"p": target.p} if target.v is None else {"p": target.p, "v": target.v}
     return [
@@ -252,19 +253,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of our problems, 0 to this, each drawn anew (default: 3)")
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s, as in the paper")
     options = parser.parse_args(list(arguments))
+    recording = Recording("attnswap analyze token-selection", arguments)
     for option in ("seeds", "steps"):
         if getattr(options, option) < 1:
             raise UsageError(f"--{option} must be at least 1, got {getattr(options, option)}")
     make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
     found = earlier_lines(options.output / SUMMARY, options.steps, names)
-    recording = Recording(options.output, "attnswap analyze token-selection", arguments, anew=False)
+    read_made_by(options.output)  # a damaged one is refused before anything runs
     done: list[str] = []
 
     def keep(name: str, lines: list[str]) -> None:
         found[name] = lines
         rows = [row for each in EXPERIMENTS for row in found.get(each, ())]
         (options.output / SUMMARY).write_text(summary(rows, options.steps), encoding="utf-8")
+        recording.write(options.output)
         done.append(name)
 
     try:
@@ -276,8 +279,6 @@ def main(arguments: Sequence[str]) -> None:
             f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
             f"NAME_paths.csv, {SUMMARY}); the same command would begin anew"
         ) from None
-    finally:
-        recording.write()
     print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")
 
 

@@ -10,11 +10,12 @@ SUMMARY = "summary.md"
 COLUMNS = ("seed", "run", "optimality", "step", "correlation_p", "correlation_v", "probability", "norm_p")
 PATH_COLUMNS = ("seed", "parameter", "run", "along", "across")
 REGULARIZED = "regularisation path"
+UNSOLVED = "all"  # in the place of a run, of a problem for which nothing was measured
 HEADS = ("experiment", "seed", "run", "optimality", "correlation of p", "of v", "probability", "norm of p")
 
 
 def line(experiment: str, problem: str, run: str, optimality: str, measured: Mapping[str, float] | None = None) -> str:
-    """A row of the summary; `measured` is what the last row of a run has, None where nothing was."""
+    """A row of the summary; `measured` is what the last row of the run has, None where nothing was measured."""
     cells = [experiment, problem, run, optimality]
     if measured is not None:
         head = measured["correlation_v"]

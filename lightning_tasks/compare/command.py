@@ -143,7 +143,9 @@ class Comparison:
 
     def write_record(self, failed: Collection[Cell] = ()) -> None:
         """Write `comparison.json`."""
-        given = self.metrics, self.shown_references, failed, self.shown_choices, self.endpoints, self.selection
+        asked = self.to_select
+        selection = [cell for cell in self.selection if cell in asked or cell.is_finished()]
+        given = self.metrics, self.shown_references, failed, self.shown_choices, self.endpoints, selection
         write_record(record_of(self.cells, *given), self.output)
 
     def write_tables(self) -> list[SummaryRow] | None:
@@ -192,11 +194,11 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     try:
         if comparison.to_select:
             failures += run_cells(comparison.to_select, jobs)
-            comparison.write_record()
+            comparison.write_record([cell for cell, _ in failures])
         failures += run_cells(comparison.to_run, jobs)
     except KeyboardInterrupt:
         comparison.write_tables()
-        comparison.write_record()
+        comparison.write_record([cell for cell, _ in failures])
         cells = [*comparison.to_select, *comparison.cells]
         finished = sum(cell.is_finished() for cell in cells)
         print(f"interrupted: {finished} of {len(cells)} cells are finished; the same command goes on", file=sys.stderr)

@@ -205,9 +205,11 @@ def _checked(given: Any) -> Record:
         [_cell(each) for each in list_of(given.get("selection", []), dict)],
     )
     names = set(found.configs)
-    for cells in (found.cells, found.selection):
-        if len(names) < len(found.variants) or len({(cell.variant, cell.seed) for cell in cells}) < len(cells):
-            raise ValueError("a variant or a cell is there twice")
+    if len(names) < len(found.variants):
+        raise ValueError("a variant is there twice")
+    for what, cells in {"cells": found.cells, "selection": found.selection}.items():
+        if len({(cell.variant, cell.seed) for cell in cells}) < len(cells):
+            raise ValueError(f"{what} has a cell twice")
         if strange_place := [cell for cell in cells if not -1 <= cell.environment < len(found.environments)]:
             raise ValueError(f"a cell ran in environment {strange_place[0].environment}, of {len(found.environments)}")
     if strange := {*found.references, *(other for others in found.references.values() for other in others)} - names:

@@ -16,7 +16,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.rows import CRASHED, OK, LeftOutError, Rows
 from docs.pages.__main__ import main as pages
-from docs.pages.results.gpu import NOTHING
+from docs.pages.tables import NOTHING
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -100,6 +100,10 @@ def test_what_a_recipe_asks_for_is_corrected_for_before_it_has_run(toy):
     assert found.row("test/top1", "rpc", "softmax").family == 7
     (said,) = found.remarks["Environments"]
     assert said.endswith("different commits: 0000000000; 1111111111")
+    chose = CellRecord("rpc lr=1", 7, state=FINISHED, environment=1)
+    cells = [CellRecord(name, seed, state=FINISHED, environment=0) for name in ("softmax", "rpc") for seed in range(4)]
+    write_record(replace(record, cells=cells, selection=[chose]), raw.folder)
+    assert page.raw(root).comparison("", "compare.yaml").remarks["Environments"] == [], "the table is of one commit"
 
 
 def test_further_seeds_are_corrected_for_all_among_which_the_first_seeds_chose(tmp_path):

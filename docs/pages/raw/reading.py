@@ -110,10 +110,16 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
             endpoints = replace(endpoints, primary=asked["primary"], margins=asked["margins"])
         if "comparisons" in asked:
             endpoints = replace(endpoints, comparisons=asked["comparisons"])
-        environments = [parse_environment(each) for each in asked.get("environments", [])]
+        # Those of the selection alone come last, and are not the table's.
+        ran, chose = ({each.get("environment", -1) for each in asked.get(key, ())} for key in ("cells", "selection"))
+        environments = [
+            parse_environment(each)
+            for place, each in enumerate(asked.get("environments", []))
+            if place not in chose - ran
+        ]
         said = asked["metrics"], asked["references"], endpoints
         return Comparison(rows, *said, configs, choices, asked["cells"], images, environments)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise PageError(f"{folder / COMPARISON} is damaged ({type(error).__name__}: {error})") from error
 
 

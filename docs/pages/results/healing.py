@@ -159,12 +159,13 @@ def runs(raw: Raw) -> dict[str, str]:
     before, fits = (
         [second / 60 for second in vit.seconds(*names)] for names in (map(BEFORE.format, healed(vit)), healed(vit))
     )
-    uncommitted = sum(minilm.environments[cell["environment"]].modified for cell in minilm.cells)
+    ran_in = [minilm.environments[cell["environment"]] for cell in minilm.cells if cell["environment"] >= 0]
+    uncommitted = sum(each.modified for each in ran_in)
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
         "fits": f"{len(fits)} runs of {' to '.join(number(pick(fits)) for pick in (min, max))} minutes",
         "tests": f"{len(before)} of {' to '.join(number(60 * pick(before), 0) for pick in (min, max))} seconds",
-        "uncommitted": f"{uncommitted} of the encoder's {len(minilm.cells)} runs",
+        "uncommitted": f"{uncommitted} of the encoder's {len(ran_in)} runs",
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure
-from docs.pages.numbers import in_turn, number, signed, significant
+from docs.pages.numbers import in_turn, least_to_most, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
@@ -377,10 +377,6 @@ def prose(raw: Raw) -> dict[str, str]:
 @PAGE.numbers
 def of_random_models(raw: Raw) -> dict[str, str]:
     """Random models beside what uniform attention would have."""
-
-    def least_to_most(values: Iterable[float], digits: int) -> str:
-        found = sorted(values)
-        return f"{number(found[0], digits)} to {number(found[-1], digits)}"
 
     bert, gpt2 = (
         {(folder, layer): of_layer(raw, folder, layer) for folder in folders for layer in (0, 5, 11)}

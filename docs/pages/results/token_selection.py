@@ -8,7 +8,7 @@ from pathlib import Path
 
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure
-from docs.pages.numbers import at_least, in_turn, number
+from docs.pages.numbers import at_least, in_turn, least_to_most, number
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
@@ -60,7 +60,15 @@ def optimality(raw: Raw) -> dict[tuple[str, str], str]:
 
 
 def summary(raw: Raw) -> str:
-    """The summary that the analysis writes."""
+    """The summary that the analysis writes.
+
+    Raises:
+        PageError: the one that is there has a problem that was not solved, of which no table has rows.
+    """
+    if unsolved := [each for each in raw.text(report.SUMMARY).splitlines() if f" | {report.UNSOLVED} | " in each]:
+        raise PageError(
+            f"{report.SUMMARY} has a problem that was not solved, which the page does not tell: {unsolved[0]}"
+        )
     kinds = optimality(raw)
     lines = [
         report.line(name, problem, run, kinds[name, problem], last(raw, name, problem, run))
@@ -80,11 +88,6 @@ def cosines(raw: Raw, experiments: tuple[str, ...], run: str) -> list[float]:
         for experiment in experiments
         for problem in problems(raw, experiment)
     ]
-
-
-def least_to_most(values: list[float], digits: int) -> str:
-    low, high = number(min(values), digits), number(max(values), digits)
-    return low if low == high else f"{low} to {high}"
 
 
 @PAGE.claims

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from attention_modules.hosts.base import PLAN
 from lightning_tasks.__main__ import main
+from lightning_tasks.analyses.made_by import read_made_by
 
 
 @pytest.fixture
@@ -40,6 +41,8 @@ def test_each_layer_and_all_together(tiny, tmp_path, capsys):
     assert "## symmetric" in summary
     assert "Not swapped alone: " in summary
     assert (tmp_path / "drift.png").read_bytes()[:4] == b"\x89PNG"
+    (made,) = read_made_by(tmp_path)
+    assert made.command.startswith("attnswap drift --model ")
 
 
 def test_options_and_layers(tiny, tmp_path):

@@ -15,6 +15,7 @@ from transformers import BertModel, GPT2Config
 from attention_modules.analysis import compare_values, kernel_pca, projection_loss
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses.kernel_pca import observe, refuse_other_maps
+from lightning_tasks.analyses.made_by import read_made_by
 from lightning_tasks.analyses.subjects import load_subject, with_mechanism
 
 
@@ -31,6 +32,8 @@ def test_rows_of_a_text_model(bert, texts, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "summary.md").read_text()
     assert (tmp_path / "kernel_pca.png").stat().st_size > 10_000
+    (made,) = read_made_by(tmp_path)
+    assert made.command.startswith("attnswap analyze kernel-pca --output ")
     # By hand, of the second head of the second layer on the first sample.
     words = (texts / "gutenberg" / "carroll-alice.txt").read_text().split()[:16]
     ids = torch.tensor([[1 + int(word.removeprefix("word")) for word in words]])

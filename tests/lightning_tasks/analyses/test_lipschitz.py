@@ -21,6 +21,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
 from lightning_tasks.analyses.lipschitz import parse_lengths
 from lightning_tasks.analyses.lipschitz_report import fit_slope
+from lightning_tasks.analyses.made_by import read_made_by
 from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.errors import UsageError
 from tests.lightning_tasks.twins import twin
@@ -138,8 +139,10 @@ def test_a_killed_run_goes_on_and_stale_rows_are_not_used(tmp_path, tiny, monkey
         analyze(tmp_path / "cut", *tiny)
     assert "interrupted: 9 rows are kept" in capsys.readouterr().err
     assert len(table(tmp_path / "cut")) == 3 * 3
+    assert len(read_made_by(tmp_path / "cut")) == 1
     measured()
     rows = analyze(tmp_path / "cut", *tiny)
+    assert len(read_made_by(tmp_path / "cut")) == 2  # its rows are of both
     assert measured() == 3
     assert [{**row, "seconds": ""} for row in rows] == [{**row, "seconds": ""} for row in whole]
     analyze(tmp_path / "cut", *tiny[:-2], "--lengths", "2,4")
@@ -185,7 +188,7 @@ def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         analyze(tmp_path / "long", "--model", "test_vit", "--random", *few[:-1], "2,5000")
     assert re.search("is given [0-9]+ tokens, 5000 were asked for: give shorter --lengths", capsys.readouterr().err)
-    assert not (tmp_path / "long" / "rows.jsonl").exists()
+    assert not any((tmp_path / "long").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -10,34 +10,48 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.environment import this_environment
 
 
-def test_a_run_is_kept_and_earlier_ones_if_asked(tmp_path):
+def test_a_run_is_kept_each_time_that_it_writes_and_earlier_ones_stay(tmp_path):
     assert read_made_by(tmp_path) == []
-    for arguments, anew, count in (("a b", True, 1), ("c", False, 2), ("d", True, 1)):
-        recording = Recording(tmp_path, "attnswap drift", ["--model", arguments], anew)
-        assert len(read_made_by(tmp_path)) == (2 if arguments == "d" else count - 1), "not before it is written"
-        recording.write()
-        found = read_made_by(tmp_path)
-        assert len(found) == count
-    (last,) = found
-    assert last.command == "attnswap drift --model d"
-    assert 0 <= last.seconds < 60
-    assert last.environment == this_environment()
+    first = Recording("attnswap drift", ["--model", "a b"])
+    first.write(tmp_path)
+    first.write(tmp_path)
+    (kept,) = read_made_by(tmp_path)
+    assert kept.command == "attnswap drift --model 'a b'"
+    assert 0 <= kept.seconds < 60
+    assert kept.environment == this_environment()
+    second = Recording("attnswap drift", ["--model", "c"])
+    second.write(tmp_path)
+    first.write(tmp_path)  # of two runs in one folder none loses the other's
+    assert sorted(each.command[-1] for each in read_made_by(tmp_path)) == ["'", "c"]
+    second.write(tmp_path, anew=True)
+    assert [each.command for each in read_made_by(tmp_path)] == ["attnswap drift --model c"]
 
 
-def test_an_argument_with_spaces_is_one(tmp_path):
-    Recording(tmp_path, "attnswap drift", ["--options", "{iterations: 2}"]).write()
-    assert read_made_by(tmp_path)[0].command == "attnswap drift --options '{iterations: 2}'"
+def test_a_path_that_is_no_text_is_kept_as_one_that_can_be_read(tmp_path):
+    Recording("attnswap drift", ["--output", "caf\udce9"]).write(tmp_path)
+    assert read_made_by(tmp_path)[0].command == "attnswap drift --output 'caf\\udce9'"
+    Recording("attnswap drift", []).write(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[1]", '[{"command": "a"}]', '[{"command": 1, "seconds": 1, "environment": {}}]', "[" * 100_000],
+    [
+        *("", "{}", "[1]", '[{"command": "a"}]', '[{"command": 1, "seconds": 1, "environment": {}}]', "[" * 100_000),
+        '[{"command": "a", "seconds": 1e999, "environment": {}}]',
+    ],
+    ids=range(7),
 )
-def test_a_damaged_file_is_refused_before_anything_runs(tmp_path, text):
+def test_a_damaged_file_is_refused_before_anything_runs(tmp_path, text, capsys):
     (tmp_path / MADE_BY).write_text(text)
     with pytest.raises(UsageError, match=r"made_by\.json is damaged .*; delete it"):
-        Recording(tmp_path, "attnswap drift", [], anew=False)
+        Recording("attnswap drift", []).write(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["analyze", "token-selection", "--experiment", "multi", "--output", str(tmp_path)])
+    assert "made_by.json is damaged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [MADE_BY]
     assert (tmp_path / MADE_BY).read_text() == text
+    Recording("attnswap drift", []).write(tmp_path, anew=True)
+    assert len(read_made_by(tmp_path)) == 1
 
 
 def test_a_link_out_of_the_folder_is_not_read_and_not_written_through(tmp_path):
@@ -47,7 +61,7 @@ def test_a_link_out_of_the_folder_is_not_read_and_not_written_through(tmp_path):
     (folder / MADE_BY).symlink_to(other)
     with pytest.raises(UsageError, match="is a link out of"):
         read_made_by(folder)
-    Recording(folder, "attnswap drift", []).write()
+    Recording("attnswap drift", []).write(folder, anew=True)
     assert other.read_text() == "[]"
     assert not (folder / MADE_BY).is_symlink()
 

@@ -89,6 +89,8 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
             rows = list(csv.DictReader(file))
         path = set() if experiment.released else {"regularisation path"}
         assert {row["run"] for row in rows} == {*experiment.settings, *path}
+        for row in rows:
+            assert f"| {name} | {row['seed']} | {row['run']} | {row['optimality']} | " in printed
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         with (tmp_path / f"{name}_paths.csv").open() as file:
             points = list(csv.DictReader(file))
@@ -126,6 +128,12 @@ def test_progress_is_shown_on_a_terminal_alone(tmp_path, monkeypatch):
     assert "token-selection: single: 100%" in shown[Terminal]
     assert "2/2" in shown[Terminal]
     assert shown[io.StringIO] == ""
+
+
+@pytest.mark.parametrize(("count", "kept"), [(6, 6), (1001, 101), (1006, 102)])
+def test_the_last_step_is_always_kept(count, kept):
+    found = token_selection._kept(count, "difference form")
+    assert (len(found), found[-1]) == (kept, count - 1)
 
 
 def test_experiments_one_by_one_share_a_summary(tmp_path, capsys):

@@ -186,7 +186,8 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"variants": None}, "None is NoneType, and list is needed"),
         ({"variants": [{**GOOD["variants"][0], "name": 1}]}, "1 is int, and str is needed"),
         ({"variants": [{**GOOD["variants"][0], "test": 1}]}, "1 is int, and bool is needed"),
-        ({"variants": GOOD["variants"] * 2}, "a variant or a cell is there twice"),
+        ({"variants": GOOD["variants"] * 2}, "a variant is there twice"),
+        ({"cells": GOOD["cells"] * 2}, "cells has a cell twice"),
         ({"references": {"a": ["b"]}}, "references has 'b', which is none of the variants"),
         ({"metrics": ["\ud800"]}, "surrogates"),
         ({"seeds": [True]}, "True is bool, and int is needed"),
@@ -206,10 +207,10 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": 10**400}]}]}, "10+ is too large for a float"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "score": "x"}]}]}, "'x' is str, and float or int is needed"),
         ({"choices": [{**CHOICE, "tried": [{**TRIED, "diverged": "it"}]}]}, "chosen is 0, which diverged"),
-        ({"selection": GOOD["cells"] * 2}, "a variant or a cell is there twice"),
+        ({"selection": GOOD["cells"] * 2}, "selection has a cell twice"),
         ({"selection": [{**GOOD["cells"][0], "environment": 3}]}, "a cell ran in environment 3, of 0"),
     ],
-    ids=range(25),
+    ids=range(26),
 )
 def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
     text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)
