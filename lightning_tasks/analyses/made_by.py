@@ -7,7 +7,8 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -26,11 +27,13 @@ class MadeBy:
 
     Args:
         command: as a shell takes it.
+        began: when, in UTC.
         seconds: from the beginning of the command until it last wrote its tables.
         environment: where it ran.
     """
 
     command: str
+    began: str
     seconds: float
     environment: Environment
 
@@ -45,10 +48,9 @@ class Recording:
 
     def __init__(self, command: str, arguments: Sequence[str]) -> None:
         text = join([*command.split(), *arguments])
-        self._command = text.encode("utf-8", "backslashreplace").decode()  # a path may be of other bytes
-        self._environment = this_environment()
+        text = text.encode("utf-8", "backslashreplace").decode()  # a path may be of other bytes
+        self._run = MadeBy(text, datetime.now(timezone.utc).isoformat(), 0.0, this_environment())
         self._started = time.monotonic()
-        self._written: MadeBy | None = None
 
     def write(self, folder: Path, anew: bool = False) -> None:
         """Keep this run in the folder of its tables, each time that they are written.
@@ -60,11 +62,10 @@ class Recording:
         Raises:
             UsageError: what is there of earlier runs is damaged.
         """
-        this = MadeBy(self._command, round(time.monotonic() - self._started, 1), self._environment)
-        others = [] if anew else [each for each in read_made_by(folder) if each != self._written]
+        this = replace(self._run, seconds=round(time.monotonic() - self._started, 1))
+        others = [] if anew else [each for each in read_made_by(folder) if each.began != this.began]
         with written_whole(folder / MADE_BY) as partial:
             partial.write_text(json.dumps([asdict(each) for each in (*others, this)], indent=1), "utf-8")
-        self._written = this
 
 
 def read_made_by(folder: Path) -> list[MadeBy]:
@@ -87,4 +88,5 @@ def _parsed(given: dict[str, Any]) -> MadeBy:
     seconds = number_of(given["seconds"])
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds is {seconds}")
-    return MadeBy(text_of(given["command"]), seconds, parse_environment(given["environment"]))
+    texts = text_of(given["command"]), text_of(given["began"])
+    return MadeBy(*texts, seconds, parse_environment(given["environment"]))
