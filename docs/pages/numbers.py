@@ -69,3 +69,8 @@ def difference(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:
     if row.pairs == 0:
         return ""
     return f"{signed(row.difference * scale, digits)} {interval(row.low, row.high, digits, scale)}"
+
+
+def told(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:
+    """The same with its verdict."""
+    return f"{difference(row, digits, scale)} ({row.verdict})"

@@ -8,7 +8,7 @@ from functools import partial
 
 from docs.pages.errors import check_told
 from docs.pages.figures import Figure
-from docs.pages.numbers import difference, mean_std, number, significant
+from docs.pages.numbers import in_turn, mean_std, number, significant, told
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, nothing_yet, verdicts
@@ -120,18 +120,15 @@ def primary(part: str, raw: Raw) -> Table:
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str]:
     minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
-    far = ("symmetric", "rpc", "differential")
+    far, near = ("symmetric", "rpc", "differential"), ("gated", "differential")
     cosines = [minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far]
-    probe = {each: 100 * minilm.mean("test/probe_accuracy", each) for each in ("softmax", *far)}
     kept = [100 * minilm.mean("test/neighbours_kept", each) for each in (*far, "sink", "gated")]
-    lost = [probe["softmax"] - probe[each] for each in far]
 
     def accuracies(*names: str) -> str:
         return " and ".join(number(100 * vit.mean("test/top1", each)) for each in names)
 
     behind = sorted(-100 * vit.row("test/top1", each, "softmax").difference for each in far[:2])
     softmax = BEFORE.format("softmax"), "softmax"
-    loss = vit.row("test/loss", *softmax)
     check_told(
         "the budget is too small to tell softmax and sink from the same models before the steps",
         {vit.row("test/top1", *pair).verdict for pair in (softmax, ("sink", BEFORE.format("sink")))}
@@ -141,13 +138,16 @@ def prose(raw: Raw) -> dict[str, str]:
     return {
         "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
         "neighbors": f"{number(min(kept), 0)}% to {number(max(kept), 0)}%",
-        "probe-lost": " to ".join(number(pick(lost)) for pick in (min, max)),
+        "probe": in_turn(told(minilm.row("test/probe_accuracy", each, "softmax"), 1, 100) for each in far),
+        "probe-sink": told(minilm.row("test/probe_accuracy", "sink", "softmax"), 1, 100),
         "teacher": number(100 * vit.mean("test/top1", BEFORE.format("softmax"))),
-        "near": accuracies("gated", "differential"),
+        "near": accuracies(*near),
+        "near-to-softmax": in_turn(told(vit.row("test/top1", each, "softmax"), 1, 100) for each in near),
+        "near-losses": in_turn(told(vit.row("test/loss", each, "softmax"), 4) for each in near),
         "far-before": accuracies(*map(BEFORE.format, far[:2])),
         "far": accuracies(*far[:2]),
         "behind": " to ".join(number(each, 0) for each in behind),
-        "softmax-loss": f"{difference(loss, 4)} ({loss.verdict})",
+        "softmax-loss": told(vit.row("test/loss", *softmax), 4),
         "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
     }
 

@@ -63,6 +63,7 @@ SAID = {
         ),
     },
 }
+SLOW = ("dam", "qk_norm", "kde")  # of the texts' better ones: nearly as slow as others that have a longer softmax
 COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
@@ -197,13 +198,14 @@ def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -
     every = of_mechanisms(first.summary) | of_mechanisms(corrected(metric, first, together(first, further)))
     worse = [row for row in every.values() if row.verdict == OPPOSITE[BETTER[part]]]
     worse.sort(key=lambda row: -abs(row.difference))
-    undecided = sum(row.verdict not in ("lower", "higher") for row in every.values())
+    undecided = [row for row in every.values() if row.verdict not in ("lower", "higher")]
     confirmed = [row for row in of_mechanisms(further.summary).values() if row.verdict in ("lower", "higher")]
     confirmed.sort(key=lambda row: row.difference * -BETTER_SIGN[part])
     _, digits, scale = SCORES[part]
     return {
         f"{part}-worst": in_turn(f"`{row.config}` ({signed(row.difference * scale, digits)})" for row in worse),
-        f"{part}-undecided": f"{undecided} of {len(every)}",
+        f"{part}-undecided": f"{len(undecided)} of {len(every)}",
+        f"{part}-uncorrected": str(sum(row.low > 0 or row.high < 0 for row in undecided)),
         f"{part}-confirmed": in_turn(f"`{row.config}`" for row in confirmed),
     }
 
@@ -271,7 +273,8 @@ def _of_text(raw: Raw) -> dict[str, str]:
     equal = fmean(math.log(n) for n in range(1, 65))  # rows of a causal window of 64 tokens
     costs = step_times(raw, "text")
     further = raw.comparison("text_more", "zoo/text")
-    chosen = [row for row in corrected(metric, found, together(found, further)) if row.reference == SOFTMAX]
+    both = together(found, further)
+    chosen = [row for row in corrected(metric, found, both) if row.reference == SOFTMAX]
     chosen = [row for row in chosen if not row.config.startswith(SOFTMAX)]
     check_told(
         "all ten mechanisms with further seeds differ from softmax on the texts",
@@ -283,7 +286,8 @@ def _of_text(raw: Raw) -> dict[str, str]:
         "text-uniform": difference(found.row(metric, "uniform", SOFTMAX)),
         "text-worse": str(sum(row.verdict == "higher" for row in against)),
         "text-above-longer": " to ".join(number(pick(after)) for pick in (min, max)),
-        "text-dam-longer": difference(together(found, further).row(metric, "dam", "softmax longer")),
+        "text-costs": in_turn(number(costs[name], 2) for name in SLOW),
+        "text-costs-longer": in_turn(difference(both.row(metric, name, "softmax longer")) for name in SLOW),
         "text-entropies": f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
         "text-times": " to ".join(number(pick(times), 0) for pick in (min, max)),
         "text-hours": hours(found),

@@ -6,7 +6,7 @@ from functools import partial
 
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, interval, listed, number, significant
+from docs.pages.numbers import difference, interval, listed, number, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.locater.penalty import ENTROPY, LOGGED, MEAN, PERPLEXITY, SCALE, VARIANCE, WIDTH, validated
@@ -68,7 +68,7 @@ def claims(raw: Raw) -> list[Claim]:
         Claim(
             "... and raises attention entropy",
             f"at the end of training by {listed(difference(row, 3) for row in entropy)} nats; the weight decay "
-            f"alone by {difference(of_decay, 3)} ({of_decay.verdict})",
+            f"alone by {told(of_decay, 3)}",
             verdict("higher", *entropy),
         ),
     ]
@@ -124,35 +124,30 @@ def prose(raw: Raw) -> dict[str, str]:
     start = found.values(MEAN, "none", 0) * WIDTH
     further = Raw(raw.root, "docs/results/locater").comparison("", "locater/compare_small_vocabulary")
     return {
-        "held-5": said(held[0]),
-        "held-20": said(held[1]),
-        "held-5-to-decay": said(to_decay[0]),
-        "held-5-to-free": said(to_free[0]),
+        "held-5": told(held[0], 2),
+        "held-20": told(held[1], 2),
+        "held-5-to-decay": told(to_decay[0], 2),
+        "held-5-to-free": told(to_free[0], 2),
         "within-90": interval(*mean_interval(held_to_decay, 0.9), 2),  # equivalence needs it within the margin
         "free": difference(free, 2),
         "free-further": difference(further.row(PERPLEXITY, "locater 1e-3", "none"), 2),
-        "decay": said(decay),
+        "decay": told(decay, 2),
         "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
         "leads": listed(number(lead, 2) for lead in leads(found)),
         "least": at_edge(found),
         "traces": listed(number(found.mean(MEAN, config, SPECTRUM[-1]) * WIDTH) for config in HELD),
         "trace-start": f"{number(min(start), 2)} and {number(max(start), 2)}",
         "trace-course": " to ".join(number(found.mean(MEAN, "none", step) * WIDTH) for step in (0, 300, 950)),
-        "entropy-held": listed(said(row, 3) for row in entropies["none"]),
-        "entropy-to-decay": listed(said(row, 3) for row in entropies[DECAY]),
-        "entropy-to-free": listed(said(row, 3) for row in entropies[FREE]),
+        "entropy-held": listed(told(row, 3) for row in entropies["none"]),
+        "entropy-to-decay": listed(told(row, 3) for row in entropies[DECAY]),
+        "entropy-to-free": listed(told(row, 3) for row in entropies[FREE]),
         "entropy-early": " and ".join(
             difference(found.at(LOGGED[step]).row(ENTROPY, HELD[1], "none"), 3) for step in (250, 500)
         ),
         "early": " and ".join(difference(found.at(LOGGED[250]).row(PERPLEXITY, config, "none"), 2) for config in HELD),
-        "variance-to-decay": said(found.row(VARIANCE, HELD[0], DECAY), 4),
-        "variance-to-free": said(found.row(VARIANCE, HELD[0], FREE), 4),
+        "variance-to-decay": told(found.row(VARIANCE, HELD[0], DECAY), 4),
+        "variance-to-free": told(found.row(VARIANCE, HELD[0], FREE), 4),
     }
-
-
-def said(row: SummaryRow, digits: int = 2) -> str:
-    """A difference with its verdict."""
-    return f"{difference(row, digits)} ({row.verdict})"
 
 
 def leads(found: Comparison) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, listed, number, signed, significant
+from docs.pages.numbers import difference, in_turn, listed, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Columns, Table, over_steps, p_value, verdicts
@@ -52,9 +52,10 @@ def claims(raw: Raw) -> list[Claim]:
     controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in CONTROLS]
     return [
         Claim(
-            "LocAteR, a penalty on the QK eigenspectrum, lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the "
-            "exact penalty is our reading, its mean left free)",
-            f"WikiText-2, small vocabulary, validation, the weakest of three weights: of {none} by "
+            "LocAteR, a penalty on the QK eigenspectrum, at the weakest of three weights, which was named before, "
+            "lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the exact penalty is our reading, its mean left "
+            "free)",
+            f"WikiText-2, small vocabulary, validation: of {none} by "
             f"{difference(weakest, 2)} (the stronger two: {listed(signed(row.difference, 2) for row in stronger)})",
             verdict("lower", weakest),
         ),
@@ -183,7 +184,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "better-than-weak": difference(row(PERPLEXITY, "locater 1e-3", WEAK), 2),
         "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
         "strong-scales": scales(found, "locater 1e-2", STRONG, 2),
-        "better-than-strong": f"{difference(stronger, 2)} ({stronger.verdict})",
+        "better-than-strong": told(stronger, 2),
         **of_means(raw),
         "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
@@ -238,7 +239,9 @@ def on_the_way(raw: Raw) -> dict[str, str]:
         "entropy-early-controls": means(IN_TRAINING, 2, CONTROLS, 50),
         "largest": means(LARGEST, 3, ("none", *PENALTIES)),
         "largest-controls": means(LARGEST, 3, CONTROLS),
-        "similarity": in_turn(difference(found.row(SIMILARITY, config, "none"), 4) for config in PENALTIES),
+        "similarity": " and ".join(number(found.mean(SIMILARITY, "none", step), 3) for step in (LOGGED[250], None)),
+        "similarity-penalties": in_turn(difference(found.row(SIMILARITY, config, "none"), 4) for config in PENALTIES),
+        "similarity-controls": in_turn(difference(found.row(SIMILARITY, config, "none"), 4) for config in CONTROLS),
         "early-penalties": in_turn(difference(early.row(PERPLEXITY, config, "none"), 1) for config in PENALTIES),
         "early-decays": in_turn(difference(early.row(PERPLEXITY, config, "none"), 1) for config in (WEAK, STRONG)),
     }

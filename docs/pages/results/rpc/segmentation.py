@@ -15,7 +15,7 @@ import numpy as np
 from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of, masks_of
-from docs.pages.numbers import difference, interval, mean_std, number, signed, significant
+from docs.pages.numbers import difference, interval, mean_std, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
@@ -344,7 +344,7 @@ def under_attack(raw: Raw) -> dict[str, str]:
         **{name: difference(row, 1, 100) for name, row in rows.items()},
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         "pgd-left": " and ".join(left),
-        **{name: f"{difference(row, 1, 100)} ({row.verdict})" for name, row in symmetric.items()},
+        **{name: told(row, 1, 100) for name, row in symmetric.items()},
         "pgd-rpc-symmetric": difference(found.row(PGD, "rpc", "symmetric"), 1, 100),
         "pgd-seeds": ", ".join(signed(each) for each in sorted(seeds)),
         "clean-symmetric": difference(found.row(CLEAN, "symmetric", "softmax"), 1, 100),
