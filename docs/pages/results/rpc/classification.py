@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import numpy as np
 
-from docs.pages.errors import PageError
+from docs.pages.cell_tests import primary_table
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, number, signed, significant
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, by_pass, pursuit, under_attack
+from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, TOP1, by_pass, points, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, step_costs
 from docs.pages.verdicts import counted, verdict
 from lightning_tasks.compare.summary import SummaryRow
@@ -31,15 +33,15 @@ SHARE = "val/pursuit/sparsity/layer_00/pass_4"
 
 
 def read(raw: Raw) -> Comparison:
-    """The comparison, with what corruptions take from the accuracy on the same images."""
+    """The comparison."""
     return raw.comparison("", "rpc/compare_classification")
 
 
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
-    top1 = found.row("test/top1", "rpc", "softmax")
-    symmetric = found.row("test/top1", "rpc", "symmetric")
+    top1 = found.row(TOP1, "rpc", "softmax")
+    symmetric = found.row(TOP1, "rpc", "symmetric")
     gradient = [found.row(metric, "rpc", "softmax") for metric in GRADIENT]
     blind = [found.row(metric, "rpc", "softmax") for metric in BLIND]
     corrupted = found.row(CORRUPTED, "rpc", "softmax")
@@ -66,12 +68,17 @@ def claims(raw: Raw) -> list[Claim]:
 
 
 @PAGE.table
+def primary(raw: Raw) -> Table:
+    return primary_table(read(raw), TOP1)
+
+
+@PAGE.table
 def clean(raw: Raw) -> Table:
     return means(
         read(raw),
         NAMES,
         {
-            "clean": ("test/top1", 1, 100, True),
+            "clean": (TOP1, 1, 100, True),
             "top-5": ("test/top5", 1, 100, True),
             "loss": ("test/loss", 3, 1, True),
             "calibration error": ("test/calibration_error", 1, 100, True),
@@ -87,7 +94,7 @@ def attacked(raw: Raw) -> Table:
 
 @PAGE.table
 def paired(raw: Raw) -> Table:
-    rows = {"clean, 2,000 images": "test/top1", **ATTACKED, "corrupted": CORRUPTED}
+    rows = {"clean, 2,000 images": TOP1, **ATTACKED, "corrupted": CORRUPTED}
     return differences(read(raw), "accuracy, points", PAIRS, {name: (metric, 1, 100) for name, metric in rows.items()})
 
 
@@ -121,7 +128,8 @@ def cost(raw: Raw) -> Table:
 
 def seed_0(raw: Raw) -> dict[str, tuple[Comparison, str]]:
     """The runs of seed 0: those of the comparison, and the exploratory ones."""
-    first, others = read(raw), raw.comparison("exploratory", "rpc/compare_classification_exploratory")
+    first, _ = raw.with_earlier(read(raw))
+    others = raw.comparison("exploratory", "rpc/compare_classification_exploratory")
     return {
         "softmax, the same seed": (first, "softmax"),
         "symmetric, the same seed": (first, "symmetric"),
@@ -135,11 +143,14 @@ def seed_0(raw: Raw) -> dict[str, tuple[Comparison, str]]:
 
 @PAGE.table
 def exploratory(raw: Raw) -> Table:
-    metrics = {"clean": ("test/top1", 1, 100.0), **{name: (metric, 1, 100.0) for name, metric in ATTACKED.items()}}
+    metrics = {"clean": (TOP1, 1, 100.0), **{name: (metric, 1, 100.0) for name, metric in ATTACKED.items()}}
     metrics |= {"corrupted": (CORRUPTED, 1, 100.0), "loss": ("test/loss", 3, 1.0)}
     metrics |= {"input gradient": (INPUT_GRADIENT, 2, 1.0)}
     rows = [
-        [name, *(number(found.values(metric, config)[0] * scale, digits) for metric, digits, scale in metrics.values())]
+        [
+            name,
+            *(number(found.by_seed(metric, config)[0] * scale, digits) for metric, digits, scale in metrics.values()),
+        ]
         for name, (found, config) in seed_0(raw).items()
     ]
     return Table(["configuration, seed 0", *metrics], rows)
@@ -148,32 +159,87 @@ def exploratory(raw: Raw) -> Table:
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
-    taken = found.with_metric(TAKEN, lambda clean, left: clean - left, "robustness/clean/accuracy", CORRUPTED)
+    clean, loss = found.row(TOP1, "rpc", "softmax"), found.row("test/loss", "rpc", "softmax")
+    symmetric, of_iterating = found.row(TOP1, "symmetric", "softmax"), found.row(TOP1, "rpc", "symmetric")
+    twin = found.row(TOP1, "rpc", "rpc without S")
+    images = found.over_images(TOP1, "rpc", "softmax")
+    twins = [found.row(metric, "rpc", "rpc without S") for metric in (TOP1, *ATTACKED.values(), CORRUPTED)]
     sizes = {config: found.mean(INPUT_GRADIENT, config) for config in NAMES}
+    share, entropy = (by_pass(found, what, "rpc", 4) for what in ("sparsity", "entropy"))
+    check_told("S is fuller in the last pass than in the others", share[-1] > max(share[:-1]))
+    passes = [f"val/pursuit/{what}/layer_00/pass_{place}" for what in ("sparsity", "residual") for place in range(1, 5)]
+    check_told("S is empty in all passes after the first epoch", not any(of_epoch(raw, each, 1) for each in passes[:4]))
+    check_told(
+        "the residual is as large as the keys in all passes", all(found.mean(each, "rpc") >= 1 for each in passes[4:])
+    )
+    largest = max(row["value"] for row in found.rows if (row["config"], row["metric"]) == ("rpc", SHARE))
+    minutes = [fmean(found.seconds(config)) / 60 for config in found.configs]
+    return {
+        "seeds": str(clean.pairs),
+        "top1": difference(clean, 2, 100),
+        "top1-verdict": clean.verdict,
+        "top1-images": interval(images.low, images.high, 1, 100),
+        "loss": difference(loss, 3),
+        "loss-verdict": loss.verdict,
+        "symmetric": difference(symmetric, 2, 100),
+        "symmetric-verdict": symmetric.verdict,
+        "rpc-symmetric": difference(of_iterating, 1, 100),
+        "rpc-symmetric-verdict": of_iterating.verdict,
+        "twin": difference(twin, 1, 100),
+        "twin-verdict": twin.verdict,
+        "twin-intervals": counted(twins),
+        "share": significant(share[-1], 1),
+        "share-largest": significant(largest, 2),
+        "gradients": f"{number(sizes['rpc'], 2)} and {number(sizes['softmax'], 2)}",
+        "gradient-symmetric": difference(found.row(INPUT_GRADIENT, "symmetric", "softmax"), 2),
+        "self": f"{number(by_pass(found, 'self_probability', 'rpc', 4)[-1] * 100, 0)}%",
+        "equal-tokens": number(math.exp(entropy[-1]), 0),
+        "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
+    }
+
+
+def of_epoch(raw: Raw, metric: str, epoch: int, config: str = "rpc") -> float:
+    """The mean of what was logged after an epoch."""
+    return read(raw).mean(metric, config, steps(raw)[epoch - 1])
+
+
+@PAGE.numbers
+def support_after_nine(raw: Raw) -> dict[str, str]:
+    """To how many tokens attention has narrowed in layers 1 to 3 after nine epochs."""
+    metrics = [f"val/attention/effective_support/layer_{layer:02}" for layer in (1, 2, 3)]
+    found = {name: [of_epoch(raw, metric, 9, name) for metric in metrics] for name in NAMES}
+    course = [of_epoch(raw, metric, epoch, "softmax") for metric in metrics for epoch in (9, 18)]
+    check_told(
+        "softmax attention spreads again in layers 1 to 3",
+        all(a < b for a, b in zip(course[::2], course[1::2], strict=True)),
+    )
+    return {
+        "narrow": least_to_most([*found["softmax"], *found["symmetric"]], 0),
+        "narrow-rpc": least_to_most(found["rpc"], 0),
+    }
+
+
+@PAGE.numbers
+def with_earlier(raw: Raw) -> dict[str, str]:
+    """The main differences on the seeds that ran before, and on these and the others together."""
+    earlier, every = raw.with_earlier(read(raw))
+    return {
+        "earlier": difference(earlier.row(TOP1, "rpc", "softmax"), 2, 100),
+        "every": f"{difference(every.row(TOP1, 'rpc', 'softmax'), 2, 100)}, below 0 in "
+        + every.below(TOP1, "rpc", "softmax"),
+        "every-symmetric": difference(every.row(TOP1, "symmetric", "softmax"), 2, 100),
+        "every-gradient": in_turn(difference(every.row(metric, "rpc", "softmax"), 1, 100) for metric in GRADIENT),
+        "earlier-corrected": difference(earlier.row(ATTACKED["FGSM 4/255"], "rpc without S", "softmax"), 1, 100),
+        "every-corrupted": difference(every.row(CORRUPTED, "rpc", "softmax"), 1, 100),
+    }
+
+
+@PAGE.numbers
+def harmed(raw: Raw) -> dict[str, str]:
+    """What attacks and corruptions leave."""
+    found = read(raw)
+    taken = found.with_metric(TAKEN, lambda clean, left: clean - left, ON_500["clean"], CORRUPTED)
     blind, gradient = ([found.row(metric, "rpc", "softmax") for metric in metrics] for metrics in (BLIND, GRADIENT))
-    twins = [found.row(metric, "rpc", "rpc without S") for metric in ("test/top1", *ATTACKED.values(), CORRUPTED)]
-    share = by_pass(found, "sparsity", "rpc", 4)
-    entropy = by_pass(found, "entropy", "rpc", 4)
-    first, extra = seed_0(raw), raw.comparison("exploratory", "rpc/compare_classification_exploratory")
-
-    def of_seed_0(name: str, metric: str) -> float:
-        comparison, config = first[name]
-        return float(comparison.values(metric, config)[0] * 100)
-
-    def more(name: str, metric: str) -> float:
-        return of_seed_0(name, metric) - of_seed_0("softmax, the same seed", metric)
-
-    everywhere, matrix = "RPC in all layers (n = 2, lam = 3)", "Scaled, matrix, all layers"
-    in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
-    with_ratio = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)
-    accuracies = [
-        {name: of_seed_0(name, metric) for name in first} for metric in ("test/top1", *ATTACKED.values(), CORRUPTED)
-    ]
-    best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
-    of_twin = 100 * float(found.values("test/top1", "rpc without S")[0])
-    gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
-    clean_500 = more(everywhere, ON_500["clean"])
-    elsewhere = [more(everywhere, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
     to_symmetric = [found.row(metric, "rpc", "symmetric") for metric in GRADIENT]
     symmetric = [found.row(metric, "symmetric", "softmax") for metric in GRADIENT]
     if strange := [row for row in (*gradient, *to_symmetric, *symmetric) if row.low > 0]:
@@ -187,50 +253,60 @@ def prose(raw: Raw) -> dict[str, str]:
         if row.verdict in ("lower", "higher")
     ]
     return {
-        "top1": difference(found.row("test/top1", "rpc", "softmax"), 2, 100),
-        "top1-verdict": found.row("test/top1", "rpc", "softmax").verdict,
-        "loss": difference(found.row("test/loss", "rpc", "softmax"), 3),
-        "loss-verdict": found.row("test/loss", "rpc", "softmax").verdict,
-        "symmetric": difference(found.row("test/top1", "symmetric", "softmax"), 2, 100),
-        "symmetric-verdict": found.row("test/top1", "symmetric", "softmax").verdict,
-        "rpc-symmetric": difference(found.row("test/top1", "rpc", "symmetric"), 1, 100),
-        "blind-detectable": " to ".join(number(pick(row.detectable for row in blind) * 100) for pick in (min, max)),
-        "taken": difference(taken.row(TAKEN, "rpc", "softmax"), 1, 100),
-        "share": significant(share[-1], 1),
-        "share-largest": significant(
-            max(row["value"] for row in found.rows if (row["config"], row["metric"]) == ("rpc", SHARE)), 2
-        ),
-        "twin": difference(found.row("test/top1", "rpc", "rpc without S"), 1, 100),
         "gradient-intervals": counted(gradient),
         "gradient-to-symmetric": counted(to_symmetric),
+        "to-symmetric": in_turn(difference(row, 1, 100) for row in to_symmetric),
         "gradient-symmetric-only": counted(symmetric),
-        "blind": f"{signed(100 * min(row.difference for row in blind))} to "
-        f"{signed(100 * max(row.difference for row in blind))}",
+        "blind": points(blind),
+        "blind-detectable": " to ".join(number(pick(row.detectable for row in blind) * 100) for pick in (min, max)),
+        "taken": difference(taken.row(TAKEN, "rpc", "softmax"), 1, 100),
+        "corrected-now": difference(found.row(ATTACKED["FGSM 4/255"], "rpc without S", "softmax"), 1, 100),
+        "corrected-lower": str(len(remaining)),
+        "corrected-all": str(len(attacks(found))),
         "corrected-which": in_turn(remaining),
+    }
+
+
+@PAGE.numbers
+def explored(raw: Raw) -> dict[str, str]:
+    """What the exploratory runs of seed 0 have more than softmax, in points, and what S holds in them."""
+    first, extra = seed_0(raw), raw.comparison("exploratory", "rpc/compare_classification_exploratory")
+    earlier, _ = raw.with_earlier(read(raw))
+
+    def of_seed_0(name: str, metric: str) -> float:
+        comparison, config = first[name]
+        return 100 * comparison.by_seed(metric, config)[0]
+
+    def more(name: str, metric: str) -> float:
+        return of_seed_0(name, metric) - of_seed_0("softmax, the same seed", metric)
+
+    everywhere, matrix = "RPC in all layers (n = 2, lam = 3)", "Scaled, matrix, all layers"
+    in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
+    with_ratio = "RPC, `ratio` threshold, its own lam"
+    share, residual = (by_pass(extra, what, "rpc with threshold ratio", 4)[-1] for what in ("sparsity", "residual"))
+    accuracies = [{name: of_seed_0(name, metric) for name in first} for metric in (TOP1, *ATTACKED.values(), CORRUPTED)]
+    best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
+    gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
+    clean_500 = more(everywhere, ON_500["clean"])
+    elsewhere = [more(everywhere, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
+    return {
         "everywhere-500": number(-clean_500),
         "everywhere-takes": f"{sum(each > clean_500 for each in elsewhere)} of {len(elsewhere)}",
         "everywhere-above": f"{sum(each > 0 for each in elsewhere)} of {len(elsewhere)}",
-        "matrix-square": signed(more(matrix, ATTACKED["Square 4/255"])),
-        "twin-intervals": counted(twins),
-        "corrected-lower": str(sum(row.verdict in ("lower", "higher") for row in attacks(found))),
-        "corrected-all": str(len(attacks(found))),
-        "gradients": f"{number(sizes['rpc'], 2)} against {number(sizes['softmax'], 2)}",
-        "gradient-symmetric": difference(found.row(INPUT_GRADIENT, "symmetric", "softmax"), 2),
-        "self": f"{number(by_pass(found, 'self_probability', 'rpc', 4)[-1] * 100, 0)}%",
-        "equal-tokens": number(math.exp(entropy[-1]), 0),
         "everywhere-share": " and ".join(f"{number(100 * each, 0)}%" for each in in_layers[:2]),
         "everywhere-share-rest": " and ".join(f"{number(100 * each, 1)}%" for each in in_layers[2:]),
-        "everywhere-clean": number(-more(everywhere, "test/top1")),
+        "everywhere-clean": number(-more(everywhere, TOP1)),
         "everywhere-gain": " to ".join(number(each) for each in sorted(gained)),
-        "ratio-share": f"{number(100 * with_ratio[-1], 0)}%",
-        "ratio-residual": f"{number(100 * by_pass(extra, 'residual', 'rpc with threshold ratio', 4)[-1], 0)}%",
-        "ratio-twin": signed(of_seed_0("RPC, `ratio` threshold, its own lam", "test/top1") - of_twin),
-        "scalar-clean": signed(more("Scaled, scalar, all layers", "test/top1")),
+        "ratio-share": f"{number(100 * share, 0)}%",
+        "ratio-residual": f"{number(100 * residual, 0)}%",
+        "ratio-twin": signed(of_seed_0(with_ratio, TOP1) - 100 * earlier.by_seed(TOP1, "rpc without S")[0]),
+        "scalar-clean": signed(more("Scaled, scalar, all layers", TOP1)),
         "matrix-best": f"{best} of the {len(accuracies)}",
-        "matrix-clean": number(more(matrix, "test/top1")),
+        "matrix-clean": number(more(matrix, TOP1)),
         "matrix-corrupted": number(more(matrix, CORRUPTED)),
         "matrix-transfer": number(more(matrix, ATTACKED["transfer 4/255"])),
-        "corrupted-spread": number(float(np.std(found.values(CORRUPTED, "softmax"), ddof=1)) * 100),
+        "matrix-square": signed(more(matrix, ATTACKED["Square 4/255"])),
+        "corrupted-spread": number(float(np.std(earlier.values(CORRUPTED, "softmax"), ddof=1)) * 100),
     }
 
 

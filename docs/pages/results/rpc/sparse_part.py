@@ -17,7 +17,7 @@ from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, interval, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
-from docs.pages.raw import Comparison, Raw
+from docs.pages.raw import Comparison, Raw, read_results
 from docs.pages.results.rpc.shared import (
     BLIND,
     CORRUPTED,
@@ -209,6 +209,24 @@ def prose(raw: Raw) -> dict[str, str]:
         "residual": listed(number(each, 2) for each in residuals),
         "gradients": f"{listed(number(each, 2) for each in gradients[:-1])}, softmax {number(gradients[-1], 2)}",
     }
+
+
+@PAGE.numbers
+def known_before(raw: Raw) -> dict[str, str]:
+    """How many runs repeat, to the last digit, losses and accuracies of those where S is empty."""
+    found = read(raw)
+    before = read_results(raw.root / "docs" / "results" / "rpc_classification" / "earlier.csv")
+    known = {(row["config"], row["seed"], row["metric"]): row["value"] for row in before}
+    metrics = ["test/loss", TOP1, "robustness/clean/accuracy", GRADIENT["PGD 1/255"], BLIND["Square 1/255"]]
+    now = {
+        (config, seed, metric): value
+        for metric in metrics
+        for config in found.configs
+        for seed, value in found.by_seed(metric, config).items()
+    }
+    cells = {place[:2] for place in now}
+    repeated = sum(all(now[(*cell, each)] == known.get((*cell, each)) for each in metrics) for cell in cells)
+    return {"repeated": f"{repeated} of the {len(cells)}"}
 
 
 def of_rules(found: Comparison) -> dict[str, str]:
