@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
@@ -163,12 +164,20 @@ def prose(raw: Raw) -> dict[str, str]:
     symmetric, of_iterating = found.row(TOP1, "symmetric", "softmax"), found.row(TOP1, "rpc", "symmetric")
     twin = found.row(TOP1, "rpc", "rpc without S")
     images = found.over_images(TOP1, "rpc", "softmax")
-    twins = [found.row(metric, "rpc", "rpc without S") for metric in (TOP1, *ATTACKED.values(), CORRUPTED)]
+    compared = {"clean": TOP1, **ATTACKED, "corrupted": CORRUPTED}
+    twins = {name: found.row(metric, "rpc", "rpc without S") for name, metric in compared.items()}
+    without = found.by_seed(TOP1, "rpc without S")
+    apart = {seed: value - without[seed] for seed, value in found.by_seed(TOP1, "rpc").items()}
+    furthest = max(apart, key=lambda seed: abs(apart[seed]))
     sizes = {config: found.mean(INPUT_GRADIENT, config) for config in NAMES}
     share, entropy = (by_pass(found, what, "rpc", 4) for what in ("sparsity", "entropy"))
     check_told("S is fuller in the last pass than in the others", share[-1] > max(share[:-1]))
     passes = [f"val/pursuit/{what}/layer_00/pass_{place}" for what in ("sparsity", "residual") for place in range(1, 5)]
-    check_told("S is empty in all passes after the first epoch", not any(of_epoch(raw, each, 1) for each in passes[:4]))
+    first = steps(raw)[0]
+    check_told(
+        "S is empty in all passes after the first epoch", not any(found.mean(each, "rpc", first) for each in passes[:4])
+    )
+    check_told("three passes are nearly uniform attention", min(entropy[:3]) > 4)
     check_told(
         "the residual is as large as the keys in all passes", all(found.mean(each, "rpc") >= 1 for each in passes[4:])
     )
@@ -187,50 +196,82 @@ def prose(raw: Raw) -> dict[str, str]:
         "rpc-symmetric-verdict": of_iterating.verdict,
         "twin": difference(twin, 1, 100),
         "twin-verdict": twin.verdict,
-        "twin-intervals": counted(twins),
+        "twin-furthest": signed(100 * apart[furthest], 2),
+        "twin-share": f"{significant(100 * found.by_seed(SHARE, 'rpc')[furthest], 1)}%",
+        "twin-out": in_turn(
+            f"{name}, {difference(row, 1, 100)}" for name, row in twins.items() if row.low > 0 or row.high < 0
+        ),
+        "detectable": number(100 * clean.detectable),
+        "twin-intervals": counted([*twins.values()]),
         "share": significant(share[-1], 1),
         "share-largest": significant(largest, 2),
         "gradients": f"{number(sizes['rpc'], 2)} and {number(sizes['softmax'], 2)}",
-        "gradient-symmetric": difference(found.row(INPUT_GRADIENT, "symmetric", "softmax"), 2),
-        "self": f"{number(by_pass(found, 'self_probability', 'rpc', 4)[-1] * 100, 0)}%",
+        "gradient-rpc": difference(found.row(INPUT_GRADIENT, "rpc", "softmax"), 2),
         "equal-tokens": number(math.exp(entropy[-1]), 0),
         "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
     }
 
 
-def of_epoch(raw: Raw, metric: str, epoch: int, config: str = "rpc") -> float:
-    """The mean of what was logged after an epoch."""
-    return read(raw).mean(metric, config, steps(raw)[epoch - 1])
-
-
 @PAGE.numbers
 def support_after_nine(raw: Raw) -> dict[str, str]:
     """To how many tokens attention has narrowed in layers 1 to 3 after nine epochs."""
+    found, logged = read(raw), steps(raw)
     metrics = [f"val/attention/effective_support/layer_{layer:02}" for layer in (1, 2, 3)]
-    found = {name: [of_epoch(raw, metric, 9, name) for metric in metrics] for name in NAMES}
-    course = [of_epoch(raw, metric, epoch, "softmax") for metric in metrics for epoch in (9, 18)]
-    check_told(
-        "softmax attention spreads again in layers 1 to 3",
-        all(a < b for a, b in zip(course[::2], course[1::2], strict=True)),
-    )
+
+    def of_runs(metric: str, config: str, epoch: int) -> list[float]:
+        return [*found.by_seed(metric, config, logged[epoch - 1]).values()]
+
+    nine = {config: [of_runs(metric, config, 9) for metric in metrics] for config in NAMES}
+    ends = [of_runs(metric, "softmax", 18) for metric in metrics]
+    spread = [
+        a < b for nine_runs, end in zip(nine["softmax"], ends, strict=True) for a, b in zip(nine_runs, end, strict=True)
+    ]
+    rest = [*nine["softmax"], *nine["symmetric"]]
     return {
-        "narrow": least_to_most([*found["softmax"], *found["symmetric"]], 0),
-        "narrow-rpc": least_to_most(found["rpc"], 0),
+        "narrow": f"{least_to_most(map(fmean, rest), 0)} (single runs {least_to_most(chain(*rest), 0)})",
+        "narrow-rpc": f"{least_to_most(map(fmean, nine['rpc']), 0)} ({least_to_most(chain(*nine['rpc']), 0)})",
+        "spreads": f"{sum(spread)} of {len(spread)}",
     }
 
 
+@PAGE.table
+def with_earlier(raw: Raw) -> Table:
+    """Differences beside those of the seeds that ran before, and of these and the others together."""
+    found = with_taken(read(raw))
+    earlier, every = (with_taken(each) for each in raw.with_earlier(found))
+    of_pair = {
+        "RPC − softmax": [TOP1, "test/loss", *GRADIENT, ATTACKED["Square 4/255"], CORRUPTED, TAKEN],
+        "symmetric − softmax": [TOP1, CORRUPTED, INPUT_GRADIENT],
+        "RPC − symmetric": [TOP1, *GRADIENT],
+        "RPC − RPC without S": [TOP1],
+        "RPC without S − softmax": [ATTACKED["FGSM 4/255"]],
+    }
+    called = {metric: name for name, metric in ON_500.items()} | {TOP1: "clean, 2,000 images", TAKEN: TAKEN}
+    others = {"test/loss": ("test loss, nats", 3, 1.0), INPUT_GRADIENT: ("input gradient", 2, 1.0)}
+    rows = []
+    for pair, metrics in of_pair.items():
+        for metric in metrics:
+            name, digits, scale = others.get(metric, (called.get(metric, metric), 1, 100.0))
+            apart = [difference(each.row(metric, *PAIRS[pair]), digits, scale) for each in (found, earlier, every)]
+            rows.append([pair if metric == metrics[0] else "", name, *apart, every.below(metric, *PAIRS[pair])])
+    return Table(["", "", "these seeds", "seeds 0 to 7", "all", "below 0"], rows)
+
+
+def with_taken(found: Comparison) -> Comparison:
+    """The same with what corruption takes from the accuracy on the same images."""
+    return found.with_metric(TAKEN, lambda clean, left: clean - left, ON_500["clean"], CORRUPTED)
+
+
 @PAGE.numbers
-def with_earlier(raw: Raw) -> dict[str, str]:
-    """The main differences on the seeds that ran before, and on these and the others together."""
+def of_all_seeds(raw: Raw) -> dict[str, str]:
+    """The primary endpoint on the seeds that ran before, and on these and the others together."""
     earlier, every = raw.with_earlier(read(raw))
+    rows = {name: every.row(TOP1, *PAIRS[f"{name} − softmax"]) for name in ("RPC", "symmetric")}
     return {
         "earlier": difference(earlier.row(TOP1, "rpc", "softmax"), 2, 100),
-        "every": f"{difference(every.row(TOP1, 'rpc', 'softmax'), 2, 100)}, below 0 in "
-        + every.below(TOP1, "rpc", "softmax"),
-        "every-symmetric": difference(every.row(TOP1, "symmetric", "softmax"), 2, 100),
-        "every-gradient": in_turn(difference(every.row(metric, "rpc", "softmax"), 1, 100) for metric in GRADIENT),
-        "earlier-corrected": difference(earlier.row(ATTACKED["FGSM 4/255"], "rpc without S", "softmax"), 1, 100),
-        "every-corrupted": difference(every.row(CORRUPTED, "rpc", "softmax"), 1, 100),
+        "every": difference(rows["RPC"], 2, 100),
+        "every-symmetric": difference(rows["symmetric"], 2, 100),
+        "every-verdicts": "; ".join(f"{name}: {row.verdict}" for name, row in rows.items()),
     }
 
 
@@ -238,7 +279,6 @@ def with_earlier(raw: Raw) -> dict[str, str]:
 def harmed(raw: Raw) -> dict[str, str]:
     """What attacks and corruptions leave."""
     found = read(raw)
-    taken = found.with_metric(TAKEN, lambda clean, left: clean - left, ON_500["clean"], CORRUPTED)
     blind, gradient = ([found.row(metric, "rpc", "softmax") for metric in metrics] for metrics in (BLIND, GRADIENT))
     to_symmetric = [found.row(metric, "rpc", "symmetric") for metric in GRADIENT]
     symmetric = [found.row(metric, "symmetric", "softmax") for metric in GRADIENT]
@@ -246,6 +286,16 @@ def harmed(raw: Raw) -> dict[str, str]:
         raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
     if out := [row for row in blind if row.low > 0 or row.high < 0]:
         raise PageError(f"the page says that no interval excludes 0, and that of {out[0].metric} does: write it anew")
+    check_told(
+        "RPC is below symmetric attention at 4/255 alone, of the gradient attacks",
+        [row.difference < 0 for row in to_symmetric] == [False, True, False, True],
+    )
+    check_told(
+        "RPC is above softmax on corrupted images, and corruption takes less from it",
+        found.row(CORRUPTED, "rpc", "softmax").difference
+        > 0
+        > with_taken(found).row(TAKEN, "rpc", "softmax").difference,
+    )
     called = {metric: name for name, metric in ON_500.items()}
     remaining = [
         f"{NAMES[row.config]} to {row.reference} under {called[row.metric]}, {difference(row, 1, 100)}"
@@ -255,12 +305,11 @@ def harmed(raw: Raw) -> dict[str, str]:
     return {
         "gradient-intervals": counted(gradient),
         "gradient-to-symmetric": counted(to_symmetric),
-        "to-symmetric": in_turn(difference(row, 1, 100) for row in to_symmetric),
         "gradient-symmetric-only": counted(symmetric),
         "blind": points(blind),
-        "blind-detectable": " to ".join(number(pick(row.detectable for row in blind) * 100) for pick in (min, max)),
-        "taken": difference(taken.row(TAKEN, "rpc", "softmax"), 1, 100),
-        "corrected-now": difference(found.row(ATTACKED["FGSM 4/255"], "rpc without S", "softmax"), 1, 100),
+        "blind-detectable": least_to_most(row.detectable * 100 for row in blind),
+        "taken": difference(with_taken(found).row(TAKEN, "rpc", "softmax"), 1, 100),
+        "gradient-detectable": least_to_most(row.detectable * 100 for row in to_symmetric),
         "corrected-lower": str(len(remaining)),
         "corrected-all": str(len(attacks(found))),
         "corrected-which": in_turn(remaining),
