@@ -154,18 +154,19 @@ def prose(raw: Raw) -> dict[str, str]:
 
 @PAGE.numbers
 def runs(raw: Raw) -> dict[str, str]:
-    """What the runs took, and how many are of code that no commit has."""
+    """What the runs took, and how far the encoder's are from those of the seeds before."""
     minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
     before, fits = (
         [second / 60 for second in vit.seconds(*names)] for names in (map(BEFORE.format, healed(vit)), healed(vit))
     )
-    ran_in = [minilm.environments[cell["environment"]] for cell in minilm.cells if cell["environment"] >= 0]
-    uncommitted = sum(each.modified for each in ran_in)
+    earlier, _ = Raw(raw.root, "docs/results/healing/minilm").with_earlier(minilm)
+    metric = minilm.endpoints.primary
+    apart = [abs(minilm.mean(metric, each) - earlier.mean(metric, each)) for each in healed(minilm)[1:]]
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
         "fits": f"{len(fits)} runs of {' to '.join(number(pick(fits)) for pick in (min, max))} minutes",
         "tests": f"{len(before)} of {' to '.join(number(60 * pick(before), 0) for pick in (min, max))} seconds",
-        "uncommitted": f"{uncommitted} of the encoder's {len(ran_in)} runs",
+        "earlier": number(max(apart), 3),
     }
 
 
