@@ -162,13 +162,7 @@ def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
     clean, loss = found.row(TOP1, "rpc", "softmax"), found.row("test/loss", "rpc", "softmax")
     symmetric, of_iterating = found.row(TOP1, "symmetric", "softmax"), found.row(TOP1, "rpc", "symmetric")
-    twin = found.row(TOP1, "rpc", "rpc without S")
     images = found.over_images(TOP1, "rpc", "softmax")
-    compared = {"clean": TOP1, **ATTACKED, "corrupted": CORRUPTED}
-    twins = {name: found.row(metric, "rpc", "rpc without S") for name, metric in compared.items()}
-    without = found.by_seed(TOP1, "rpc without S")
-    apart = {seed: value - without[seed] for seed, value in found.by_seed(TOP1, "rpc").items()}
-    furthest = max(apart, key=lambda seed: abs(apart[seed]))
     sizes = {config: found.mean(INPUT_GRADIENT, config) for config in NAMES}
     share, entropy = (by_pass(found, what, "rpc", 4) for what in ("sparsity", "entropy"))
     check_told("S is fuller in the last pass than in the others", share[-1] > max(share[:-1]))
@@ -194,21 +188,33 @@ def prose(raw: Raw) -> dict[str, str]:
         "symmetric-verdict": symmetric.verdict,
         "rpc-symmetric": difference(of_iterating, 1, 100),
         "rpc-symmetric-verdict": of_iterating.verdict,
-        "twin": difference(twin, 1, 100),
-        "twin-verdict": twin.verdict,
-        "twin-furthest": signed(100 * apart[furthest], 2),
-        "twin-share": f"{significant(100 * found.by_seed(SHARE, 'rpc')[furthest], 1)}%",
-        "twin-out": in_turn(
-            f"{name}, {difference(row, 1, 100)}" for name, row in twins.items() if row.low > 0 or row.high < 0
-        ),
         "detectable": number(100 * clean.detectable),
-        "twin-intervals": counted([*twins.values()]),
         "share": significant(share[-1], 1),
         "share-largest": significant(largest, 2),
         "gradients": f"{number(sizes['rpc'], 2)} and {number(sizes['softmax'], 2)}",
         "gradient-rpc": difference(found.row(INPUT_GRADIENT, "rpc", "softmax"), 2),
         "equal-tokens": number(math.exp(entropy[-1]), 0),
         "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
+    }
+
+
+@PAGE.numbers
+def of_twins(raw: Raw) -> dict[str, str]:
+    """RPC beside its twin without S."""
+    found = read(raw)
+    compared = {"clean": TOP1, **ATTACKED, "corrupted": CORRUPTED}
+    rows = {name: found.row(metric, "rpc", "rpc without S") for name, metric in compared.items()}
+    without = found.by_seed(TOP1, "rpc without S")
+    apart = {seed: value - without[seed] for seed, value in found.by_seed(TOP1, "rpc").items()}
+    furthest = max(apart, key=lambda seed: abs(apart[seed]))
+    out = [f"{name}, {difference(row, 1, 100)}" for name, row in rows.items() if row.low > 0 or row.high < 0]
+    return {
+        "twin": difference(rows["clean"], 1, 100),
+        "twin-verdict": rows["clean"].verdict,
+        "twin-intervals": counted([*rows.values()]),
+        "twin-out": in_turn(out),
+        "twin-furthest": signed(100 * apart[furthest], 2),
+        "twin-share": f"{significant(100 * found.by_seed(SHARE, 'rpc')[furthest], 1)}%",
     }
 
 
@@ -237,8 +243,7 @@ def support_after_nine(raw: Raw) -> dict[str, str]:
 @PAGE.table
 def with_earlier(raw: Raw) -> Table:
     """Differences beside those of the seeds that ran before, and of these and the others together."""
-    found = with_taken(read(raw))
-    earlier, every = (with_taken(each) for each in raw.with_earlier(found))
+    found, earlier, every = map(with_taken, (read(raw), *raw.with_earlier(read(raw))))
     of_pair = {
         "RPC − softmax": [TOP1, "test/loss", *GRADIENT, ATTACKED["Square 4/255"], CORRUPTED, TAKEN],
         "symmetric − softmax": [TOP1, CORRUPTED, INPUT_GRADIENT],
