@@ -8,7 +8,7 @@ from functools import partial
 
 from docs.pages.errors import check_told
 from docs.pages.figures import Figure
-from docs.pages.numbers import in_turn, mean_std, number, significant, told
+from docs.pages.numbers import difference, in_turn, least_to_most, mean_std, number, significant, told
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, nothing_yet, verdicts
@@ -35,6 +35,7 @@ METRICS = {  # of each comparison the primary endpoint is the first
     },
 }
 BEFORE = "{}, not healed"
+COSINES = ("test/cosine_ag_news", "test/cosine_wikitext")
 ROUNDING = 1e-5  # a relative error below it says nothing of a layer
 
 
@@ -121,7 +122,7 @@ def primary(part: str, raw: Raw) -> Table:
 def prose(raw: Raw) -> dict[str, str]:
     minilm, vit = (raw.comparison(part, recipe) for part, recipe in PAGE.summaries.items())
     far, near = ("symmetric", "rpc", "differential"), ("gated", "differential")
-    cosines = [minilm.mean(metric, each) for metric in ("test/cosine_ag_news", "test/cosine_wikitext") for each in far]
+    cosines = [minilm.mean(metric, each) for metric in COSINES for each in far]
     kept = [100 * minilm.mean("test/neighbours_kept", each) for each in (*far, "sink", "gated")]
 
     def accuracies(*names: str) -> str:
@@ -136,6 +137,9 @@ def prose(raw: Raw) -> dict[str, str]:
     )
     errors = {each: vit.mean("val/drift/relative_error/mean", each) for each in (*far, "gated")}
     return {
+        "cosines-before": least_to_most(
+            (minilm.mean(metric, BEFORE.format(each)) for metric in COSINES for each in far), 2
+        ),
         "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
         "neighbors": f"{number(min(kept), 0)}% to {number(max(kept), 0)}%",
         "probe": in_turn(told(minilm.row("test/probe_accuracy", each, "softmax"), 1, 100) for each in far),
@@ -147,6 +151,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "far-before": accuracies(*map(BEFORE.format, far[:2])),
         "far": accuracies(*far[:2]),
         "behind": " to ".join(number(each, 0) for each in behind),
+        "softmax-steps": difference(vit.row("test/top1", *softmax[::-1]), 1, 100),
+        "sink-steps": difference(vit.row("test/top1", "sink", BEFORE.format("sink")), 1, 100),
         "softmax-loss": told(vit.row("test/loss", *softmax), 4),
         "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
     }
@@ -161,12 +167,17 @@ def runs(raw: Raw) -> dict[str, str]:
     )
     earlier, _ = Raw(raw.root, "docs/results/healing/minilm").with_earlier(minilm)
     metric = minilm.endpoints.primary
-    apart = [abs(minilm.mean(metric, each) - earlier.mean(metric, each)) for each in healed(minilm)[1:]]
+    apart = [
+        abs(minilm.mean(metric, config) - earlier.mean(metric, config))
+        for name in healed(minilm)[1:]
+        for config in (name, BEFORE.format(name))
+    ]
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
         "fits": f"{len(fits)} runs of {' to '.join(number(pick(fits)) for pick in (min, max))} minutes",
         "tests": f"{len(before)} of {' to '.join(number(60 * pick(before), 0) for pick in (min, max))} seconds",
-        "earlier": number(max(apart), 3),
+        "earlier": number(max(apart[::2]), 3),
+        "earlier-before": number(max(apart[1::2]), 3),
     }
 
 

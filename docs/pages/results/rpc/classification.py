@@ -207,6 +207,7 @@ def of_twins(raw: Raw) -> dict[str, str]:
     without = found.by_seed(TOP1, "rpc without S")
     apart = {seed: value - without[seed] for seed, value in found.by_seed(TOP1, "rpc").items()}
     furthest = max(apart, key=lambda seed: abs(apart[seed]))
+    most = max(row["value"] for row in found.rows if row["metric"] == SHARE and row["seed"] == furthest)
     out = [f"{name}, {difference(row, 1, 100)}" for name, row in rows.items() if row.low > 0 or row.high < 0]
     return {
         "twin": difference(rows["clean"], 1, 100),
@@ -214,7 +215,7 @@ def of_twins(raw: Raw) -> dict[str, str]:
         "twin-intervals": counted([*rows.values()]),
         "twin-out": in_turn(out),
         "twin-furthest": signed(100 * apart[furthest], 2),
-        "twin-share": f"{significant(100 * found.by_seed(SHARE, 'rpc')[furthest], 1)}%",
+        "twin-share": f"{significant(100 * most, 1)}%",
     }
 
 
@@ -291,9 +292,11 @@ def harmed(raw: Raw) -> dict[str, str]:
         raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
     if out := [row for row in blind if row.low > 0 or row.high < 0]:
         raise PageError(f"the page says that no interval excludes 0, and that of {out[0].metric} does: write it anew")
+    before = [raw.with_earlier(found)[0].row(metric, "rpc", "symmetric").difference for metric in GRADIENT]
     check_told(
-        "RPC is below symmetric attention at 4/255 alone, of the gradient attacks",
-        [row.difference < 0 for row in to_symmetric] == [False, True, False, True],
+        "RPC is below symmetric attention at 4/255 alone, and at 1/255 the intervals exclude the earlier means",
+        [row.difference < 0 for row in to_symmetric] == [False, True, False, True]
+        and all(to_symmetric[place].low > before[place] for place in (0, 2)),
     )
     check_told(
         "RPC is above softmax on corrupted images, and corruption takes less from it",
@@ -313,6 +316,7 @@ def harmed(raw: Raw) -> dict[str, str]:
         "gradient-symmetric-only": counted(symmetric),
         "blind": points(blind),
         "blind-detectable": least_to_most(row.detectable * 100 for row in blind),
+        "clean-500": difference(found.row(ON_500["clean"], "rpc", "softmax"), 1, 100),
         "taken": difference(with_taken(found).row(TAKEN, "rpc", "softmax"), 1, 100),
         "gradient-detectable": least_to_most(row.detectable * 100 for row in to_symmetric),
         "corrected-lower": str(len(remaining)),
