@@ -215,12 +215,14 @@ def claims(raw: Raw) -> list[Claim]:
     trained = [fit(of_layer(raw, "causal-softmax-after", layer)) for layer in range(4)]
     parts = {"MiniLM to 128": to_trained_length(raw), "to 256": [*six.values()], "causal model": trained}
     holding = {name: held(fits, 0.25) for name, fits in parts.items()}
+    holding_of = ", ".join(f"{count} of {len(parts[name])} ({name})" for name, count in holding.items())
     check_told(
         "slopes are about a quarter in the mean, and not layer by layer",
         all(0.2 < np.mean([each.slope for each in fits]) < 0.3 for fits in parts.values())
+        and any(holding.values())
         and all(count < len(parts[name]) for name, count in holding.items()),
+        f"{holding_of}; {', '.join(map(between, parts.values()))}",
     )
-    holding_of = ", ".join(f"{count} of {len(parts[name])} ({name})" for name, count in holding.items())
     ascents = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL)) for layer in LAYERS}
     late_ascents = [fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL, 32)) for layer in LAYERS]
     slopes = ", ".join(f"{name} {slope(ascents[layer], 2)}" for layer, name in LAYERS.items())
@@ -400,7 +402,6 @@ def prose(raw: Raw) -> dict[str, str]:
 @PAGE.numbers
 def of_random_models(raw: Raw) -> dict[str, str]:
     """Random models beside what uniform attention would have."""
-
     bert, gpt2 = (
         {(folder, layer): of_layer(raw, folder, layer) for folder in folders for layer in (0, 5, 11)}
         for folders in ([*RANDOM][:2], [*RANDOM][2:])

@@ -232,14 +232,18 @@ def _of_images(raw: Raw) -> dict[str, str]:
     check_told(
         "scaled to softmax widest and qk_norm to softmax alone are higher on the images, over four seeds",
         higher == [("scaled", "softmax widest"), ("qk_norm", SOFTMAX)],
+        higher,
     )
+    lower = [to_longest[name].verdict for name in ("differential", "entmax")]
     check_told(
         "differential is lower than softmax longest over eight seeds, and entmax lower before the correction alone",
-        [to_longest[name].verdict for name in ("differential", "entmax")] == ["lower", "lower, not after correction"],
+        lower == ["lower", "lower, not after correction"],
+        lower,
     )
     check_told(
         "softmax and its two controls that train longer have their best rate at the high end on the images",
         {SOFTMAX, *LONGER} <= {*at_high_end},
+        at_high_end,
     )
     return {
         "images-below": str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
@@ -279,6 +283,7 @@ def _of_text(raw: Raw) -> dict[str, str]:
     check_told(
         "all ten mechanisms with further seeds differ from softmax on the texts",
         len(chosen) == 10 and all(row.verdict in ("lower", "higher") for row in chosen),
+        {row.config: row.verdict for row in chosen},
     )
     times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
     return {

@@ -119,6 +119,7 @@ def prose(raw: Raw) -> dict[str, str]:
     check_told(
         "entropy is higher than that of none, held at 5 and 20",
         all(row.verdict == "higher" for row in entropies["none"]),
+        listed(told(row, 3) for row in entropies["none"]),
     )
     held_to_decay = found.values(PERPLEXITY, HELD[0]) - found.values(PERPLEXITY, DECAY)
     start = found.values(MEAN, "none", 0) * WIDTH

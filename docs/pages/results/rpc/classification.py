@@ -46,7 +46,7 @@ def claims(raw: Raw) -> list[Claim]:
     gradient = [found.row(metric, "rpc", "softmax") for metric in GRADIENT]
     blind = [found.row(metric, "rpc", "softmax") for metric in BLIND]
     corrupted = found.row(CORRUPTED, "rpc", "softmax")
-    accuracies = " against ".join(f"{number(found.mean('test/top1', config) * 100)}%" for config in ("rpc", "softmax"))
+    accuracies = " against ".join(f"{number(found.mean(TOP1, config) * 100)}%" for config in ("rpc", "softmax"))
 
     return [
         Claim(
@@ -165,16 +165,13 @@ def prose(raw: Raw) -> dict[str, str]:
     images = found.over_images(TOP1, "rpc", "softmax")
     sizes = {config: found.mean(INPUT_GRADIENT, config) for config in NAMES}
     share, entropy = (by_pass(found, what, "rpc", 4) for what in ("sparsity", "entropy"))
-    check_told("S is fuller in the last pass than in the others", share[-1] > max(share[:-1]))
-    passes = [f"val/pursuit/{what}/layer_00/pass_{place}" for what in ("sparsity", "residual") for place in range(1, 5)]
-    first = steps(raw)[0]
-    check_told(
-        "S is empty in all passes after the first epoch", not any(found.mean(each, "rpc", first) for each in passes[:4])
-    )
-    check_told("three passes are nearly uniform attention", min(entropy[:3]) > 4)
-    check_told(
-        "the residual is as large as the keys in all passes", all(found.mean(each, "rpc") >= 1 for each in passes[4:])
-    )
+    residual = by_pass(found, "residual", "rpc", 4)
+    shares = [f"val/pursuit/sparsity/layer_00/pass_{1 + place}" for place in range(4)]
+    at_first = [found.mean(each, "rpc", steps(raw)[0]) for each in shares]
+    check_told("S is fuller in the last pass than in the others", all(share[-1] > each for each in share[:-1]), share)
+    check_told("S is empty in all passes after the first epoch", not any(at_first), at_first)
+    check_told("three passes are nearly uniform attention", all(each > 4 for each in entropy[:3]), entropy)
+    check_told("the residual is as large as the keys in all passes", all(each >= 1 for each in residual), residual)
     largest = max(row["value"] for row in found.rows if (row["config"], row["metric"]) == ("rpc", SHARE))
     minutes = [fmean(found.seconds(config)) / 60 for config in found.configs]
     return {
@@ -297,12 +294,13 @@ def harmed(raw: Raw) -> dict[str, str]:
         "RPC is below symmetric attention at 4/255 alone, and at 1/255 the intervals exclude the earlier means",
         [row.difference < 0 for row in to_symmetric] == [False, True, False, True]
         and all(to_symmetric[place].low > before[place] for place in (0, 2)),
+        in_turn(difference(row, 1, 100) for row in to_symmetric),
     )
+    corrupted, taken = found.row(CORRUPTED, "rpc", "softmax"), with_taken(found).row(TAKEN, "rpc", "softmax")
     check_told(
         "RPC is above softmax on corrupted images, and corruption takes less from it",
-        found.row(CORRUPTED, "rpc", "softmax").difference
-        > 0
-        > with_taken(found).row(TAKEN, "rpc", "softmax").difference,
+        corrupted.difference > 0 > taken.difference,
+        in_turn(difference(row, 1, 100) for row in (corrupted, taken)),
     )
     called = {metric: name for name, metric in ON_500.items()}
     remaining = [
@@ -317,7 +315,7 @@ def harmed(raw: Raw) -> dict[str, str]:
         "blind": points(blind),
         "blind-detectable": least_to_most(row.detectable * 100 for row in blind),
         "clean-500": difference(found.row(ON_500["clean"], "rpc", "softmax"), 1, 100),
-        "taken": difference(with_taken(found).row(TAKEN, "rpc", "softmax"), 1, 100),
+        "taken": difference(taken, 1, 100),
         "gradient-detectable": least_to_most(row.detectable * 100 for row in to_symmetric),
         "corrected-lower": str(len(remaining)),
         "corrected-all": str(len(attacks(found))),

@@ -337,6 +337,7 @@ def under_attack(raw: Raw) -> dict[str, str]:
     check_told(
         "symmetric attention is higher than softmax under attack",
         all(row.verdict == "higher" for row in symmetric.values()),
+        {name: told(row, 1, 100) for name, row in symmetric.items()},
     )
     seeds = 100 * (found.values(PGD, "rpc") - found.values(PGD, "softmax"))
     left = (f"{number(100 * found.mean(PGD, config))}%" for config in ("rpc", "softmax"))

@@ -186,6 +186,7 @@ def prose(raw: Raw) -> dict[str, str]:
     check_told(
         "to tell RPC from symmetric attention the budget is too small",
         all(row.verdict == "budget too small" for row in to_symmetric),
+        by_lam(to_symmetric),
     )
     return {
         "cells": str(len(cells)),

@@ -1,0 +1,74 @@
+"""Sentences of pages that have no number of their own are refused where the raw files say otherwise."""
+
+import csv
+import shutil
+
+import pytest
+
+from docs.pages.errors import PageError, check_told
+from docs.pages.results import token_selection
+from docs.pages.results.rpc import classification
+from tests.pages.toy import ROOT
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A root with a copy of a page's folder."""
+
+    def copy(name):
+        shutil.copytree(ROOT / "docs" / "results" / name, tmp_path / "docs" / "results" / name)
+        return tmp_path
+
+    return copy
+
+
+def test_the_error_names_the_sentence_and_what_is_found():
+    check_told("it is even", True, 3)
+    with pytest.raises(PageError, match="the page says that it is even, and the raw files say 3: write it anew"):
+        check_told("it is even", False, 3)
+
+
+def test_other_seeds_under_an_attack_turn_a_sentence(copied):
+    root = copied("rpc_classification")
+    assert classification.harmed(classification.PAGE.raw(root))
+    path = classification.PAGE.raw(root).folder / "results.csv"
+    rows = list(csv.DictReader(path.open(newline="")))
+    for row in rows:
+        if (row["config"], row["metric"]) == ("rpc", "robustness/pgd/4_255/accuracy"):
+            row["value"] = str(float(row["value"]) + 0.02)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    said = r"says that RPC is below symmetric attention at 4/255 alone.* the raw files say .*\+0\.9 \["
+    with pytest.raises(PageError, match=said):
+        classification.harmed(classification.PAGE.raw(root))
+
+
+@pytest.mark.parametrize(
+    ("quantity", "told"),
+    [
+        ("sparsity/layer_00/pass_2", "S is fuller in the last pass than in the others"),
+        ("entropy/layer_00/pass_3", "three passes are nearly uniform attention"),
+        ("residual/layer_00/pass_2", "the residual is as large as the keys in all passes"),
+    ],
+)
+def test_a_nan_makes_no_sentence_true(copied, quantity, told):
+    root = copied("rpc_classification")
+    path = classification.PAGE.raw(root).folder / "results.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    at = max(n for n, line in enumerate(lines) if line.startswith("rpc,8,") and f",val/pursuit/{quantity}," in line)
+    lines[at] = f"{lines[at].rpartition(',')[0]},nan\n"
+    path.write_text("".join(lines))
+    with pytest.raises(PageError, match=rf"{told}, and the raw files say \[.*nan"):
+        classification.prose(classification.PAGE.raw(root))
+
+
+def test_a_problem_that_was_not_solved_is_not_left_out(copied):
+    root = copied("token_selection")
+    raw = token_selection.PAGE.raw(root)
+    assert token_selection.summary(raw) == raw.text("summary.md")
+    path = raw.folder / "summary.md"
+    path.write_text(path.read_text() + "| single | 2 | all | failed: no solution |  |  |  |  |\n")
+    with pytest.raises(PageError, match=r"has a problem that was not solved, .*\| single \| 2 \| all"):
+        token_selection.summary(token_selection.PAGE.raw(root))
