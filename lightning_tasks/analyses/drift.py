@@ -20,7 +20,7 @@ from lightning_tasks.analyses.inputs import add_arguments, add_options, mechanis
 from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import Subject, choose_layers, load_subject
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.folder import output_folder
 from lightning_tasks.training.eager import eager
 
 _BATCH = 8
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str]) -> None:
     subject = load_subject(options.model, options.random, options.seed, options.trust_checkpoint)
     layers = [layer.name for layer in choose_layers(subject.model, options.layers)]
     inputs = read_inputs(options, subject, options.sequences, options.length)
-    make_output_folder(options.output)
-    rows: list[Row] = []
-    for mechanism in mechanisms:
-        rows += _rows(subject, layers, inputs.values, mechanism, given, options)
     weights = f"random weights, seed {options.seed}" if options.random else "its own weights"
     head = f"{options.model} ({type(subject.model).__name__}, {weights}); {options.data}: {inputs.described}."
-    text = write_report(rows, head, options.output)
-    recording.write(options.output, anew=True)
+    rows: list[Row] = []
+    with output_folder(options.output):
+        for mechanism in mechanisms:
+            rows += _rows(subject, layers, inputs.values, mechanism, given, options)
+        text = write_report(rows, head, options.output)
+        recording.write(options.output, anew=True)
     print(text, end="")
 
 

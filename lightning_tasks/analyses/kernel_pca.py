@@ -46,7 +46,7 @@ from lightning_tasks.analyses.kernel_pca_report import (
 from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import Subject, choose_layers
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.folder import output_folder
 
 _SAME = 1e-3  # of the norm: float32 rounds, and another map is further away
 RESULTS = """\
@@ -231,31 +231,37 @@ def main(arguments: Sequence[str]) -> None:
     inputs = read_inputs(options, subject, options.samples, options.length)
     seen = observe(subject, inputs.values, names)
     refuse_other_maps(seen)
-    make_output_folder(options.output)
     weights = described_weights(options)
     tokens = max(each.k.shape[2] for each in seen.values())
     kind = type(subject.model).__name__
     mechanisms = ", ".join(sorted({each.mechanism for each in seen.values()}))
     head = f"{options.model} ({kind}, {weights}), {mechanisms}; {options.data}: {inputs.described}; "
     head += f"{tokens} tokens at a layer."
+    with output_folder(options.output):
+        rows, drawn, failed = _measured(names, seen, options.draws)
+        if rows:
+            head += "".join(f" Not measured: {each}." for each in failed)
+            text = write_report(rows, head, options.output, drawn if options.draws > 1 else ())
+            recording.write(options.output, anew=True)
+            print(text, end="")
+    if failed:
+        kept = len({row.layer for row in rows})
+        raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
+
+
+def _measured(names: Sequence[str], seen: Mapping[str, Seen], draws: int) -> tuple[list[Row], list[Draw], list[str]]:
+    """The rows of all layers, the means of the draws, and what failed or was not reached."""
     rows: list[Row] = []
     drawn: list[Draw] = []
     failed: list[str] = []
     try:
         for name in tqdm(names, desc="kernel-pca", unit="layer", disable=None):
             try:
-                found, means = measure(name, seen[name], options.draws)
+                found, means = measure(name, seen[name], draws)
                 rows += found
                 drawn += means
             except UsageError as error:
                 failed.append(str(error))
     except KeyboardInterrupt:
         failed.append(f"interrupted at layer {name!r}")
-    if rows:
-        head += "".join(f" Not measured: {each}." for each in failed)
-        text = write_report(rows, head, options.output, drawn if options.draws > 1 else ())
-        recording.write(options.output, anew=True)
-        print(text, end="")
-    if failed:
-        kept = len({row.layer for row in rows})
-        raise UsageError(f"{'; '.join(failed)}; results of {kept} of {len(names)} layers are in {options.output}")
+    return rows, drawn, failed

@@ -39,7 +39,7 @@ from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Ro
 from lightning_tasks.analyses.made_by import MADE_BY, Recording, read_made_by
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls
 from lightning_tasks.errors import UsageError
-from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.folder import output_folder
 from lightning_tasks.runs.measurements import Advance, Measurement, RowStore, fingerprint, measurement_key, run_suite
 
 ROWS = "rows.jsonl"
@@ -239,17 +239,19 @@ def main(arguments: Sequence[str]) -> None:
     _refuse_surrogates(layers)
     inputs = read_inputs(options, subject, options.sequences, lengths[-1])
     settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
-    make_output_folder(options.output)
-    read_made_by(options.output)  # a damaged one is refused before anything is measured
-    rows, failures = _run(subject, layers, settings, options.output, recording)
     head = _head(options, subject, layers, inputs.described)
+    with output_folder(options.output):
+        read_made_by(options.output)  # a damaged one is refused before anything is measured
+        rows, failures = _run(subject, layers, settings, options.output, recording)
+        if failures:
+            head += f"\n\nNot measured: {described_failures(failures)}."
+        if rows:
+            print(write_report(rows, head, options.output), end="")
     if not failures:
-        print(write_report(rows, head, options.output), end="")
         return
     said = f"not measured: {described_failures(failures)}; give other layers (--layers) or lengths (--lengths)"
     if not rows:
         raise UsageError(said)
-    print(write_report(rows, f"{head}\n\nNot measured: {described_failures(failures)}.", options.output), end="")
     raise UsageError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")
 
 

@@ -30,7 +30,7 @@ from lightning_tasks.analyses.token_selection_report import (
 )
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.selection import draw_selection
-from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.folder import output_folder
 from lightning_tasks.runs.safe_files import write_rows
 
 # Settings of gradient_path by the name that tables and figures give the run; the first one sets the selection.
@@ -257,29 +257,34 @@ def main(arguments: Sequence[str]) -> None:
     for option in ("seeds", "steps"):
         if getattr(options, option) < 1:
             raise UsageError(f"--{option} must be at least 1, got {getattr(options, option)}")
-    make_output_folder(options.output)
     names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
-    found = earlier_lines(options.output / SUMMARY, options.steps, names)
-    read_made_by(options.output)  # a damaged one is refused before anything runs
+    with output_folder(options.output):
+        _run(names, options.seeds, options.steps, options.output, recording)
+        print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")
+
+
+def _run(names: Sequence[str], seeds: int, steps: int, output: File, recording: Recording) -> None:
+    """Run experiments, and keep the tables of each problem that is solved."""
+    found = earlier_lines(output / SUMMARY, steps, names)
+    read_made_by(output)  # a damaged one is refused before anything runs
     done: list[str] = []
 
     def keep(name: str, lines: list[str]) -> None:
         found[name] = lines
         rows = [row for each in EXPERIMENTS for row in found.get(each, ())]
-        (options.output / SUMMARY).write_text(summary(rows, options.steps), encoding="utf-8")
-        recording.write(options.output)
+        (output / SUMMARY).write_text(summary(rows, steps), encoding="utf-8")
+        recording.write(output)
         done.append(name)
 
     try:
         for name in names:
-            run_experiment(name, range(options.seeds), options.steps, options.output, partial(keep, name))
+            run_experiment(name, range(seeds), steps, output, partial(keep, name))
     except KeyboardInterrupt:
         count = ", ".join(f"{done.count(name)} of {name}" for name in dict.fromkeys(done)) or "none"
         raise UsageError(
-            f"interrupted: of {options.seeds} problems an experiment, {count} are kept in {options.output} (NAME.csv, "
+            f"interrupted: of {seeds} problems an experiment, {count} are kept in {output} (NAME.csv, "
             f"NAME_paths.csv, {SUMMARY}); the same command would begin anew"
         ) from None
-    print((options.output / SUMMARY).read_text(encoding="utf-8"), end="")
 
 
 def plane(paths: Mapping[str, Tensor], direction: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from lightning_tasks.compare.arguments import parser
 from lightning_tasks.compare.cell import Cell
@@ -30,10 +27,8 @@ from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.environment import mixed_environments, this_environment
-from lightning_tasks.runs.folder import make_output_folder
+from lightning_tasks.runs.folder import output_folder
 from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
-
-LOCK = ".compare.lock"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -72,8 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         with_references(options.variant, variants, references),
     )
     check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
-    make_output_folder(options.output)
-    with only_comparison(options.output):
+    with output_folder(options.output):
         try:
             _run_and_write(comparison, options.jobs)
         except OSError as error:  # a full disk
@@ -167,22 +161,6 @@ def with_references(
         if name not in known:
             raise UsageError(f"--variant {name!r} is none of the variants; {nearest(name, known)}")
     return {known[0], *names, *(other for name in names for other in references.get(name, ()))} if names else {*known}
-
-
-@contextlib.contextmanager
-def only_comparison(output: Path) -> Iterator[None]:
-    """Hold the folder of a comparison; the lock of one that was killed is free.
-
-    Raises:
-        UsageError: another process holds it.
-    """
-    try:
-        with FileLock(output / LOCK, timeout=0):
-            yield
-    except Timeout:
-        raise UsageError(
-            f"--output {output}: another `attnswap compare` is at work there; wait for it, or give another folder"
-        ) from None
 
 
 def _run_and_write(comparison: Comparison, jobs: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_tasks.errors import UsageError
 
 RUNS = Path("runs")
+LOCK = ".attnswap.lock"
 
 
 def claim_run_folder(recipe: str, root: Path) -> Path:
@@ -47,11 +51,12 @@ def existing_part(path: Path) -> Path:
     return next((part for part in (path, *path.parents) if part.exists()), path)
 
 
-def make_output_folder(folder: Path) -> None:
-    """Make ``--output``, with the folders above it.
+@contextlib.contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Make ``--output``, with the folders above it, and hold it; the lock of a process that was killed is free.
 
     Raises:
-        UsageError: it, or a part of its path, is a file, or it cannot be made.
+        UsageError: it, or a part of its path, is a file, it cannot be made or locked, or another process holds it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,3 +65,16 @@ def make_output_folder(folder: Path) -> None:
         raise UsageError(f"--output {folder}: {file} is a file; give a folder") from None
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(
+            f"--output {folder}: another attnswap command is at work there; wait for it, or give another folder"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # not to be written to, or a file system without locks
+        raise UsageError(f"--output {folder} cannot be locked: {error}; give another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()

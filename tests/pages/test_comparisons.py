@@ -202,3 +202,15 @@ def test_what_cells_took_is_of_finished_ones_and_a_number(seconds):
         replace(found, cells=[{**kept, "seconds": seconds}]).seconds()
     with pytest.raises(PageError, match="no finished cell of rpc"):
         found.seconds("rpc")
+
+
+def test_where_runs_ran_is_said_of_all_of_them():
+    here = Environment("0123456789abcdef", False, "AMD EPYC, 2 cores")
+    found = Comparison([], [], {}, Endpoints(), ["softmax"], environments=[here, here])
+    assert found.ran_in() == "commit 0123456789, AMD EPYC, 2 cores"
+    other = Environment("fedcba9876543210", True, "Intel Xeon, 4 cores")
+    assert replace(found, environments=[here, other]).ran_in() == (
+        "commits 0123456789 and fedcba9876 with changes, AMD EPYC, 2 cores and Intel Xeon, 4 cores"
+    )
+    with pytest.raises(PageError, match="has no environment of its cells"):
+        replace(found, environments=[]).ran_in()

@@ -186,6 +186,18 @@ class Comparison:
             raise PageError(f"{COMPARISON} has no finished cell of {', '.join(configs or self.configs)}")
         return found
 
+    def ran_in(self) -> str:
+        """The code and the machine of its runs, as `commit 0123456789, AMD EPYC, 2 cores`.
+
+        Raises:
+            PageError: it was not kept.
+        """
+        codes = dict.fromkeys(each.code for each in self.environments)
+        machines = dict.fromkeys(each.hardware for each in self.environments)
+        if not codes:
+            raise PageError(f"{COMPARISON} has no environment of its cells")
+        return f"commit{'s' if len(codes) > 1 else ''} {' and '.join(codes)}, {' and '.join(machines)}"
+
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""
         values = [last_values(self._by_metric[metric], metric) for metric in metrics]

@@ -141,7 +141,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "cosines-before": least_to_most(
             (minilm.mean(metric, BEFORE.format(each)) for metric in COSINES for each in far), 2
         ),
-        "cosines": " to ".join(number(pick(cosines), 2) for pick in (min, max)),
+        "cosines": least_to_most(cosines, 2),
         "neighbors": f"{number(min(kept), 0)}% to {number(max(kept), 0)}%",
         "probe": in_turn(told(minilm.row("test/probe_accuracy", each, "softmax"), 1, 100) for each in far),
         "probe-sink": told(minilm.row("test/probe_accuracy", "sink", "softmax"), 1, 100),
@@ -175,8 +175,10 @@ def runs(raw: Raw) -> dict[str, str]:
     ]
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
-        "fits": f"{len(fits)} runs of {' to '.join(number(pick(fits)) for pick in (min, max))} minutes",
-        "tests": f"{len(before)} of {' to '.join(number(60 * pick(before), 0) for pick in (min, max))} seconds",
+        "ran": minilm.ran_in(),
+        "ran-vit": vit.ran_in(),
+        "fits": f"{len(fits)} runs of {least_to_most(fits)} minutes",
+        "tests": f"{len(before)} of {least_to_most((60 * each for each in before), 0)} seconds",
         "earlier": number(max(apart[::2]), 3),
         "earlier-before": number(max(apart[1::2]), 3),
     }

@@ -12,7 +12,7 @@ from functools import partial
 
 from docs.pages.cell_tests import compare_tests, primary_table
 from docs.pages.errors import PageError
-from docs.pages.numbers import difference, listed, mean_std, number, signed
+from docs.pages.numbers import difference, least_to_most, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Table, nothing_yet
@@ -90,7 +90,7 @@ def prose(raw: Raw) -> dict[str, str] | None:
         "seeds": str(min(len(found.values(PRIMARY, config)) for config in found.configs)),
         "verdicts": "; ".join(f"{verdict} {count} of {counts.total()}" for verdict, count in counts.items()),
         "msp": listed(msp),
-        **{name: " to ".join(number(pick(each), 0) for pick in (min, max)) for name, each in fitted.items()},
+        **{name: least_to_most(each, 0) for name, each in fitted.items()},
         "upper": signed(100 * max(row.high for row in primary_rows)),
         "others": f"{len(excluding)} of {len(others)}",
         "others-rpc": better_and_worse(excluding, FILLED, first),

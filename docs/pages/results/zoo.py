@@ -17,7 +17,7 @@ import numpy as np
 
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, differences_of
-from docs.pages.numbers import difference, in_turn, listed, mean_std, number, signed, significant
+from docs.pages.numbers import difference, in_turn, least_to_most, listed, mean_std, number, signed, significant
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, nothing_yet, p_value, tried_values, verdicts
@@ -254,7 +254,7 @@ def _of_images(raw: Raw) -> dict[str, str]:
         "images-qk_norm-apart": number(float(np.ptp(apart)) * scale),
         "images-qk_norm-over-images": f"{number(over.low * scale)} to {number(over.high * scale)}",
         "images-corrupted-scaled": number(found.mean(corrupted, "scaled") * by),
-        "images-corrupted-rest": " to ".join(number(pick(rest), 0) for pick in (min, max)),
+        "images-corrupted-rest": least_to_most(rest, 0),
         "images-corrupted-qk_norm": signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
         "images-same-sign": f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
         "images-all-gated": difference(both.row(metric, "gated, element-wise", SOFTMAX), 1, scale),
@@ -290,11 +290,11 @@ def _of_text(raw: Raw) -> dict[str, str]:
         "text-ahead": number(ahead[0] / ahead[1]),
         "text-uniform": difference(found.row(metric, "uniform", SOFTMAX)),
         "text-worse": str(sum(row.verdict == "higher" for row in against)),
-        "text-above-longer": " to ".join(number(pick(after)) for pick in (min, max)),
+        "text-above-longer": least_to_most(after),
         "text-costs": in_turn(number(costs[name], 2) for name in SLOW),
         "text-costs-longer": in_turn(difference(both.row(metric, name, "softmax longer")) for name in SLOW),
         "text-entropies": f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
-        "text-times": " to ".join(number(pick(times), 0) for pick in (min, max)),
+        "text-times": least_to_most(times, 0),
         "text-hours": hours(found),
     }
 

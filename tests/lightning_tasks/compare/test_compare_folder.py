@@ -10,7 +10,7 @@ from attnswap.datamodules.shared.token_cache import CacheEntry
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.compare.command import only_comparison
+from lightning_tasks.runs.folder import output_folder
 from tests.lightning_tasks.cli.runs import DEMO
 
 
@@ -23,7 +23,7 @@ def comparison(tmp_path, monkeypatch):
 
 
 def hold(output, ready, done):
-    with only_comparison(output):
+    with output_folder(output):
         ready.set()
         done.wait(60)
 
@@ -42,9 +42,9 @@ def test_a_second_comparison_in_one_folder_is_refused(comparison, capsys):
         done.set()
         other.join()
     assert stop.value.code == 2
-    assert "--output out: another `attnswap compare` is at work there" in capsys.readouterr().err
+    assert "--output out: another attnswap command is at work there" in capsys.readouterr().err
     assert not Path("out/cells").exists()
-    with only_comparison(Path("out")):
+    with output_folder(Path("out")):
         pass
 
 

@@ -125,6 +125,7 @@ def prose(raw: Raw) -> dict[str, str]:
     start = found.values(MEAN, "none", 0) * WIDTH
     further = Raw(raw.root, "docs/results/locater").comparison("", "locater/compare_small_vocabulary")
     return {
+        "ran": found.ran_in(),
         "held-5": told(held[0], 2),
         "held-20": told(held[1], 2),
         "held-5-to-decay": told(to_decay[0], 2),

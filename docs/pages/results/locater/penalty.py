@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, listed, number, signed, significant, told
+from docs.pages.numbers import difference, in_turn, least_to_most, listed, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Columns, Table, over_steps, p_value, verdicts
@@ -47,7 +47,7 @@ def claims(raw: Raw) -> list[Claim]:
     found = read(raw)
     weakest, *stronger = (found.row(PERPLEXITY, config, "none") for config in PENALTIES)
     entropies = [found.row(ENTROPY, config, "none") for config in PENALTIES]
-    rises = " to ".join(number(pick(row.difference for row in entropies), 2) for pick in (min, max))
+    rises = least_to_most((row.difference for row in entropies), 2)
     none = number(found.mean(PERPLEXITY, "none"))
     controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in CONTROLS]
     return [

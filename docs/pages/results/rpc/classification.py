@@ -191,7 +191,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "gradients": f"{number(sizes['rpc'], 2)} and {number(sizes['softmax'], 2)}",
         "gradient-rpc": difference(found.row(INPUT_GRADIENT, "rpc", "softmax"), 2),
         "equal-tokens": number(math.exp(entropy[-1]), 0),
-        "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
+        "minutes": least_to_most(minutes, 0),
+        "ran": found.ran_in(),
     }
 
 

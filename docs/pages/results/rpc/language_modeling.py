@@ -113,6 +113,8 @@ def prose(raw: Raw) -> dict[str, str]:
     more = found.with_metric("more", lambda clean, swapped: swapped - clean, CLEAN_STAYED, STAYED)
     worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
     return {
+        "runs": str(len(found.seconds())),
+        "ran": found.ran_in(),
         "rpc": difference(test["RPC − softmax"], 2),
         "rpc-verdict": test["RPC − softmax"].verdict,
         "rpc-seeds": f"{worse.sum()} of {len(worse)}",

@@ -162,6 +162,7 @@ def prose(raw: Raw) -> dict[str, str]:
     return {
         "runs": str(len({(row["config"], row["seed"]) for row in found.rows})),
         "seeds": str(test["rpc"].pairs),
+        "ran": found.ran_in(),
         "rpc": difference(test["rpc"], 2),
         "rpc-verdict": test["rpc"].verdict,
         "symmetric": difference(test["symmetric"], 2),

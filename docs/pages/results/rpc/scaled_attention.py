@@ -14,7 +14,7 @@ import numpy as np
 from docs.pages.cell_tests import primary_table
 from docs.pages.errors import PageError
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, interval, listed, mean_std, number, signed
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import RESULTS, Comparison, Raw, asked_of
 from docs.pages.results.rpc.shared import (
@@ -241,7 +241,8 @@ def training(raw: Raw) -> dict[str, str]:
         "validated-verdict": validated.verdict,
         "lead": f"{signed(100 * max(lead))} points at epoch {1 + lead.index(max(lead))}",
         "lead-end": " to ".join(signed(100 * pick(lead[-6:])) for pick in (min, max)),
-        "minutes": " to ".join(number(pick(minutes), 0) for pick in (min, max)),
+        "minutes": least_to_most(minutes, 0),
+        "ran": found.ran_in(),
     }
 
 

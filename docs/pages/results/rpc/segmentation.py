@@ -15,7 +15,7 @@ import numpy as np
 from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of, masks_of
-from docs.pages.numbers import difference, interval, mean_std, number, signed, significant, told
+from docs.pages.numbers import difference, interval, least_to_most, mean_std, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
@@ -271,8 +271,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "margin-share": f"{number(1 / found.mean(MIOU, 'softmax'), 0)}%",
         "twin-verdict": clean["RPC − RPC without S"].verdict,
         **{
-            name: " to ".join(number(pick(values), 2) for pick in (min, max))
-            + f" of the keys', and below them in {(values < 1).sum()} of {len(values)} seeds"
+            name: f"{least_to_most(values, 2)} of the keys', "
+            f"and below them in {(values < 1).sum()} of {len(values)} seeds"
             for name, values in residuals.items()
         },
         **by_class(found_iou),
@@ -286,9 +286,10 @@ def prose(raw: Raw) -> dict[str, str]:
         "empty-share": f"{significant(100 * emptiest, 2)}%",
         "empty-twin": number(100 * abs(twin[int(shares.argmin())])),
         "rare": f"{number(100 * sum(pixels[each] for each in others(raw)) / sum(pixels.values()), 0)}%",
-        "minutes": " to ".join(number(pick(found.seconds()) / 60) for pick in (min, max)),
+        "minutes": least_to_most(each / 60 for each in found.seconds()),
+        "ran": found.ran_in(),
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
-        "equal-tokens": " to ".join(number(math.exp(pick(entropies)), 0) for pick in (min, max)),
+        "equal-tokens": least_to_most(map(math.exp, entropies), 0),
         "self": f"{number(100 * by_pass(found, 'self_probability', 'rpc', 6)[-1], 0)}%",
     }
 
@@ -304,9 +305,8 @@ def with_earlier(raw: Raw) -> dict[str, str]:
         "every": f"{difference(every.row(MIOU, 'rpc', 'softmax'), 2, 100)}, below 0 in "
         + every.below(MIOU, "rpc", "softmax"),
         "earlier-trees": f"{trees} of the {signed(100 * row.difference, 2)}",
-        "lower-now": " to ".join(
-            number(100 * pick(earlier.mean(MIOU, config) - read(raw).mean(MIOU, config) for config in NAMES))
-            for pick in (min, max)
+        "lower-now": least_to_most(
+            100 * (earlier.mean(MIOU, config) - read(raw).mean(MIOU, config)) for config in NAMES
         ),
         "every-corrupted": difference(every.row(MEAN, "rpc", "softmax"), 2, 100),
     }
