@@ -333,7 +333,7 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     main(["compare", str(tiny), "--seeds", "0", "--output", "out"])
     printed, errors = capsys.readouterr()
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
-    left_out = "pgd|spsa|square|corruption|gaussian_noise|fog|motion_blur|layer_0[23]"
+    left_out = "pgd|spsa|square|autoattack|corruption|gaussian_noise|fog|motion_blur|layer_0[23]"
     assert all(re.search(left_out, metric) for metric in never_logged), never_logged
     assert all(f"| {variant} | 1 |" in printed for variant in content["variants"])
     other = [line for line in printed.partition("Not paired:")[2].splitlines() if line]
@@ -341,7 +341,8 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     with Path("out/results.csv").open() as file:
         values = {(row["config"], int(row["seed"]), row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
     kept = [(path, np.load(path)) for path in Path("out/cells").rglob("robustness_images.npz")]
-    assert len(kept) == (len(content["variants"]) if content.get("primary") == "test/top1" else 0)
+    of_images = content.get("primary") in ("test/top1", "robustness/autoattack/1_255/accuracy")
+    assert len(kept) == (len(content["variants"]) if of_images else 0)
     for path, found in kept:
         cell = json.loads((path.parent / "result.json").read_text())
         for name in set(found) - {"data"}:
