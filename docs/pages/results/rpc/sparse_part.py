@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
@@ -295,8 +296,12 @@ def attack_numbers(raw: Raw) -> dict[str, str] | None:
         for is_attacked in (True, False)
     }
     intervals = [over_images(cells, AUTOATTACK_PRIMARY, name, "softmax") for name in FILLED if name in found.configs]
+    one, four = (median(each.rows[f"autoattack/{eps}/255/accuracy"].seconds for each in cells) for eps in (1, 4))
+    planned = 5 * 8 * 500 / row.samples * (3 * one + four)  # configurations, seeds; of the smaller eps as at 1/255
     return {
         "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
+        "autoattack-took": f"{number(one / 60)} and {number(four / 60)}",
+        "autoattack-planned": number(planned / 3600, 0),
         "autoattack-seeds": str(min(counts.values())),
         "autoattack-family": str(found.endpoints.comparisons),
         "clean-of-attacked": " points, and ".join(signed(float(each) * 100) for each in clean_of.values())
