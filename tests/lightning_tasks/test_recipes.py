@@ -26,6 +26,7 @@ from lightning_tasks.recipes import (
     shipped_recipes,
 )
 from lightning_tasks.variants import find_file, find_variant, full_name
+from tests.lightning_tasks.gathered import CHECKS
 from tests.lightning_tasks.recipe_table import PAGE, page
 from tests.lightning_tasks.twins import OVERLAYS, overlaid, twin
 
@@ -351,6 +352,8 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     assert record.references == content.get("references", {})
     assert {cell.state for cell in record.cells} == {FINISHED}
     assert len({cell.training_data for cell in record.cells if "longe" not in cell.variant}) == 1
+    if name in CHECKS:
+        CHECKS[name](own_folder / "out", values)
 
 
 def test_the_saved_config_says_once_what_the_command_line_overrode(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ checkpoints; the images are read from $ATTNSWAP_DATA.
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,38 +22,58 @@ CONFIGS = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "rpc", "rpc_wi
 ATTACKED = 64  # the first test images
 SHOWN = (0, 116)  # the first test image and the middle one, which is of another street
 
-cells, folder = Path(sys.argv[1]) / "cells", Path(sys.argv[2])
-seeds = sorted(int(path.name.removeprefix("seed_")) for path in (cells / "softmax").glob("seed_*"))
-if not seeds:
-    sys.exit(f"{cells} has no cells: give the folder that attnswap compare camvid/compare_segmenter wrote")
-rows, first = [], []
-for place, config in CONFIGS.items():
-    for seed in seeds:
-        kept = read_images(cells / place / f"seed_{seed}" / FILE, cells)
-        if PIXELS not in kept:
-            sys.exit(f"{cells / place} has no {FILE} of seed {seed}: finish the comparison by its own command")
-        miou = scores_of_counts(torch.from_numpy(kept[PIXELS][:ATTACKED].astype(np.int64)).sum(0))[0].item()
-        first.append([config, seed, f"{miou:.8f}"])
-        found, there, predicted = kept[PIXELS].astype(np.int64).sum(0)
-        iou = found / (there + predicted - found)
-        columns = zip(CamVidDataModule.class_names, there, iou, found / there, strict=True)
-        rows += [[config, seed, name, count, f"{one:.6f}", f"{other:.6f}"] for name, count, one, other in columns]
 
-data = CamVidDataModule(num_workers=0)
-data.setup("test")
-loader = data.test_dataloader()
-images, truth = loader.collate_fn([loader.dataset[index] for index in SHOWN])  # images in [0, 1]
-masks = {"image": (images * 255).round().byte().numpy(), "truth": truth.byte().numpy()}
-for place, config in CONFIGS.items():
-    task = SegmentationTask.load_from_checkpoint(cells / place / f"seed_{seeds[0]}" / "last.ckpt").eval()
-    with torch.no_grad():
-        masks[config] = task.predict_step((images, truth), 0).byte().numpy()
+def main(output: Path, folder: Path, shown: Sequence[int] = SHOWN) -> None:
+    """Write the files of a comparison's output; nothing before all of it is there."""
+    cells = output / "cells"
+    seeds = sorted(int(path.name.removeprefix("seed_")) for path in (cells / "softmax").glob("seed_*"))
+    if not seeds:
+        sys.exit(f"{cells} has no cells: give the folder that attnswap compare camvid/compare_segmenter wrote")
+    classes, first = scores(cells, seeds)
+    tables = {
+        "classes.csv": [["config", "seed", "name", "pixels", "iou", "accuracy"], *classes],
+        "first_images.csv": [["config", "seed", "miou"], *first],
+    }
+    predicted = masks(cells, seeds[0], shown)
+    for name, table in tables.items():
+        with (folder / name).open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(table)
+    np.savez_compressed(folder / "masks.npz", **{name: each[..., ::2, ::2] for name, each in predicted.items()})
 
-tables = {  # not written before all of it is there
-    "classes.csv": [["config", "seed", "name", "pixels", "iou", "accuracy"], *rows],
-    "first_images.csv": [["config", "seed", "miou"], *first],
-}
-for name, table in tables.items():
-    with (folder / name).open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(table)
-np.savez_compressed(folder / "masks.npz", **{name: each[..., ::2, ::2] for name, each in masks.items()})
+
+def scores(cells: Path, seeds: Sequence[int]) -> tuple[list[list[object]], list[list[object]]]:
+    """Rows of each class, and of the mIoU of the images that are attacked."""
+    classes: list[list[object]] = []
+    first: list[list[object]] = []
+    for place, config in CONFIGS.items():
+        for seed in seeds:
+            kept = read_images(cells / place / f"seed_{seed}" / FILE, cells)
+            if PIXELS not in kept:
+                sys.exit(f"{cells / place} has no {FILE} of seed {seed}: finish the comparison by its own command")
+            miou = scores_of_counts(torch.from_numpy(kept[PIXELS][:ATTACKED].astype(np.int64)).sum(0))[0].item()
+            first.append([config, seed, f"{miou:.8f}"])
+            found, there, predicted = kept[PIXELS].astype(np.int64).sum(0)
+            iou = found / (there + predicted - found)
+            columns = zip(CamVidDataModule.class_names, there, iou, found / there, strict=True)
+            classes += [
+                [config, seed, name, count, f"{one:.6f}", f"{other:.6f}"] for name, count, one, other in columns
+            ]
+    return classes, first
+
+
+def masks(cells: Path, seed: int, shown: Sequence[int]) -> dict[str, np.ndarray]:
+    """Test images, their true masks, and those that the last checkpoint of each configuration predicts."""
+    data = CamVidDataModule(num_workers=0)
+    data.setup("test")
+    loader = data.test_dataloader()
+    images, truth = loader.collate_fn([loader.dataset[index] for index in shown])  # images in [0, 1]
+    found = {"image": (images * 255).round().byte().numpy(), "truth": truth.byte().numpy()}
+    for place, config in CONFIGS.items():
+        task = SegmentationTask.load_from_checkpoint(cells / place / f"seed_{seed}" / "last.ckpt").eval()
+        with torch.no_grad():
+            found[config] = task.predict_step((images, truth), 0).byte().numpy()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
