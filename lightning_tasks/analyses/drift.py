@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap drift` with these arguments.
 
     Raises:
-        UsageError: numbers that make no sense, a mechanism that there is not or that no layer takes.
+        UsageError: numbers that make no sense, a mechanism that there is not or that no layer takes, or an
+            `--output` that is no folder or that another command holds.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.

@@ -216,7 +216,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze kernel-pca` with these arguments.
 
     Raises:
-        UsageError: numbers that make no sense, or that a layer's tensors do not allow.
+        UsageError: numbers that make no sense, or that a layer's tensors do not allow, or an `--output` that is no
+            folder or that another command holds.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.

@@ -225,7 +225,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, `attnswap analyze lipschitz` with these arguments.
 
     Raises:
-        UsageError: numbers that make no sense; or, when all others are measured, what a layer does not allow.
+        UsageError: numbers that make no sense, or an `--output` that is no folder or that another command holds; or,
+            when all others are measured, what a layer does not allow.
         ValueError: a model, data or layers that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.
@@ -245,7 +246,7 @@ def main(arguments: Sequence[str]) -> None:
         rows, failures = _run(subject, layers, settings, options.output, recording)
         if failures:
             head += f"\n\nNot measured: {described_failures(failures)}."
-        if rows:
+        if rows or not failures:
             print(write_report(rows, head, options.output), end="")
     if not failures:
         return

@@ -239,7 +239,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze token-selection` with these arguments.
 
     Raises:
-        UsageError: numbers that make no sense, or an interruption; the problems before it are kept.
+        UsageError: numbers that make no sense, an `--output` that is no folder or that another command holds, or an
+            interruption; the problems before it are kept.
         SystemExit: arguments that the parser refuses.
     """
     parser = argparse.ArgumentParser(prog="attnswap analyze token-selection", allow_abbrev=False, description=__doc__)

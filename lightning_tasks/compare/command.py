@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, the comparison that `arguments` describe; then write its tables and its figure.
 
     Raises:
-        UsageError: arguments that make no sense.
+        UsageError: arguments that make no sense, or an `--output` that is no folder or that another command holds.
         SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
             again resumes.
     """

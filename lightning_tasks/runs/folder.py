@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +55,9 @@ def existing_part(path: Path) -> Path:
 
 @contextlib.contextmanager
 def output_folder(folder: Path) -> Iterator[None]:
-    """Make ``--output``, with the folders above it, and hold it; the lock of a process that was killed is free.
+    """Make ``--output``, with the folders above it, and hold it: another command is refused there until the end.
+
+    The lock of a process that was killed is free.
 
     Raises:
         UsageError: it, or a part of its path, is a file, it cannot be made or locked, or another process holds it.
@@ -65,7 +69,12 @@ def output_folder(folder: Path) -> Iterator[None]:
         raise UsageError(f"--output {folder}: {file} is a file; give a folder") from None
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error
-    lock = FileLock(folder / LOCK, timeout=0)
+    path = folder / LOCK
+    if os.path.lexists(path):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise UsageError(f"--output {folder}: {path} is no plain file, or a link to one; remove it")
+    lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
@@ -73,7 +82,8 @@ def output_folder(folder: Path) -> Iterator[None]:
             f"--output {folder}: another attnswap command is at work there; wait for it, or give another folder"
         ) from None
     except (OSError, NotImplementedError) as error:  # not to be written to, or a file system without locks
-        raise UsageError(f"--output {folder} cannot be locked: {error}; give another folder") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--output {folder}: {path} cannot be locked ({reason}); give another folder") from error
     try:
         yield
     finally:

@@ -25,6 +25,8 @@ from lightning_tasks.recipes import (
     shipped_parts,
     shipped_recipes,
 )
+from lightning_tasks.robustness.attacks.table import AttackSetting
+from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.variants import find_file, find_variant, full_name
 from tests.lightning_tasks.gathered import CHECKS
 from tests.lightning_tasks.recipe_table import PAGE, page
@@ -296,6 +298,15 @@ def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
         assert main_one[key] == other[key], key
 
 
+def attack_metrics(attacks=(), eps=(), **others):
+    """The accuracies that a `RobustnessEvaluation` of images logs of its attacks."""
+    return {robustness_name(AttackSetting.read(attack).label, each, "accuracy") for attack in attacks for each in eps}
+
+
+def test_what_scripts_gather_is_checked_of_comparisons_that_there_are():
+    assert {*CHECKS} <= {*COMPARISONS}
+
+
 SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
 
 
@@ -317,6 +328,8 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     }
     for callback in added if isinstance(added, list) else [added]:
         if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test
+            attacks = [metric for metric in content["metrics"] if "_255/" in metric]
+            assert {*attacks} <= attack_metrics(**callback["init_args"])
             callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
     if name in SEARCHED:
         first, *others = content["variants"]
@@ -353,7 +366,9 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     assert {cell.state for cell in record.cells} == {FINISHED}
     assert len({cell.training_data for cell in record.cells if "longe" not in cell.variant}) == 1
     if name in CHECKS:
-        CHECKS[name](own_folder / "out", values)
+        gathered = own_folder / "gathered"
+        gathered.mkdir()
+        CHECKS[name](own_folder / "out", gathered, values)
 
 
 def test_the_saved_config_says_once_what_the_command_line_overrode(tmp_path, monkeypatch):

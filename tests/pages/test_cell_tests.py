@@ -77,8 +77,10 @@ def attacked(share, note):
     return [
         clean,
         *(
-            robustness.Row("attack", f"autoattack{name}", eps, "accuracy", share, ATTACKED, note=said, right=right)
-            for eps in ("1/255", "4/255")
+            robustness.Row(
+                "attack", f"autoattack{name}", eps, "accuracy", share, ATTACKED, seconds=took, note=said, right=right
+            )
+            for eps, took in (("1/255", 180.0), ("4/255", 36.0))
             for name, said in [("", note), *((name, "") for name in after)]
         ),
     ]
@@ -122,6 +124,8 @@ def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
         for flag in ("the output is random", "some gradients are zero")
     ]
     assert text["autoattack-settings"] == "50 images; worst case of square (5,000 queries); L-inf"
+    assert text["autoattack-took"] == "3.0 and 0.6"
+    assert text["autoattack-planned"] == "64", "5 configurations, 8 seeds and 10 times as many images, 576 seconds each"
     assert re.fullmatch(r"\[−\d+\.\d, −\d+\.\d\]", text["autoattack-images"])
 
 
@@ -150,6 +154,13 @@ def test_a_table_of_another_test_is_named(with_attacks, damage, said):
     damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
     with pytest.raises(PageError, match=said):
         sparse_part.autoattack(sparse_part.PAGE.raw(with_attacks.root))
+
+
+def test_a_test_whose_time_was_not_kept_is_named(with_attacks):
+    table = with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv"
+    table.write_text(table.read_text().replace(",180.0,", ",,"))
+    with pytest.raises(PageError, match=r"rpc_lam_1/seed_2\.csv has no seconds of autoattack at 1/255"):
+        sparse_part.attack_numbers(sparse_part.PAGE.raw(with_attacks.root))
 
 
 def changed(path, old, new):

@@ -205,12 +205,29 @@ def test_what_cells_took_is_of_finished_ones_and_a_number(seconds):
 
 
 def test_where_runs_ran_is_said_of_all_of_them():
-    here = Environment("0123456789abcdef", False, "AMD EPYC, 2 cores")
-    found = Comparison([], [], {}, Endpoints(), ["softmax"], environments=[here, here])
-    assert found.ran_in() == "commit 0123456789, AMD EPYC, 2 cores"
-    other = Environment("fedcba9876543210", True, "Intel Xeon, 4 cores")
-    assert replace(found, environments=[here, other]).ran_in() == (
-        "commits 0123456789 and fedcba9876 with changes, AMD EPYC, 2 cores and Intel Xeon, 4 cores"
-    )
-    with pytest.raises(PageError, match="has no environment of its cells"):
-        replace(found, environments=[]).ran_in()
+    environments = [
+        Environment("0123456789abcdef", False, "AMD EPYC, 2 cores"),
+        Environment("fedcba9876543210", True, "AMD EPYC, 2 cores"),
+        Environment("0123456789abcdef", False, "Intel Xeon, 4 cores"),
+        Environment(versions={"attnswap": "0.2.0"}),
+    ]
+
+    def ran(*places, **waiting):
+        names = ["softmax", "rpc", "l2", "kde"]
+        cells = [
+            {"variant": name, "seed": 0, "state": waiting.get(name, FINISHED), "environment": place}
+            for name, place in zip(names, places, strict=False)
+        ]
+        return Comparison([], [], {}, Endpoints(), names, cells=cells, environments=environments)
+
+    here = "commit 0123456789, AMD EPYC, 2 cores"
+    both = "commit 0123456789 and commit fedcba9876 with changes, AMD EPYC, 2 cores"
+    assert ran(0, 0).ran_in() == ran(0, 1, rpc="waiting").ran_in() == ran(0, 1).ran_in("softmax") == here
+    assert ran(0, 1, 0).ran_in() == both
+    assert ran(0, 1, 2).ran_in() == f"{both}; commit 0123456789, Intel Xeon, 4 cores"
+    assert ran(3).ran_in() == "version 0.2.0"
+    for place in (-1, 4, None):
+        with pytest.raises(PageError, match="has no environment of rpc 0"):
+            ran(0, place).ran_in()
+    with pytest.raises(PageError, match="no finished cell of kde"):
+        ran(0).ran_in("kde")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from docs.pages.errors import PageError
+from docs.pages.numbers import in_turn
 from lightning_tasks.compare.choice import NOTHING, Choice, written
 from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.statistics import last_values
@@ -176,27 +177,38 @@ class Comparison:
             PageError: it was not kept.
         """
         found = []
-        for cell in self.cells:
-            if cell["state"] == FINISHED and cell["variant"] in (configs or self.configs):
-                taken = cell.get("seconds")
-                if not isinstance(taken, (int, float)) or not math.isfinite(taken):
-                    raise PageError(f"{COMPARISON} has {taken!r} as the seconds of {cell['variant']} {cell['seed']}")
-                found.append(float(taken))
-        if not found:
-            raise PageError(f"{COMPARISON} has no finished cell of {', '.join(configs or self.configs)}")
+        for cell in self._finished(*configs):
+            taken = cell.get("seconds")
+            if not isinstance(taken, (int, float)) or not math.isfinite(taken):
+                raise PageError(f"{COMPARISON} has {taken!r} as the seconds of {cell['variant']} {cell['seed']}")
+            found.append(float(taken))
         return found
 
-    def ran_in(self) -> str:
-        """The code and the machine of its runs, as `commit 0123456789, AMD EPYC, 2 cores`.
+    def ran_in(self, *configs: str) -> str:
+        """The code and the machine of the finished cells, of these configurations, or of all.
+
+        As `commit 0123456789, AMD EPYC, 2 cores`; what ran on several machines is told apart.
 
         Raises:
             PageError: it was not kept.
         """
-        codes = dict.fromkeys(each.code for each in self.environments)
-        machines = dict.fromkeys(each.hardware for each in self.environments)
-        if not codes:
-            raise PageError(f"{COMPARISON} has no environment of its cells")
-        return f"commit{'s' if len(codes) > 1 else ''} {' and '.join(codes)}, {' and '.join(machines)}"
+        by_machine: dict[str, list[str]] = {}
+        for cell in self._finished(*configs):
+            place = cell.get("environment", -1)
+            if type(place) is not int or not 0 <= place < len(self.environments):
+                raise PageError(f"{COMPARISON} has no environment of {cell['variant']} {cell['seed']}")
+            found = self.environments[place]
+            code = f"commit {found.code}" if found.commit else found.code
+            codes = by_machine.setdefault(found.hardware, [])
+            codes += [code] if code not in codes else []
+        return "; ".join(", ".join(filter(None, [in_turn(codes), machine])) for machine, codes in by_machine.items())
+
+    def _finished(self, *configs: str) -> list[Mapping[str, Any]]:
+        """The finished cells of these configurations, or of all."""
+        of = configs or self.configs
+        if found := [cell for cell in self.cells if cell["state"] == FINISHED and cell["variant"] in of]:
+            return found
+        raise PageError(f"{COMPARISON} has no finished cell of {', '.join(of)}")
 
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""

@@ -176,7 +176,8 @@ def runs(raw: Raw) -> dict[str, str]:
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
         "ran": minilm.ran_in(),
-        "ran-vit": vit.ran_in(),
+        "ran-fits": vit.ran_in(*healed(vit)),
+        "ran-tests": vit.ran_in(*map(BEFORE.format, healed(vit))),
         "fits": f"{len(fits)} runs of {least_to_most(fits)} minutes",
         "tests": f"{len(before)} of {least_to_most((60 * each for each in before), 0)} seconds",
         "earlier": number(max(apart[::2]), 3),

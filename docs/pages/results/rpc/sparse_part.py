@@ -6,10 +6,10 @@ docs/results/rpc_sparse_part/autoattack/VARIANT/seed_N.csv, VARIANT as the folde
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from lightning_tasks.runs.robustness import right_from_text
 RECIPE = "rpc/compare_sparse_part"
 FILLED = ["rpc lam 1", "rpc lam 0.75"]
 EPS = ("0.25", "0.5", "1", "4")
+PLANNED_IMAGES = 500
 AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
 AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
 AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
@@ -296,8 +297,9 @@ def attack_numbers(raw: Raw) -> dict[str, str] | None:
         for is_attacked in (True, False)
     }
     intervals = [over_images(cells, AUTOATTACK_PRIMARY, name, "softmax") for name in FILLED if name in found.configs]
-    one, four = (median(each.rows[f"autoattack/{eps}/255/accuracy"].seconds for each in cells) for eps in (1, 4))
-    planned = 5 * 8 * 500 / row.samples * (3 * one + four)  # configurations, seeds; of the smaller eps as at 1/255
+    one, four = (seconds_of(cells, eps) for eps in ("1", "4"))
+    blocks = len(clean.configs) * len(clean.seeds) * PLANNED_IMAGES / row.samples
+    planned = blocks * ((len(EPS) - 1) * one + four)  # the smaller eps as 1/255
     return {
         "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
         "autoattack-took": f"{number(one / 60)} and {number(four / 60)}",
@@ -309,6 +311,19 @@ def attack_numbers(raw: Raw) -> dict[str, str] | None:
         "autoattack-images": listed(intervals),
         "flags": "; ".join(told) or "none",
     }
+
+
+def seconds_of(cells: Sequence[Tested], eps: str) -> float:
+    """What AutoAttack took at an eps, the mean over the tests.
+
+    Raises:
+        PageError: a test has no such eps, or its time was not kept.
+    """
+    rows = [each.rows.get(f"autoattack/{eps}/255/accuracy") for each in cells]
+    taken = [math.nan if row is None else row.seconds for row in rows]
+    if not np.isfinite(taken).all():
+        raise PageError(f"{cells[int(np.argmin(np.isfinite(taken)))].path} has no seconds of autoattack at {eps}/255")
+    return float(np.mean(taken))
 
 
 def clean_images(raw: Raw) -> list[Tested]:
