@@ -93,6 +93,7 @@ def prose(raw: Raw) -> dict[str, str] | None:
         **{name: least_to_most(each, 0) for name, each in fitted.items()},
         "upper": signed(100 * max(row.high for row in primary_rows)),
         "others": f"{len(excluding)} of {len(others)}",
+        "others-chance": f"about {number(0.05 * len(others), 0)}",
         "others-rpc": better_and_worse(excluding, FILLED, first),
         "others-symmetric": better_and_worse(excluding, ("symmetric",), first),
         "others-twin": better_and_worse(excluding, FILLED, "rpc without S"),

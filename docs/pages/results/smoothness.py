@@ -302,6 +302,7 @@ def longer(raw: Raw) -> dict[str, str]:
             sum(l2.high < softmax.low for l2, softmax in zip(late["l2"], late["softmax"], strict=True))
         ),
         "six-sinkhorn": span(found["sinkhorn"]),
+        "sinkhorn-highest": number(max(each.high for each in found["sinkhorn"]), 2),
         "sinkhorn-below": in_turn(
             f"layer {layer} on {name}"
             for text, name in NAMES.items()

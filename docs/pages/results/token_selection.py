@@ -102,7 +102,8 @@ def claims(raw: Raw) -> list[Claim]:
     ]
     return [
         Claim(
-            "Gradient descent on a prompt converges to the max-margin direction (Tarzanagh et al., NeurIPS 2023)",
+            "Gradient descent on a prompt converges to the max-margin direction of the tokens that it selects "
+            "(Tarzanagh et al., NeurIPS 2023)",
             f"cosine at least {at_least(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
             f"{at_least(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
             f"survives a saturated softmax; above {COSINE} in {kept} of {len(plain)} runs with plain autograd",
@@ -211,6 +212,8 @@ def prose(raw: Raw) -> dict[str, str]:
         if experiment in DRAWN and kind != "global"
     ]
 
+    local = [kinds[name, each] != "global" for name in (*DRAWN, *RELEASED) for each in problems(raw, name)]
+
     def norm(seed: str, step: int, run: str) -> str:
         return number(runs(raw, "multi")[seed, run][step]["norm_p"], 0)
 
@@ -255,6 +258,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "norms-0": f"{norm('0', 530, PLAIN)} at step 530, {norm('0', 1000, PLAIN)} at the end",
         "norms-1": f"{norm('1', 710, PLAIN)} at step 710, {norm('1', 1000, PLAIN)} at the end",
         "odd": ", ".join(odd),
+        "local-runs": f"{sum(local)} of the {len(local)} runs",
         "heads": at_least(min(heads), 4),
         "early-first": early(zero["global"]),
         "early-second": early(zero["local"]),

@@ -16,7 +16,7 @@ import numpy as np
 from docs.pages.cell_tests import Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, interval, listed, mean_std, number, signed
+from docs.pages.numbers import difference, interval, listed, mean_std, number, signed, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw, read_results
 from docs.pages.results.rpc.shared import (
@@ -192,6 +192,8 @@ def prose(raw: Raw) -> dict[str, str]:
     )
     return {
         "cells": str(len(cells)),
+        "pgd": listed(told(row, 1, 100) for row in to("softmax", found, GRADIENT["PGD 1/255"])),
+        "pgd-symmetric": listed(told(row, 1, 100) for row in to("symmetric", found, GRADIENT["PGD 1/255"])),
         **of_rules(found),
         **by_corruption(found),
         "symmetric": difference(found.row(TOP1, "symmetric", "softmax"), 1, 100),
@@ -244,6 +246,7 @@ def of_rules(found: Comparison) -> dict[str, str]:
         "planned": str(found.endpoints.comparisons),
         "made": str(sum(row.metric == TOP1 for row in made)),
         "earlier": listed(p_value(row.corrected) for row in to("softmax", earlier, TOP1)),
+        "earlier-verdicts": listed(row.verdict for row in to("softmax", earlier, TOP1)),
         "kept": f"{len(kept)} of the {len(made)}",
     }
 
@@ -306,6 +309,7 @@ def attack_numbers(raw: Raw) -> dict[str, str] | None:
         "autoattack-planned": number(planned / 3600, 0),
         "autoattack-seeds": str(min(counts.values())),
         "autoattack-family": str(found.endpoints.comparisons),
+        "autoattack-made": str(sum(row.metric == TOP1 and row.pairs > 0 for row in clean.summary)),
         "clean-of-attacked": " points, and ".join(signed(float(each) * 100) for each in clean_of.values())
         + " on the other four",
         "autoattack-images": listed(intervals),
