@@ -34,14 +34,20 @@ def verdict(claimed: str, *rows: SummaryRow) -> str:
 
 
 def by_count(those: int, of: int, what: str) -> str:
-    """The same where no seeds are compared, by how many of some things are as was claimed."""
+    """The same where no seeds are compared, by how many of some things are as was claimed.
+
+    Raises:
+        PageError: there are none.
+    """
+    if of < 1:
+        raise PageError(f"a claim counts {what}, and there are none")
     worth = "holds here" if those == of else "does not hold here" if those == 0 else "not shown here"
     return f"{worth} ({what}: {those} of {of})"
 
 
 def counted(rows: Sequence[SummaryRow]) -> str:
     """How many intervals exclude 0, and how many differences are lower or higher after the correction."""
-    out = sum(row.low > 0 or row.high < 0 for row in rows)
+    out = sum(row.low < row.high and (row.low > 0 or row.high < 0) for row in rows)
     kept = sum(row.verdict in ("lower", "higher") for row in rows)
     return f"{out} of {len(rows)} intervals exclude 0, {kept} after the correction"
 

@@ -36,12 +36,13 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[
 
 
 def differ_alike(own: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether all pairs differ by the same number, but for the rounding of what was logged to single precision.
+    """Whether all pairs differ by one number, but for the rounding of what each logged to single precision.
 
     Of accuracies that are all one image apart, rounding is all the spread there is: a t-test would be sure of it.
     """
     values = np.asarray([own, other], dtype=float)
-    return bool(np.ptp(values[0] - values[1]) <= 4 * ROUNDING * np.abs(values).max())  # two values, at both ends
+    difference, rounding = values[0] - values[1], ROUNDING * np.abs(values).sum(0)
+    return bool((difference - rounding).max() <= (difference + rounding).min())
 
 
 def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha: float = 0.05) -> float:

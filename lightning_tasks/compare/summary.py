@@ -35,8 +35,8 @@ class SummaryRow:
     p-value or not. `within` is the p-value that the difference is within `margin`, which was stated before, and
     `within_corrected` is corrected in the same way. These are nan where there is no reference or fewer than two seeds
     are paired, or where a value of a pair is not finite; the p-values also where all differences are equal but for
-    rounding. `diverged` counts the seeds with such a value, or whose run diverged by its losses; `reference_diverged`
-    those of the reference.
+    rounding. `diverged` counts the seeds with such a value, or whose run diverged by its losses, which has no other
+    value then; `reference_diverged` those of the reference.
     """
 
     metric: str
@@ -65,10 +65,10 @@ class SummaryRow:
         """What the paired differences say, in a few words; empty where nothing is paired and nothing diverged."""
         if self.diverged:
             return "diverged"
-        if self.pairs == 0:
-            return ""
         if self.reference_diverged:
             return "reference diverged"
+        if self.pairs == 0:
+            return ""
         if self.pairs < FEWEST:
             return "too few pairs"
         if self.low == self.high:
@@ -145,12 +145,11 @@ def summarize(
     diverged = diverged_cells(rows)
     logged = by_metric(rows)
     comparisons = max(endpoints.comparisons, count_comparisons(configs, references))
-    others = len({metric for metric in metrics if metric in logged} - {endpoints.primary})
+    others = len({*metrics} - {endpoints.primary})
     for metric in metrics:
-        values = last_values(logged.get(metric, []), metric)
+        values = _with_diverged(last_values(logged.get(metric, []), metric), diverged, rows)
         bad = {
-            config: sum(not math.isfinite(value) or (config, seed) in diverged for seed, value in of_seeds.items())
-            for config, of_seeds in values.items()
+            config: sum(not math.isfinite(value) for value in of_seeds.values()) for config, of_seeds in values.items()
         }
         for config in configs:
             if config in values:
@@ -162,6 +161,26 @@ def summarize(
                     primary = metric == endpoints.primary
                     summary.append(replace(row, primary=primary, family=comparisons * (1 if primary else others)))
     return corrected_by_family(summary)
+
+
+def _with_diverged(
+    values: Mapping[str, dict[int, float]], diverged: Iterable[tuple[str, int]], rows: Sequence[dict[str, Any]]
+) -> dict[str, dict[int, float]]:
+    """The same with NaN for each run that diverged, whatever it logged.
+
+    A configuration has such a value where others of its runs logged the metric, or where all of them diverged.
+    """
+    found = {config: dict(of_seeds) for config, of_seeds in values.items()}
+    seeds: dict[str, set[int]] = {}
+    for row in rows:
+        seeds.setdefault(row["config"], set()).add(row["seed"])
+    lost: dict[str, set[int]] = {}
+    for config, seed in diverged:
+        lost.setdefault(config, set()).add(seed)
+    for config, of_config in lost.items():
+        if found and (config in found or of_config == seeds[config]):
+            found.setdefault(config, {}).update(dict.fromkeys(of_config, math.nan))
+    return found
 
 
 def not_logged(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> list[str]:
@@ -236,13 +255,15 @@ class PairedCell:
 def unpaired(cells: Iterable[PairedCell]) -> list[str]:
     """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
     first: dict[int, PairedCell] = {}
+    whole: dict[int, PairedCell] = {}  # the first that saw all of its data
     found = []
     for cell in cells:
-        other = first.setdefault(cell.seed, cell)
-        texts = []
-        if cell.initial_weights != other.initial_weights:
-            texts.append("initial weights")
-        if cell.training_data != other.training_data and not (cell.stopped or other.stopped):
-            texts.append("training data")
-        found += [f"{cell.config} seed {cell.seed}: {text} differ from those of {other.config}" for text in texts]
+        others = {"initial weights": first.setdefault(cell.seed, cell)}
+        if not cell.stopped:
+            others["training data"] = whole.setdefault(cell.seed, cell)
+        found += [
+            f"{cell.config} seed {cell.seed}: {what} differ from those of {other.config}"
+            for what, other in others.items()
+            if (key := what.replace(" ", "_")) and getattr(cell, key) != getattr(other, key)
+        ]
     return found

@@ -52,19 +52,21 @@ def first_non_finite(log: Path) -> dict[str, int]:
 def with_stops(rows: Sequence[Row]) -> list[Row]:
     """The rows, and NaN for what a run that a guard stopped would have logged from there on.
 
-    That is where other runs logged the metrics of its configuration, and those of ``train/``, ``val/`` and ``test/``;
-    and at its stop, so that each of these metrics ends with NaN.
+    That is where other runs logged the metrics of its configuration, and, where all its runs were stopped, those of
+    ``train/``, ``val/`` and ``test/``; and at its stop, so that each of these metrics ends with NaN.
     """
     stops = {(row["config"], row["seed"]): row["step"] for row in rows if row["metric"] == STOPPED}
     if not stops:
         return list(rows)
     there = {(row["config"], row["seed"], row["metric"], row["step"]) for row in rows}
+    of_config = {(row["config"], row["metric"]) for row in rows}
+    whole = {row["config"] for row in rows if (row["config"], row["seed"]) not in stops}
     added = []
     for (config, seed), stop in stops.items():
         missed = {
             (row["metric"], max(row["step"], stop))
             for row in rows
-            if row["config"] == config or MetricName.parse(row["metric"]).stage
+            if (config, row["metric"]) in of_config or (config not in whole and MetricName.parse(row["metric"]).stage)
         }
         added += [
             {"config": config, "seed": seed, "step": step, "metric": metric, "value": math.nan}

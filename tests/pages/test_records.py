@@ -7,6 +7,7 @@ import pytest
 from docs.pages.errors import PageError
 from docs.pages.raw import Raw
 from docs.pages.results.smoothness import Draw
+from lightning_tasks.runs.divergence import STOPPED
 from tests.pages.toy import write_results
 
 ROWS = ["layer,draw,length,mean", *(f"{layer},{draw},8,1.5" for layer in (0, 2) for draw in (0, 1))]
@@ -56,6 +57,20 @@ def test_earlier_seeds_are_kept_apart_and_joined(toy):
     lacking = replace(every, rows=[row for row in every.rows if (row["config"], row["seed"]) != ("rpc", 2)])
     assert lacking.below("test/top1", "softmax", "rpc") == "7 of 7", "seeds that both have"
     assert apart[2].difference == pytest.approx((apart[0].difference + apart[1].difference) / 2)
+
+
+def test_an_earlier_run_that_was_stopped_is_one_that_diverged(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    write_results(folder / "earlier.csv", more=0.01, start=4)
+    lines = (folder / "earlier.csv").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("rpc,4,")]
+    (folder / "earlier.csv").write_text("\n".join([*kept, f"rpc,4,3,{STOPPED},1.0", ""]))
+    raw = Raw(root, folder)
+    found = raw.comparison("", page.summaries[""])
+    for each in raw.with_earlier(found):
+        row = each.row("test/top1", "rpc", "softmax")
+        assert (row.verdict, row.diverged) == ("diverged", 1)
 
 
 def test_a_seed_that_ran_twice_is_refused(toy):

@@ -77,3 +77,5 @@ def test_a_verdict_without_seeds_follows_what_was_counted():
     assert by_count(3, 3, "intervals that hold 1/2") == "holds here (intervals that hold 1/2: 3 of 3)"
     assert by_count(1, 3, "layers") == "not shown here (layers: 1 of 3)"
     assert by_count(0, 3, "layers") == "does not hold here (layers: 0 of 3)"
+    with pytest.raises(PageError, match="counts layers, and there are none"):
+        by_count(0, 0, "layers")

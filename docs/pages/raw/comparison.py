@@ -15,7 +15,15 @@ from docs.pages.numbers import in_turn
 from lightning_tasks.compare.choice import NOTHING, Choice, written
 from lightning_tasks.compare.formats import IMAGES, said_of
 from lightning_tasks.compare.statistics import last_values
-from lightning_tasks.compare.summary import Endpoints, ImageInterval, PairedCell, SummaryRow, summarize, unpaired
+from lightning_tasks.compare.summary import (
+    Endpoints,
+    ImageInterval,
+    PairedCell,
+    SummaryRow,
+    not_logged,
+    summarize,
+    unpaired,
+)
 from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells
 from lightning_tasks.runs.environment import Environment, mixed_environments
 from lightning_tasks.runs.log import by_metric
@@ -82,6 +90,7 @@ class Comparison:
             "Environments": mixed_environments(self.environments),
             "Intervals": said_of(self.images),
             "Not finished": [f"{each['variant']} seed {each['seed']}" for each in self.cells if each not in finished],
+            "Not logged": not_logged(self.rows, self.metrics),
         }
 
     @cached_property

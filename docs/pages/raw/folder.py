@@ -16,6 +16,7 @@ from docs.pages.raw.comparison import COMPARISON, RESULTS, Comparison
 from docs.pages.raw.reading import read_comparison, read_results
 from docs.pages.raw.tables import Record, existing, json_of, read_csv, read_records
 from lightning_tasks.compare.choice import Choice, parse_choice
+from lightning_tasks.runs.divergence import with_stops
 
 Kept = TypeVar("Kept")
 
@@ -47,7 +48,7 @@ class Raw:
             PageError: there is no such file, it is damaged, or a seed is in both.
         """
         path = self.folder / "earlier.csv"
-        earlier = replace(found, rows=read_results(path), cells=(), images=())
+        earlier = replace(found, rows=with_stops(read_results(path)), cells=(), images=())
         if twice := {*earlier.seeds} & {*found.seeds}:
             raise PageError(f"{path} has seed {min(twice)}, which is one of {RESULTS} too")
         return earlier, replace(earlier, rows=[*earlier.rows, *found.rows])

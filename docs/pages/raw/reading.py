@@ -108,6 +108,8 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
         endpoints = asked_of(recipe)
         if "primary" in asked:
             endpoints = replace(endpoints, primary=asked["primary"], margins=asked["margins"])
+            if strange := [name for name, margin in endpoints.margins.items() if not 0 < margin < math.inf]:
+                raise ValueError(f"the margin of {strange[0]} is {endpoints.margins[strange[0]]}, and must be above 0")
         if "comparisons" in asked:
             endpoints = replace(endpoints, comparisons=asked["comparisons"])
         # Those of the selection alone come last, and are not the table's.

@@ -15,7 +15,7 @@ from lightning_tasks.compare.statistics import (
     paired_interval,
     paired_p,
 )
-from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_comparisons, summarize
+from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, count_comparisons, summarize, unpaired
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import read_metrics
@@ -113,6 +113,17 @@ def test_the_verdict_follows_the_paired_differences(differences, verdict):
     assert markdown([row]).splitlines()[-1].endswith(f"| {verdict} |")
 
 
+def test_one_large_pair_does_not_hide_the_spread_of_the_others():
+    pairs = {"a": [1e6, 30.0, 31.0, 29.0], "b": [1e6 + 0.5, 30.4, 31.5, 29.6]}
+    rows = [
+        {"config": config, "seed": seed, "step": 0, "metric": "m", "value": value}
+        for config, values in pairs.items()
+        for seed, value in enumerate(values)
+    ]
+    row = summarize(rows, ["a", "b"], ["m"])[-1]
+    assert (row.verdict, row.p) == ("higher", pytest.approx(paired_p([0.5, 0.4, 0.5, 0.6])))
+
+
 @pytest.mark.parametrize("step", [0.01, -0.003])
 def test_the_rounding_of_a_log_is_no_spread(step):
     def row_of(*noise):
@@ -165,7 +176,9 @@ def test_a_family_counts_variants_that_have_not_run_and_differences_without_a_sp
     ):
         found = summarize(rows, configs, ["m", "never logged"], references, Endpoints(comparisons=comparisons))
         row = next(row for row in found if row.config == "b")
-        assert (row.family, row.corrected) == (family, pytest.approx(family * row.p))
+        assert (row.family, row.corrected) == (2 * family, pytest.approx(2 * family * row.p)), "of both metrics"
+        found = summarize(rows, configs, ["m", "never logged"], references, Endpoints("m", comparisons=comparisons))
+        assert next(row for row in found if row.config == "b").family == family
     assert count_comparisons([], {}) == 0
 
 
@@ -223,6 +236,51 @@ def test_a_run_that_diverged_is_said_to_for_each_of_its_metrics():
     assert "| c | 2, 1 diverged | nan | a | +nan [+nan, +nan] | nan | nan | diverged |" in markdown(summary)
 
 
+def test_no_run_that_diverged_makes_the_correction_of_the_others_milder():
+    """By its loss alone the accuracy is a number, and would take a place before theirs."""
+    one = with_differences([0.011, 0.015, 0.004, 0.005, 0.001], "val/top1")
+    lost = [{**row, "config": "c", "value": 0.1} for row in one if row["config"] == "a"]
+    loss = {**lost[0], "metric": "val/loss", "value": math.nan}
+    stopped = [row for row in lost if row["seed"] != lost[0]["seed"]]
+    found = {}
+    for name, rows in {"loss": [*lost, loss], "guard": [*stopped, {**loss, "metric": STOPPED, "value": 1.0}]}.items():
+        summary = summarize(with_stops([*one, *rows]), ["a", "b", "c"], ["val/top1"])
+        found[name] = [(row.config, row.corrected, row.verdict) for row in summary[1:]]
+        assert summary[1].corrected == pytest.approx(2 * summary[1].p)
+        assert math.isnan(summary[2].mean)
+        assert (summary[2].pairs, summary[2].verdict) == (5, "diverged")
+    assert found["loss"][0] == found["guard"][0]
+
+
+def test_a_run_that_diverged_counts_where_it_logged_nothing():
+    names = {"train/loss": 1.0, "robustness/clean/accuracy": 0.5, "pursuit": 0.1}
+
+    def cell(config, seed, *left_out):
+        return [
+            {"config": config, "seed": seed, "step": 9, "metric": metric, "value": value + seed * 0.01}
+            for metric, value in names.items()
+            if metric not in left_out
+        ]
+
+    def stop(config, seed):
+        return [{"config": config, "seed": seed, "step": 3, "metric": STOPPED, "value": 1.0}]
+
+    def verdicts(rows):
+        summary = summarize(with_stops(rows), ["a", "b"], ["robustness/clean/accuracy", "pursuit"])
+        return [(row.metric[0], row.config, row.seeds, row.diverged, row.verdict) for row in summary]
+
+    a, b = ([row for seed in range(4) for row in cell(config, seed)] for config in "ab")
+    stopped_a, stopped_b = ([row for seed in range(4) for row in stop(config, seed)] for config in "ab")
+    some = [row for row in b if row["seed"] > 0]
+    assert verdicts([*a, *stopped_b])[1] == ("r", "b", 4, 4, "diverged")
+    assert verdicts([*stopped_a, *b])[1] == ("r", "b", 4, 0, "reference diverged")
+    nan = {"config": "b", "seed": 0, "step": 9, "metric": "train/loss", "value": math.nan}
+    assert verdicts([*a, *some, nan])[1] == ("r", "b", 4, 1, "diverged")
+    without = [row for seed in range(1, 4) for row in cell("a", seed, "pursuit")]
+    found = verdicts([*without, *stop("a", 0), *b])
+    assert [each for each in found if each[:2] == ("p", "a")] == [], "a metric that its configuration never has"
+
+
 def test_a_stopped_run_has_nan_where_others_went_on():
     rows = with_stops(DIVERGED)
     assert rows[: len(DIVERGED)] == DIVERGED
@@ -233,6 +291,16 @@ def test_a_stopped_run_has_nan_where_others_went_on():
     steps, means, _ = curve(rows, "val/loss", "c")
     assert (steps.tolist(), np.isnan(means).tolist()) == ([5, 10], [True, True])
     assert diverged_configs(rows) == {"b": " (1 of 2 diverged)", "c": " (1 of 2 diverged)"}
+
+
+def test_cells_are_compared_with_the_first_that_saw_all_of_its_data():
+    first = PairedCell("a", 0, "w", "beginning", True)
+    others = [PairedCell("b", 0, "w", "data", False), PairedCell("c", 0, "v", "other data", False)]
+    assert unpaired([first, *others]) == [
+        "c seed 0: initial weights differ from those of a",
+        "c seed 0: training data differ from those of b",
+    ]
+    assert unpaired([first, others[0], PairedCell("d", 0, "w", "less", True)]) == []
 
 
 def test_minimum_detectable_effect_of_the_textbook():
