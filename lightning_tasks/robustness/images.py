@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from attention_modules import AttentionMechanism
+from attention_modules.base import AttentionMechanism, described
 from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
-from lightning_tasks.robustness.attacks.common import GRADIENT, check_batch, logits_of
+from lightning_tasks.robustness.attacks.common import ATTACKS, GRADIENT, check_batch, logits_of
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.detection import ood_library
@@ -80,17 +80,25 @@ def attack_measurement(
         if setting.attack.white_box:
             norms = subject.gradient_norms(setting.at_own_prediction)
         found = share_right(torch.cat(right))
-        return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1])]
+        note = surrogate_note(twin) if ATTACKS[setting.on_source or setting.name].white_box else ""
+        return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1], note=note)]
 
-    what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text}
+    what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
     what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
     what |= {"mechanism": dict(setting.mechanism)} if setting.mechanism else {}
+    what |= {"versions": library_versions([LIBRARY])} if setting.on_source == "autoattack" else {}
     return Measurement(what, setting.passes, measure)
 
 
 def mechanisms_of(model: nn.Module) -> list[AttentionMechanism]:
     """Those in a model, in its order."""
     return [each for each in model.modules() if isinstance(each, AttentionMechanism)]
+
+
+def surrogate_note(model: nn.Module) -> str:
+    """What speaks against gradients of a model's mechanisms, in words; "" where they are those of its output."""
+    names = {described(each) for each in mechanisms_of(model) if each.surrogate_gradient}
+    return f"the gradient of {', '.join(sorted(names))} is not that of its output" if names else ""
 
 
 def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[str, float]) -> Measurement[Row]:
@@ -107,10 +115,12 @@ def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[
             return Row("attack", name, text, **share_right(right), gradient_l1=first, gradient_l2=second, note=note)
 
         after = {name: found.standing[name] for name in setting.options["attacks"]}
-        worst = row(setting.label, [*after.values()][-1], autoattack_note(found, setting.options))
+        flags = [*found.flags, *filter(None, [surrogate_note(subject.model)])]
+        worst = row(setting.label, [*after.values()][-1], autoattack_note(flags, setting.options))
         return [worst, *(row(f"{setting.label} after {name}", right) for name, right in after.items())]
 
-    what = {"test": "attack", "name": setting.label, "eps": text, "kind": setting.kind, "options": setting.options}
+    what = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
+    what |= {"kind": setting.kind, "options": setting.options}
     return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure)
 
 

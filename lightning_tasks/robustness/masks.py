@@ -106,7 +106,9 @@ def attacked_mask_measurement(
         found, norms = subject.scores(attacked, lambda share: None), subject.gradient_norms
         return [Row("attack", setting.label, text, METRICS["miou"], found["miou"], len(attacked), *norms)]
 
-    what = {"test": "attack", "name": setting.label, "eps": text, "kind": setting.kind, "options": setting.options}
+    what = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
+    what |= {"kind": setting.kind, "options": setting.options}
+    what |= {"batch_size": subject.batch_size} if setting.seeded else {}  # the draws of a batch are those of its first
     return Measurement(what, setting.passes, measure)
 
 

@@ -108,7 +108,8 @@ def ood_measurement(
 
     what: dict[str, Any] = {"test": "ood", "name": name, "files": files, "classes": classes}
     if told_by is not None:
-        what |= {"scores": told_by.scores, "fit": told_by.digest(), "versions": library_versions([LIBRARY])}
+        versions = library_versions([LIBRARY, "scikit-learn"])  # whose neighbors `knn` has
+        what |= {"scores": told_by.scores, "fit": told_by.digest(), "versions": versions}
     return Measurement(what, 1 + len(images) / len(subject.images), measure)
 
 

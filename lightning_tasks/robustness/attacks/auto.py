@@ -115,7 +115,7 @@ def run_autoattack(
     Raises:
         ImportError: without the extra `robustness`.
         ValueError: if ``eps``, the images, the labels or an option are out of range, or the model has fewer classes.
-        TypeError: for other dtypes.
+        TypeError: for other dtypes than float32, float64 among them.
 
     Example:
         >>> import torch
@@ -129,9 +129,11 @@ def run_autoattack(
     """
     eps = check_eps(eps)
     check_batch(images, labels)
+    if images.dtype != torch.float32:
+        raise TypeError(f"images are {images.dtype}: {LIBRARY} computes in float32; give float32, and a model of it")
     check_options(attacks=attacks, queries=queries)
     library = autoattack_library()
-    with held_still(model, gradients=True), _parameters_fixed(model), torch.random.fork_rng(_devices(images)):
+    with held_still(model, gradients=True), _parameters_fixed(model), torch.random.fork_rng(_devices()):
         images, labels = detached(images, labels)
         with torch.no_grad():
             pairs = zip(images.split(batch_size), labels.split(batch_size), strict=True)
@@ -182,12 +184,12 @@ def autoattack_library() -> Any:
     return pyautoattack
 
 
-def autoattack_note(found: Survivors, options: Mapping[str, Any]) -> str:
+def autoattack_note(flags: Sequence[str], options: Mapping[str, Any]) -> str:
     """What the table says beside the worst case."""
     queries = f" ({options['queries']:,} queries)" if "square" in options["attacks"] else ""
-    flags = "; ".join(found.flags) or "none"
     return (
-        f"worst case of {', '.join(options['attacks'])}{queries}; L-inf; {LIBRARY} {version(LIBRARY)}; flags: {flags}"
+        f"worst case of {', '.join(options['attacks'])}{queries}; L-inf; {LIBRARY} {version(LIBRARY)}; flags: "
+        f"{'; '.join(flags) or 'none'}"
     )
 
 
@@ -242,5 +244,6 @@ def _no_trace_is_lost() -> Iterator[None]:
         sys.settrace(trace)
 
 
-def _devices(images: Tensor) -> list[int]:
-    return [images.get_device()] if images.is_cuda else []
+def _devices() -> list[int]:
+    """The CUDA devices, all of which the library seeds; none before CUDA is used, which asking would begin."""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []

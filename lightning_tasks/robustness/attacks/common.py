@@ -19,6 +19,8 @@ GRADIENT = 3.0
 """Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
 
 
+_FACTORS = (2.0**20, 2.0**14, 2.0**8)  # of losses whose gradient is in float16
+
 IGNORED = -100
 """The label of pixels that do not count, as in :func:`torch.nn.functional.cross_entropy`."""
 
@@ -197,7 +199,8 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
     """
     points = points.detach().requires_grad_()
     try:
-        losses = cross_entropies(logits_of(model, points, labels), labels)
+        logits = logits_of(model, points, labels)
+        losses = cross_entropies(logits, labels)
     except RuntimeError as error:
         if "Inference tensors cannot be saved" not in str(error):
             raise
@@ -207,7 +210,7 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
         ) from error
     gradient = None
     if losses.requires_grad:
-        (gradient,) = torch.autograd.grad(losses.sum(), points, allow_unused=True)
+        gradient = _gradient(losses.sum(), points, half=logits.dtype == torch.float16)
     if gradient is None:
         raise ValueError(
             f"{_name(model)} gives no gradient for its images: its output is detached, or computed under "
@@ -216,6 +219,18 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
     if not gradient.isfinite().all():
         raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf")
     return losses.detach(), gradient
+
+
+def _gradient(loss: Tensor, points: Tensor, half: bool) -> Tensor | None:
+    """The gradient of a loss for points; where it goes through float16, of the loss times what keeps it from 0.
+
+    As a gradient scaler in training does: the largest factor with which no value overflows.
+    """
+    for factor in _FACTORS if half else ():
+        (gradient,) = torch.autograd.grad(loss * factor, points, allow_unused=True, retain_graph=True)
+        if gradient is not None and gradient.isfinite().all():
+            return gradient / factor
+    return torch.autograd.grad(loss, points, allow_unused=True)[0]
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -54,15 +54,30 @@ def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, s
 
 
 @register_attack(white_box=True, passes=lambda options: 2 + GRADIENT * STEPS)
-def released_pgd(model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float]) -> Tensor:
+def released_pgd(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    eps: float,
+    std: Sequence[float],
+    random_start: bool = True,
+    seed: int = 0,
+) -> Tensor:
     """The last of 20 steps of .15 ``eps · std`` away from the model's own prediction, unclipped.
 
-    It starts at the image (our reading). Arguments and errors: see :func:`released_fgsm`.
+    It starts anywhere in the ball, as the default of the cleverhans function is that the released code calls.
+
+    Args:
+        model, images, labels, eps, std: see :func:`released_fgsm`, as the errors.
+        random_start: otherwise it starts at the image.
+        seed: of the random start.
     """
+    check_options(random_start=random_start)
     with _convention(model, images, labels, eps, std) as (clean, own, radius):
-        points = clean
         ball = LinfBall.around(clean, radius, clip=False)
-        for points, _ in ascent(model, clean, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
+        points = ball.random(torch.Generator().manual_seed(seed)) if random_start else clean
+        for points, _ in ascent(model, points, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
             pass
         return points
 
@@ -82,6 +97,9 @@ def released_spsa(
     seed: int = 0,
 ) -> Tensor:
     """SPSA within ``eps · std``, away from the model's own prediction and unclipped; its settings are ours.
+
+    The released code takes 10 steps of 256 passes from a random start, ``delta`` and ``learning_rate`` in units of the
+    normalized image, and the last point.
 
     Arguments and errors: see :func:`released_fgsm` and :func:`~lightning_tasks.robustness.spsa`.
     """

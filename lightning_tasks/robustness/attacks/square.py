@@ -61,7 +61,7 @@ def square(
         images, labels = detached(images, labels)
         best, margin = images.clone(), margins(logits_of(model, images, labels), labels)
         for query in range(queries):
-            active = (margin > 0).nonzero().squeeze(1)  # [A]
+            active = (margin >= 0).nonzero().squeeze(1)  # [A]; at a tie the lower class counts, which may be the label
             if len(active) == 0:
                 break
             clean, points = images[active], best[active]

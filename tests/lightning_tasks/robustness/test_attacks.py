@@ -225,10 +225,68 @@ def test_the_released_pgd_takes_20_steps_of_15_hundredths():
             return torch.stack([images.sum((1, 2, 3)), -images.sum((1, 2, 3))], dim=1)
 
     images, labels = torch.full((1, 3, 4, 4), 0.5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    attacked = released_pgd(Linear(), images, labels, eps=0.1, std=(1.0, 1.0, 1.0))
+    attacked = released_pgd(Linear(), images, labels, eps=0.1, std=(1.0, 1.0, 1.0), random_start=False)
     moved = [round(float((points - images).abs().max()), 9) for points in (*seen, attacked)]
     steps = [round(min(0.015 * step, 0.1), 9) for step in range(21)]
     assert moved == [0.0, *steps, 0.1]  # its own prediction, the steps with the loss after the last, the answer
+
+
+def test_the_released_pgd_starts_anywhere_in_the_ball():
+    seen = []
+
+    class Flat(nn.Module):
+        def forward(self, images):
+            seen.append(images.detach())
+            return images.flatten(1)[:, :2] * 0 + torch.tensor([1.0, 0.0])
+
+    images, labels = torch.full((4, 3, 8, 8), 0.5), torch.zeros(4, dtype=torch.int64)
+    starts = []
+    for seed in (0, 0, 1):
+        seen.clear()
+        released_pgd(Flat(), images, labels, eps=0.1, std=STD, seed=seed)
+        starts.append((seen[1] - images) / torch.tensor(STD).view(3, 1, 1))  # after its own prediction
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])
+    assert starts[0].abs().max() <= 0.1 + 1e-6
+    assert starts[0].std().item() == pytest.approx(0.1 / 3**0.5, rel=0.1), "evenly"
+
+
+def test_square_goes_on_at_a_tie():
+    """The lower of two equal logits counts, so that the image would stand."""
+
+    class Tied(nn.Module):
+        def forward(self, images):
+            second = (images.mean((1, 2, 3)) - 0.5).relu()
+            return torch.stack([torch.zeros_like(second), second], 1)
+
+    images, labels = torch.full((2, 3, 8, 8), 0.5), torch.zeros(2, dtype=torch.int64)
+    attacked = square(Tied(), images, labels, eps=0.1, queries=50)
+    assert (Tied()(images).argmax(1) == 0).all()
+    assert (Tied()(attacked).argmax(1) == 1).all()
+
+
+def test_a_gradient_in_half_precision_is_not_lost():
+    """That of a sure prediction is below the smallest number of float16."""
+
+    class Half(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, images):
+            first = 17 + images.mean((1, 2, 3))
+            return (torch.stack([first, -images.square().mean((1, 2, 3))], 1) * self.scale).half()
+
+    images, labels = torch.full((2, 3, 8, 8), 0.5), torch.zeros(2, dtype=torch.int64)
+    attacked = fgsm(Half(1.0), images, labels, eps=0.1)
+    assert (attacked - images).abs().min() > 0.09
+    norms = input_gradient_norms(Half(1.0), images, labels)[0]
+    own = images.double().requires_grad_()
+    functional.cross_entropy(
+        torch.stack([17 + own.mean((1, 2, 3)), -own.square().mean((1, 2, 3))], 1), labels, reduction="sum"
+    ).backward()
+    assert norms.double() == pytest.approx(own.grad.flatten(1).norm(1, dim=1), rel=0.5)  # p rounds to 1 in float32
+    assert not fgsm(Half(0.0), images, labels, eps=0.1).isnan().any()
 
 
 # -- a model left as it was --------------------------------------------------------------------------------------------

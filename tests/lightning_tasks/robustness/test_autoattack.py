@@ -24,6 +24,12 @@ class Wrapped(nn.Module):
         return self.change(self.network(images))
 
 
+def test_images_in_double_precision_are_refused():
+    images, labels = right_from_the_first(convolutional())
+    with pytest.raises(TypeError, match="pyautoattack computes in float32"):
+        run_autoattack(convolutional().double(), images.double(), labels, eps=EPS)
+
+
 def right_from_the_first(model, count=12):
     images, _ = batch(count)
     with torch.no_grad():

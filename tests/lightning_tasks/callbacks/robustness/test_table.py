@@ -91,6 +91,18 @@ def test_swapped_models_are_attacked_through_their_fast_path(tmp_path, module, m
     assert all(row.gradient_l2 > 0 for row in rows if row.test == "attack")
 
 
+def test_the_rows_say_where_a_gradient_is_not_that_of_the_output(tmp_path, module):
+    said = "the gradient of HardAttention is not that of its output"
+    attacks = ["fgsm", {"name": "square", "queries": 2}, {"name": "autoattack", "attacks": ["apgd-ce"]}]
+    rows = {row.name: row for row in evaluate(tmp_path / "plain", module, attacks=attacks, eps=[0.1])}
+    assert not any(said in row.note for row in rows.values())
+    swap_attention(module, "hard")
+    rows = {row.name: row for row in evaluate(tmp_path / "hard", module, attacks=attacks, eps=[0.1])}
+    assert rows["fgsm"].note == said
+    assert rows["square"].note == ""
+    assert f"flags: {said}" in rows["autoattack"].note.replace("some gradients are zero; ", "")
+
+
 def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
     longer = {"name": "pgd", "steps": 3, "step_size": np.float32(0.01), "label": "pgd of 3 steps"}
     callback = RobustnessEvaluation(attacks=[{"name": "pgd", "steps": 1}, longer], eps=["4/255"], corruptions=[])
