@@ -139,15 +139,22 @@ def summarize(
     references: Mapping[str, Sequence[str]] | None = None,
     endpoints: Endpoints | None = None,
 ) -> list[SummaryRow]:
-    """A row for each metric that was logged, each configuration that has it, and each of its references."""
+    """A row for each metric that was logged, each configuration that has it, and each of its references.
+
+    A run that diverged has NaN for each metric that other runs of its configuration logged, and where all of them
+    diverged, for each that any run did.
+    """
     endpoints = endpoints or Endpoints()
     summary = []
-    diverged = diverged_cells(rows)
+    lost, every = _seeds(diverged_cells(rows)), _seeds((row["config"], row["seed"]) for row in rows)
     logged = by_metric(rows)
     comparisons = max(endpoints.comparisons, count_comparisons(configs, references))
     others = len({*metrics} - {endpoints.primary})
     for metric in metrics:
-        values = _with_diverged(last_values(logged.get(metric, []), metric), diverged, rows)
+        values = last_values(logged.get(metric, []), metric)
+        for config, seeds in lost.items():  # what these logged all the same says nothing
+            if config in values or (values and seeds == every[config]):
+                values.setdefault(config, {}).update(dict.fromkeys(seeds, math.nan))
         bad = {
             config: sum(not math.isfinite(value) for value in of_seeds.values()) for config, of_seeds in values.items()
         }
@@ -163,23 +170,11 @@ def summarize(
     return corrected_by_family(summary)
 
 
-def _with_diverged(
-    values: Mapping[str, dict[int, float]], diverged: Iterable[tuple[str, int]], rows: Sequence[dict[str, Any]]
-) -> dict[str, dict[int, float]]:
-    """The same with NaN for each run that diverged, whatever it logged.
-
-    A configuration has such a value where others of its runs logged the metric, or where all of them diverged.
-    """
-    found = {config: dict(of_seeds) for config, of_seeds in values.items()}
-    seeds: dict[str, set[int]] = {}
-    for row in rows:
-        seeds.setdefault(row["config"], set()).add(row["seed"])
-    lost: dict[str, set[int]] = {}
-    for config, seed in diverged:
-        lost.setdefault(config, set()).add(seed)
-    for config, of_config in lost.items():
-        if found and (config in found or of_config == seeds[config]):
-            found.setdefault(config, {}).update(dict.fromkeys(of_config, math.nan))
+def _seeds(cells: Iterable[tuple[str, int]]) -> dict[str, set[int]]:
+    """The seeds of each configuration."""
+    found: dict[str, set[int]] = {}
+    for config, seed in cells:
+        found.setdefault(config, set()).add(seed)
     return found
 
 
@@ -258,12 +253,10 @@ def unpaired(cells: Iterable[PairedCell]) -> list[str]:
     whole: dict[int, PairedCell] = {}  # the first that saw all of its data
     found = []
     for cell in cells:
-        others = {"initial weights": first.setdefault(cell.seed, cell)}
-        if not cell.stopped:
-            others["training data"] = whole.setdefault(cell.seed, cell)
-        found += [
-            f"{cell.config} seed {cell.seed}: {what} differ from those of {other.config}"
-            for what, other in others.items()
-            if (key := what.replace(" ", "_")) and getattr(cell, key) != getattr(other, key)
-        ]
+        other = first.setdefault(cell.seed, cell)
+        if cell.initial_weights != other.initial_weights:
+            found.append(f"{cell.config} seed {cell.seed}: initial weights differ from those of {other.config}")
+        other = cell if cell.stopped else whole.setdefault(cell.seed, cell)
+        if cell.training_data != other.training_data:
+            found.append(f"{cell.config} seed {cell.seed}: training data differ from those of {other.config}")
     return found

@@ -76,10 +76,10 @@ def released_pgd(
     check_options(random_start=random_start)
     with _convention(model, images, labels, eps, std) as (clean, own, radius):
         ball = LinfBall.around(clean, radius, clip=False)
-        points = ball.random(torch.Generator().manual_seed(seed)) if random_start else clean
-        for points, _ in ascent(model, points, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
+        last = start = ball.random(torch.Generator().manual_seed(seed)) if random_start else clean
+        for last, _ in ascent(model, start, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
             pass
-        return points
+        return last
 
 
 @register_attack(white_box=False, passes=lambda options: 1 + spsa_passes(options))
