@@ -47,7 +47,7 @@ def by_count(those: int, of: int, what: str) -> str:
 
 def counted(rows: Sequence[SummaryRow]) -> str:
     """How many intervals exclude 0, and how many differences are lower or higher after the correction."""
-    out = sum(row.low < row.high and (row.low > 0 or row.high < 0) for row in rows)
+    out = sum(row.excludes_zero for row in rows)
     kept = sum(row.verdict in ("lower", "higher") for row in rows)
     return f"{out} of {len(rows)} intervals exclude 0, {kept} after the correction"
 

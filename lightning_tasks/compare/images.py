@@ -190,7 +190,7 @@ class ImageResults:
             name = row.metric.removeprefix("test/")
             if not row.metric.startswith(("test/", "robustness/")):
                 continue
-            if not row.reference or row.pairs == 0 or row.diverged or row.reference_diverged:
+            if not row.reference or row.diverged or row.reference_diverged:
                 continue
             seeds = [
                 seed for config, seed in self.folders if config == row.config and (row.reference, seed) in self.folders

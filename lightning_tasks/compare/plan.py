@@ -59,7 +59,7 @@ def summary_endpoints(names: Sequence[str]) -> Endpoints:
     Raises:
         UsageError: two files name another primary endpoint or margin.
     """
-    asked = [read_settings(path) for path, _ in map(find_file, names)]  # of a file's variant those of the file, too
+    asked = [read_settings(path) for path, variant in map(find_file, names) if variant is None]
     primary = {str(each["primary"]) for each in asked if each.get("primary")}
     margins: dict[str, set[float]] = {}
     for name, margin in (pair for each in asked for pair in each.get("margins", {}).items()):

@@ -61,6 +61,11 @@ class SummaryRow:
     within_corrected: float = math.nan
 
     @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval does, of differences that have a spread."""
+        return self.low < self.high and (self.low > 0 or self.high < 0)
+
+    @property
     def verdict(self) -> str:
         """What the paired differences say, in a few words; empty where nothing is paired and nothing diverged."""
         if self.diverged:
@@ -179,14 +184,18 @@ def _seeds(cells: Iterable[tuple[str, int]]) -> dict[str, set[int]]:
 
 
 def not_logged(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> list[str]:
-    """For each metric that some runs logged and others did not, the latter: their seeds are in no mean of it."""
+    """For each metric that some runs logged and others did not, the latter: no mean of it has a value of theirs."""
     logged = by_metric(rows)
     runs = dict.fromkeys((row["config"], row["seed"]) for row in rows)
     found = []
     for metric in dict.fromkeys(metrics):
         there = {(row["config"], row["seed"]) for row in logged.get(metric, ())}
-        if there and (absent := [f"{config} seed {seed}" for config, seed in runs if (config, seed) not in there]):
-            found.append(f"{metric}: {', '.join(absent)}")
+        absent = _seeds(run for run in runs if there and run not in there)
+        texts = [
+            f"{config} seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
+            for config, seeds in absent.items()
+        ]
+        found += [f"{metric}: {'; '.join(texts)}"] if texts else []
     return found
 
 
@@ -214,8 +223,9 @@ def _summary_row(
         return row
     if not np.isfinite(differences).all():
         return replace(row, pairs=len(differences))
-    if differ_alike([own[seed] for seed in seeds], [other[seed] for seed in seeds]):
-        mean = float(np.mean(differences))
+    first, second = [own[seed] for seed in seeds], [other[seed] for seed in seeds]
+    if differ_alike(first, second):
+        mean = 0.0 if differ_alike([*first, *second], [*second, *first]) else float(np.mean(differences))
         return replace(row, pairs=len(differences), difference=mean, low=mean, high=mean, detectable=0.0)
     low, high = paired_interval(differences)
     detectable = minimum_detectable_effect(float(np.std(differences, ddof=1)), len(differences))
@@ -248,7 +258,10 @@ class PairedCell:
 
 
 def unpaired(cells: Iterable[PairedCell]) -> list[str]:
-    """What breaks the pairing: a sentence for each cell whose weights or data differ from those of its seed's first."""
+    """What breaks the pairing: a sentence for each cell whose weights differ from those of its seed's first, or data.
+
+    Data are compared with those of the first cell that saw all of them, and not where a guard stopped the run.
+    """
     first: dict[int, PairedCell] = {}
     whole: dict[int, PairedCell] = {}  # the first that saw all of its data
     found = []

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from attention_modules.base import AttentionMechanism, described
 from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
 from lightning_tasks.robustness.attacks.common import ATTACKS, GRADIENT, check_batch, logits_of
@@ -24,7 +23,7 @@ from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.other_data import other_data
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.subject import Subject, share_right
-from lightning_tasks.robustness.tested_model import InPrecision, held_still
+from lightning_tasks.robustness.tested_model import InPrecision, held_still, mechanisms_of, surrogate_note
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 
@@ -67,11 +66,12 @@ def attack_measurement(
         if setting.on_source is not None:
             attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
             options |= {"source": twin, "attack": attack}
-        right = []
+        right, note, by_gradient = [], "", ATTACKS[setting.on_source or setting.name].white_box
         for first, images, labels in subject.batches():
             if setting.seeded:
                 options["seed"] = subject.seed + first
             with other_options(mechanisms_of(twin), setting.mechanism):
+                note = surrogate_note(twin) if by_gradient else ""
                 attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
             with held_still(subject.model, gradients=False):
                 right.append(logits_of(subject.model, attacked).argmax(1) == labels)
@@ -80,7 +80,6 @@ def attack_measurement(
         if setting.attack.white_box:
             norms = subject.gradient_norms(setting.at_own_prediction)
         found = share_right(torch.cat(right))
-        note = surrogate_note(twin) if ATTACKS[setting.on_source or setting.name].white_box else ""
         return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1], note=note)]
 
     what: dict[str, Any] = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
@@ -88,17 +87,6 @@ def attack_measurement(
     what |= {"mechanism": dict(setting.mechanism)} if setting.mechanism else {}
     what |= {"versions": library_versions([LIBRARY])} if setting.on_source == "autoattack" else {}
     return Measurement(what, setting.passes, measure)
-
-
-def mechanisms_of(model: nn.Module) -> list[AttentionMechanism]:
-    """Those in a model, in its order."""
-    return [each for each in model.modules() if isinstance(each, AttentionMechanism)]
-
-
-def surrogate_note(model: nn.Module) -> str:
-    """What speaks against gradients of a model's mechanisms, in words; "" where they are those of its output."""
-    names = {described(each) for each in mechanisms_of(model) if each.surrogate_gradient}
-    return f"the gradient of {', '.join(sorted(names))} is not that of its output" if names else ""
 
 
 def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[str, float]) -> Measurement[Row]:

@@ -17,9 +17,9 @@ DATA = ("cifar10", "digits")
 """Data sets of `attnswap.datamodules` whose test images can be outside."""
 
 # Places among the 1,000 classes of ImageNet-1k, first and last, chosen by hand and widely: what shows one of the
-# classes, a near relative of it, or another vehicle. Some that one may add are not among them, and stay out, as results
-# were made with this list: 444 bicycle-built-for-two, 466 bullet train, 475 car mirror, 537 dogsled, 547 electric
-# locomotive, 561 forklift and 820 steam locomotive.
+# classes, a near relative of it, or another vehicle. Some that one may add are not among them, as results were made
+# with this list: 444 bicycle-built-for-two, 450 bobsled, 466 bullet train, 475 car mirror, 537 dogsled, 547 electric
+# locomotive, 561 forklift, 802 snowmobile, 820 steam locomotive.
 _CIFAR10 = (
     *((7, 24), (80, 100), (127, 146)),  # birds
     (30, 32),  # frogs

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_modules import AttentionMechanism
+
 
 class InPrecision(nn.Module):
     """A LightningModule as its trainer runs it, in the trainer's precision.
@@ -50,3 +52,17 @@ def held_still(model: Model, gradients: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def mechanisms_of(model: nn.Module) -> list[AttentionMechanism]:
+    """Those in a model, in its order."""
+    return [each for each in model.modules() if isinstance(each, AttentionMechanism)]
+
+
+def surrogate_note(model: nn.Module) -> str:
+    """What speaks against a model's gradients for its input, in words; "" where they are those of its output.
+
+    A mechanism that draws has another gradient in training alone.
+    """
+    names = {type(each).__name__ for each in mechanisms_of(model) if each.surrogate_gradient and not each.stochastic}
+    return f"the gradient of {', '.join(sorted(names))} is not that of the output" if names else ""

@@ -1,6 +1,7 @@
 """`make pages` and `make pages-check`: what differs from the raw files is found and named, and made anew."""
 
 import csv
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from docs.pages.errors import PageError
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
+from lightning_tasks.compare.summary import Endpoints
 from tests.pages.toy import ROOT, edited, write_results
 
 
@@ -206,6 +208,11 @@ def test_a_record_of_other_cells_than_the_values_is_named(toy):
     for text in ("[]", "{", "{}"):
         (folder / "comparison.json").write_text(text)
         assert "comparison.json is damaged" in said_by(toy)
+    for margin in (0, -0.1, math.inf, math.nan):
+        endpoints = Endpoints("test/top1", {"test/top1": margin})
+        record = Record(variants, {}, ["test/top1"], cells=cells, primary=endpoints.primary, margins=endpoints.margins)
+        write_record(record, folder)
+        assert f"the margin of test/top1 is {margin}, and must be above 0 and finite" in said_by(toy)
 
 
 def said_by(toy):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from docs.pages.errors import PageError
@@ -71,6 +72,27 @@ def test_an_earlier_run_that_was_stopped_is_one_that_diverged(toy):
     for each in raw.with_earlier(found):
         row = each.row("test/top1", "rpc", "softmax")
         assert (row.verdict, row.diverged) == ("diverged", 1)
+
+
+def test_a_run_that_diverged_by_its_loss_has_no_other_value(toy):
+    root, page = toy
+    folder = root / "docs" / "results" / "toy"
+    lines = (folder / "results.csv").read_text().splitlines()
+    changed = [
+        ",".join([*line.split(",")[:-1], "nan"]) if line.startswith("rpc,2,10,val/loss") else line for line in lines
+    ]
+    assert changed != lines
+    (folder / "results.csv").write_text("\n".join([*changed, ""]))
+    found = Raw(root, folder).comparison("", page.summaries[""])
+    further = replace(found, metrics=["val/loss"])  # then accuracies are none of its metrics
+    for each in (found, further):
+        row = each.row("test/top1", "rpc", "softmax")
+        assert (row.verdict, row.diverged, row.pairs) == ("diverged", 1, 4)
+    assert np.isnan(found.values("test/top1", "rpc")).tolist() == [False, False, True, False]
+    assert np.isfinite(found.values("val/loss", "rpc", 5)).all()
+    doubled = found.with_metric("twice", lambda value: 2 * value, "test/top1")
+    assert np.isnan(doubled.mean("twice", "rpc"))
+    assert doubled.mean("twice", "softmax") == pytest.approx(2 * found.mean("test/top1", "softmax"))
 
 
 def test_a_seed_that_ran_twice_is_refused(toy):

@@ -7,7 +7,7 @@ import pytest
 from docs.pages.errors import PageError
 from docs.pages.numbers import at_least, interval, listed, mean_std, number, signed, significant
 from docs.pages.tables import Table, differences, verdicts
-from docs.pages.verdicts import by_count, verdict
+from docs.pages.verdicts import by_count, counted, verdict
 from lightning_tasks.compare.summary import ImageInterval, SummaryRow
 
 
@@ -66,6 +66,12 @@ def test_what_a_claim_is_worth_follows_from_the_verdicts():
     assert verdict("lower", row(p=0.3, corrected=0.9, within_corrected=0.01)) == "does not hold here (equivalent)"
     with pytest.raises(PageError, match="without a verdict"):
         verdict("lower", SummaryRow("m", "a", 1, 0.0, float("nan")))
+
+
+def test_intervals_are_counted_where_differences_have_a_spread():
+    row = SummaryRow("m", "a", 4, 0.0, 1.0, "b", 4, 0.5, 0.1, 0.9, 0.3, p=0.01, corrected=0.02)
+    none, no_spread = replace(row, low=-0.1, corrected=0.2), replace(row, low=0.5, high=0.5)
+    assert counted([row, none, no_spread]) == "1 of 3 intervals exclude 0, 1 after the correction"
 
 
 def test_names_are_listed_however_many_there_are():

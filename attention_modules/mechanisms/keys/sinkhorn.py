@@ -137,8 +137,12 @@ class SinkhornAttention(AttentionMechanism):
         super().__init__(spec)
         self.iterations = check_iterations(iterations)
         self.detach = check_flag("detach", detach)
-        self.surrogate_gradient = self.detach and self.iterations > 1
         refuse_causal("sinkhorn", spec)
+
+    @property
+    def surrogate_gradient(self) -> bool:  # type: ignore[override]
+        """Whether its iterations before the last are detached."""
+        return self.detach and self.iterations > 1
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}" + ("" if self.detach else ", detach=False")

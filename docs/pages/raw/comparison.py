@@ -24,7 +24,7 @@ from lightning_tasks.compare.summary import (
     summarize,
     unpaired,
 )
-from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells
+from lightning_tasks.runs.divergence import STOPPED, Row, diverged_cells, is_loss
 from lightning_tasks.runs.environment import Environment, mixed_environments
 from lightning_tasks.runs.log import by_metric
 
@@ -98,6 +98,19 @@ class Comparison:
         return by_metric(self.rows)
 
     @cached_property
+    def _lost(self) -> dict[tuple[str, int], str]:
+        return diverged_cells(self.rows)
+
+    @cached_property
+    def _causes(self) -> list[Row]:
+        """The rows that say of these runs that they diverged."""
+        return [
+            row
+            for row in self.rows
+            if (row["config"], row["seed"]) in self._lost and (row["metric"] == STOPPED or is_loss(row["metric"]))
+        ]
+
+    @cached_property
     def _others(self) -> dict[tuple[str, str, str], SummaryRow]:
         return {}
 
@@ -110,7 +123,7 @@ class Comparison:
         return np.array([*self.by_seed(metric, config, step).values()])
 
     def by_seed(self, metric: str, config: str, step: int | None = None) -> dict[int, float]:
-        """The same by seed, in their order.
+        """The same by seed, in their order; the last value of a run that diverged is NaN.
 
         Raises:
             PageError: no such value was logged.
@@ -120,7 +133,8 @@ class Comparison:
         if not found:
             place = "" if step is None else f" at step {step}"
             raise PageError(f"{RESULTS} has no {metric} of {config}{place}")
-        return dict(sorted(found.items()))
+        lost = [] if step is not None else [seed for seed in found if (config, seed) in self._lost]
+        return dict(sorted((found | dict.fromkeys(lost, math.nan)).items()))
 
     def has(self, metric: str, config: str) -> bool:
         """Whether any run of the configuration logged it."""
@@ -162,7 +176,7 @@ class Comparison:
                 return row
         place = metric, config, reference
         if place not in self._others:
-            rows = summarize(self._by_metric.get(metric, []), [reference, config], [metric])
+            rows = summarize([*self._by_metric.get(metric, []), *self._causes], [reference, config], [metric])
             if len(rows) < 2:
                 raise PageError(f"{RESULTS} has no {metric} of {config} and {reference}")
             self._others[place] = rows[-1]
@@ -221,12 +235,12 @@ class Comparison:
 
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""
-        values = [last_values(self._by_metric[metric], metric) for metric in metrics]
-        rows = [
-            {"config": config, "seed": seed, "step": 0, "metric": name, "value": of(*(v[config][seed] for v in values))}
-            for config in self.configs
-            for seed in values[0][config]
-        ]
+        rows = []
+        for config in self.configs:
+            first, *others = [self.by_seed(metric, config) for metric in metrics]
+            for seed, value in first.items():
+                made_of = of(value, *(each[seed] for each in others))
+                rows.append({"config": config, "seed": seed, "step": 0, "metric": name, "value": made_of})
         made = replace(self, rows=[*self.rows, *rows])
         made.__dict__["summary"] = self.summary
         return made

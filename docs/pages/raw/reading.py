@@ -65,7 +65,8 @@ def read_comparison(folder: Path, recipe: str) -> Comparison:
     _check_cells(found, folder)
     pairs = {(row.metric, row.config, row.reference): row.pairs for row in found.summary}
     for each in found.images:
-        if pairs.get((each.metric, each.config, each.reference)) != each.seeds:
+        paired = pairs.get((each.metric, each.config, each.reference), -1)
+        if paired != each.seeds and not (paired == 0 and each.seeds == 1):  # one seed has no paired difference
             raise PageError(
                 f"{folder / IMAGES} has an interval of {each.metric} of {each.config} to {each.reference} over "
                 f"{each.seeds} seeds, which is none of those in {RESULTS}: copy both from one folder"
@@ -108,8 +109,9 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
         endpoints = asked_of(recipe)
         if "primary" in asked:
             endpoints = replace(endpoints, primary=asked["primary"], margins=asked["margins"])
-            if strange := [name for name, margin in endpoints.margins.items() if not 0 < margin < math.inf]:
-                raise ValueError(f"the margin of {strange[0]} is {endpoints.margins[strange[0]]}, and must be above 0")
+            for name, margin in endpoints.margins.items():
+                if not 0 < margin < math.inf:
+                    raise ValueError(f"the margin of {name} is {margin}, and must be above 0 and finite")
         if "comparisons" in asked:
             endpoints = replace(endpoints, comparisons=asked["comparisons"])
         # Those of the selection alone come last, and are not the table's.

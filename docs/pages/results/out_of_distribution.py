@@ -84,7 +84,7 @@ def prose(raw: Raw) -> dict[str, str] | None:
         raise PageError(f"the page says that KNN is worse than chance on digits in every model, and one has {best}")
     below = [mean_interval([*found.values("digits/vim/auroc", config)])[1] < 0.5 for config in found.configs]
     others = [row for row in found.summary if row.metric != PRIMARY and row.pairs]
-    excluding = [row for row in others if row.low > 0 or row.high < 0]
+    excluding = [row for row in others if row.excludes_zero]
     primary_rows = [row for row in found.summary if row.metric == PRIMARY and row.pairs]
     return {
         "seeds": str(min(len(found.values(PRIMARY, config)) for config in found.configs)),

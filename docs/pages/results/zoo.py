@@ -205,7 +205,7 @@ def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -
     return {
         f"{part}-worst": in_turn(f"`{row.config}` ({signed(row.difference * scale, digits)})" for row in worse),
         f"{part}-undecided": f"{len(undecided)} of {len(every)}",
-        f"{part}-uncorrected": str(sum(row.low > 0 or row.high < 0 for row in undecided)),
+        f"{part}-uncorrected": str(sum(row.excludes_zero for row in undecided)),
         f"{part}-confirmed": in_turn(f"`{row.config}`" for row in confirmed),
     }
 

@@ -18,9 +18,6 @@ from lightning_tasks.robustness.tested_model import Model
 GRADIENT = 3.0
 """Cost of a forward and a backward pass, in forward passes (a backward pass is about two)."""
 
-
-_FACTORS = (2.0**20, 2.0**14, 2.0**8)  # of losses whose gradient is in float16
-
 IGNORED = -100
 """The label of pixels that do not count, as in :func:`torch.nn.functional.cross_entropy`."""
 
@@ -221,10 +218,14 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
     return losses.detach(), gradient
 
 
-def _gradient(loss: Tensor, points: Tensor, half: bool) -> Tensor | None:
-    """The gradient of a loss for points; where it goes through float16, of the loss times what keeps it from 0.
+_FACTORS = (2.0**14, 2.0**8)
+"""Of a loss whose gradient goes through float16."""
 
-    As a gradient scaler in training does: the largest factor with which no value overflows.
+
+def _gradient(loss: Tensor, points: Tensor, half: bool) -> Tensor | None:
+    """The gradient of a batch's loss for its points, where ``half`` scaled on the way, so that float16 holds it.
+
+    The factor is the largest of ``_FACTORS`` with which no value overflows, as a gradient scaler has it in training.
     """
     for factor in _FACTORS if half else ():
         (gradient,) = torch.autograd.grad(loss * factor, points, allow_unused=True, retain_graph=True)

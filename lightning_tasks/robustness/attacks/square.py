@@ -59,9 +59,10 @@ def square(
     generator = torch.Generator().manual_seed(seed)
     with held_still(model, gradients=False):
         images, labels = detached(images, labels)
-        best, margin = images.clone(), margins(logits_of(model, images, labels), labels)
+        logits = logits_of(model, images, labels)
+        best, margin, right = images.clone(), margins(logits, labels), logits.argmax(1) == labels
         for query in range(queries):
-            active = (margin >= 0).nonzero().squeeze(1)  # [A]; at a tie the lower class counts, which may be the label
+            active = right.nonzero().squeeze(1)  # [A]; a margin of 0 is right where the label is the lower class
             if len(active) == 0:
                 break
             clean, points = images[active], best[active]
@@ -72,11 +73,13 @@ def square(
             else:
                 share = square_share(initial_share, query - 1, queries)
                 trial = _with_square(clean, points, ball, eps, share, generator)
-            trial_margin = margins(logits_of(model, trial), labels[active])
+            logits = logits_of(model, trial)
+            trial_margin = margins(logits, labels[active])
             # The stripes are a start, whatever they do; a square must help.
             better = trial_margin < margin[active] if query else torch.ones_like(trial_margin, dtype=torch.bool)
             best[active] = torch.where(better.view(-1, 1, 1, 1), trial, points)
             margin[active] = torch.where(better, trial_margin, margin[active])
+            right[active] = ~better | (logits.argmax(1) == labels[active])
         return best
 
 

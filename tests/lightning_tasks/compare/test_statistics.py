@@ -124,6 +124,17 @@ def test_one_large_pair_does_not_hide_the_spread_of_the_others():
     assert (row.verdict, row.p) == ("higher", pytest.approx(paired_p([0.5, 0.4, 0.5, 0.6])))
 
 
+def test_pairs_that_differ_by_the_rounding_of_a_log_are_equal():
+    near = np.nextafter(np.float32(0.5), np.float32(1))
+    rows = [
+        {"config": config, "seed": seed, "step": 0, "metric": "m", "value": float(value)}
+        for config, values in {"a": [0.5, 0.7, 0.6, 0.8], "b": [near, 0.7, 0.6, 0.8]}.items()
+        for seed, value in enumerate(values)
+    ]
+    row = summarize(rows, ["a", "b"], ["m"])[-1]
+    assert (row.verdict, row.difference, row.excludes_zero) == ("equal", 0.0, False)
+
+
 @pytest.mark.parametrize("step", [0.01, -0.003])
 def test_the_rounding_of_a_log_is_no_spread(step):
     def row_of(*noise):
@@ -135,6 +146,7 @@ def test_the_rounding_of_a_log_is_no_spread(step):
         return summarize(rows, ["a", "b"], ["m"], endpoints=Endpoints(margins={"m": 1.0}))[-1]
 
     row = row_of(0, 0, 0, 0, 0)
+    assert not row.excludes_zero
     assert (row.verdict, row.difference) == ("no spread", pytest.approx(step, rel=1e-4))
     assert math.isnan(row.p)
     assert math.isnan(row.within)

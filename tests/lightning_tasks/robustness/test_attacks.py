@@ -263,6 +263,8 @@ def test_square_goes_on_at_a_tie():
     attacked = square(Tied(), images, labels, eps=0.1, queries=50)
     assert (Tied()(images).argmax(1) == 0).all()
     assert (Tied()(attacked).argmax(1) == 1).all()
+    wrong = torch.ones(2, dtype=torch.int64)  # the higher class of the two
+    assert torch.equal(square(Tied(), images, wrong, eps=0.1, queries=50), images)
 
 
 def test_a_gradient_in_half_precision_is_not_lost():

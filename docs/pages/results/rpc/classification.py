@@ -206,7 +206,7 @@ def of_twins(raw: Raw) -> dict[str, str]:
     apart = {seed: value - without[seed] for seed, value in found.by_seed(TOP1, "rpc").items()}
     furthest = max(apart, key=lambda seed: abs(apart[seed]))
     most = max(row["value"] for row in found.rows if row["metric"] == SHARE and row["seed"] == furthest)
-    out = [f"{name}, {difference(row, 1, 100)}" for name, row in rows.items() if row.low > 0 or row.high < 0]
+    out = [f"{name}, {difference(row, 1, 100)}" for name, row in rows.items() if row.excludes_zero]
     return {
         "twin": difference(rows["clean"], 1, 100),
         "twin-verdict": rows["clean"].verdict,
@@ -288,7 +288,7 @@ def harmed(raw: Raw) -> dict[str, str]:
     symmetric = [found.row(metric, "symmetric", "softmax") for metric in GRADIENT]
     if strange := [row for row in (*gradient, *to_symmetric, *symmetric) if row.low > 0]:
         raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
-    if out := [row for row in blind if row.low > 0 or row.high < 0]:
+    if out := [row for row in blind if row.excludes_zero]:
         raise PageError(f"the page says that no interval excludes 0, and that of {out[0].metric} does: write it anew")
     before = [raw.with_earlier(found)[0].row(metric, "rpc", "symmetric").difference for metric in GRADIENT]
     check_told(

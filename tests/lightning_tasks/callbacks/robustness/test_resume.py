@@ -95,6 +95,7 @@ def test_rows_of_other_weights_settings_or_data_are_not_used(tmp_path, module, c
     assert ran(module, attacks=[{"name": "pgd", "steps": 3}]) == 1
     assert ran(module, eps=["5/255"]) == 1
     assert ran(module, eps=["5/255", "4/255"]) == 0  # each alone is known
+    assert ran(module, eps=[0.0313725]) == ran(module, eps=[8 / 255]) == 1  # which the table writes alike
     swap_attention(module, "rpc", iterations=2, lam=4.0)
     assert ran(module) == 1
     assert ran(module) == 0

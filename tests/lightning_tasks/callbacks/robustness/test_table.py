@@ -11,9 +11,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import swap_attention
+from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square
+from lightning_tasks.robustness.tested_model import mechanisms_of, surrogate_note
 from lightning_tasks.robustness.text import (
     Text,
     clean_text_measurement,
@@ -92,7 +94,7 @@ def test_swapped_models_are_attacked_through_their_fast_path(tmp_path, module, m
 
 
 def test_the_rows_say_where_a_gradient_is_not_that_of_the_output(tmp_path, module):
-    said = "the gradient of HardAttention is not that of its output"
+    said = "the gradient of HardAttention is not that of the output"
     attacks = ["fgsm", {"name": "square", "queries": 2}, {"name": "autoattack", "attacks": ["apgd-ce"]}]
     rows = {row.name: row for row in evaluate(tmp_path / "plain", module, attacks=attacks, eps=[0.1])}
     assert not any(said in row.note for row in rows.values())
@@ -101,6 +103,22 @@ def test_the_rows_say_where_a_gradient_is_not_that_of_the_output(tmp_path, modul
     assert rows["fgsm"].note == said
     assert rows["square"].note == ""
     assert f"flags: {said}" in rows["autoattack"].note.replace("some gradients are zero; ", "")
+
+
+def test_whose_gradients_are_not_those_of_the_output():
+    def said(mechanism, **options):
+        model = TinyClassifier()
+        swap_attention(model, mechanism, **options)
+        return surrogate_note(model)
+
+    assert said("elliptical").startswith("the gradient of ")
+    assert said("sinkhorn") == "the gradient of SinkhornAttention is not that of the output"
+    assert said("sinkhorn", detach=False) == said("sinkhorn", iterations=1) == said("rpc") == ""
+    assert said("dam", num_tokens=16) == "", "in evaluation it draws nothing"
+    model = TinyClassifier()
+    swap_attention(model, "sinkhorn")
+    with other_options(mechanisms_of(model), {"detach": False}):
+        assert surrogate_note(model) == ""
 
 
 def test_one_attack_with_two_settings_has_two_names(tmp_path, module):
