@@ -61,7 +61,7 @@ def test_cells_that_never_logged_a_metric_of_the_table_are_named(done, tmp_path)
     finish(cells[1], 1.0, rows=[{"step": 5, "metric": "val/top1", "value": 1.0}])
     write_tables(cells, ["val/loss", "val/top1"], {}, tmp_path / "out")
     text = (tmp_path / "out" / "summary.md").read_text()
-    assert "Not logged:\n\n- val/loss: b seed 0\n- val/top1: a seed 1, b seed 1\n" in text
+    assert "Not logged:\n\n- val/loss: b seed 0\n- val/top1: a seed 1; b seed 1\n" in text
 
 
 @pytest.mark.parametrize("name", ["a|b", "two\nlines", "`code`", "größe 重 🙂", "<b>", "a/../../b", "."])
