@@ -34,13 +34,13 @@ def test_other_seeds_under_an_attack_turn_a_sentence(copied):
     path = classification.PAGE.raw(root).folder / "results.csv"
     rows = list(csv.DictReader(path.open(newline="")))
     for row in rows:
-        if (row["config"], row["metric"]) == ("rpc", "robustness/pgd/4_255/accuracy"):
-            row["value"] = str(float(row["value"]) + 0.02)
+        if (row["config"], row["metric"]) == ("rpc", "robustness/pgd/1_255/accuracy"):
+            row["value"] = str(float(row["value"]) + 0.008)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    said = r"says that RPC is below symmetric attention at 4/255 alone.* the raw files say .*\+0\.9 \["
+    said = r"says that RPC is below symmetric attention under all four.* the raw files say .*\+0\.3 \["
     with pytest.raises(PageError, match=said):
         classification.harmed(classification.PAGE.raw(root))
 
