@@ -189,6 +189,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "symmetric-verdict": symmetric.verdict,
         "rpc-symmetric": difference(of_iterating, 1, 100),
         "rpc-symmetric-verdict": of_iterating.verdict,
+        "rpc-symmetric-within": f"{p_value(of_iterating.within)}, corrected {p_value(of_iterating.within_corrected)}",
+        "symmetric-loss": told(found.row("test/loss", "symmetric", "softmax"), 3),
         "detectable": number(100 * clean.detectable),
         "share": significant(share[-1], 1),
         "share-largest": significant(largest, 2),
@@ -216,7 +218,7 @@ def of_twins(raw: Raw) -> dict[str, str]:
         "twin-verdict": rows["clean"].verdict,
         "twin-softmax": told(found.row(TOP1, "rpc without S", "softmax"), 2, 100),
         "twin-intervals": counted([*rows.values()]),
-        "twin-out": in_turn(out),
+        "twin-out": f" ({in_turn(out)})" if out else "",
         "twin-furthest": signed(100 * apart[furthest], 2),
         "twin-share": f"{significant(100 * most, 1)}%",
     }
@@ -249,13 +251,14 @@ def with_earlier(raw: Raw) -> Table:
     """Differences beside those of the seeds that ran before, and of these and the others together."""
     found, earlier, every = map(with_taken, (read(raw), *raw.with_earlier(read(raw))))
     of_pair = {
-        "RPC − softmax": [TOP1, "test/loss", *GRADIENT, ATTACKED["Square 4/255"], CORRUPTED, TAKEN],
+        "RPC − softmax": [TOP1, "test/loss", ON_500["clean"], *ATTACKED.values(), CORRUPTED, TAKEN],
         "symmetric − softmax": [TOP1, CORRUPTED, INPUT_GRADIENT],
-        "RPC − symmetric": [TOP1, *GRADIENT],
+        "RPC − symmetric": [TOP1, *GRADIENT, INPUT_GRADIENT],
         "RPC − RPC without S": [TOP1],
         "RPC without S − softmax": [ATTACKED["FGSM 4/255"]],
     }
-    called = {metric: name for name, metric in ON_500.items()} | {TOP1: "clean, 2,000 images", TAKEN: TAKEN}
+    called = {metric: name for name, metric in ON_500.items()}
+    called |= {TOP1: "clean, 2,000 images", ON_500["clean"]: "clean, first 500", TAKEN: TAKEN}
     others = {"test/loss": ("test loss, nats", 3, 1.0), INPUT_GRADIENT: ("input gradient", 2, 1.0)}
     rows = []
     for pair, metrics in of_pair.items():
@@ -268,7 +271,12 @@ def with_earlier(raw: Raw) -> Table:
 
 def with_taken(found: Comparison) -> Comparison:
     """The same with what corruption takes from the accuracy on the same images."""
-    return found.with_metric(TAKEN, lambda clean, left: clean - left, ON_500["clean"], CORRUPTED)
+    return taken_by(found, CORRUPTED, TAKEN)
+
+
+def taken_by(found: Comparison, metric: str, name: str) -> Comparison:
+    """The same with what is lost from the accuracy on the first 500 images to what a metric measures."""
+    return found.with_metric(name, lambda clean, left: clean - left, ON_500["clean"], metric)
 
 
 @PAGE.numbers
@@ -281,6 +289,7 @@ def of_all_seeds(raw: Raw) -> dict[str, str]:
         "every": difference(rows["RPC"], 2, 100),
         "every-symmetric": difference(rows["symmetric"], 2, 100),
         "every-verdicts": "; ".join(f"{name}: {row.verdict}" for name, row in rows.items()),
+        "every-apart": told(every.row(TOP1, "rpc", "symmetric"), 2, 100),
     }
 
 
@@ -294,6 +303,22 @@ def harmed(raw: Raw) -> dict[str, str]:
     if strange := [row for row in (*gradient, *to_symmetric, *symmetric) if row.low > 0]:
         raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
     before = [raw.with_earlier(found)[0].row(metric, "rpc", "symmetric") for metric in GRADIENT]
+    lost = [taken_by(found, metric, "lost").row("lost", "rpc", "softmax") for metric in GRADIENT]
+    check_told("no loss of robustness to softmax is shown", not any(row.excludes_zero for row in lost), points(lost))
+    lost_more = taken_by(found, ATTACKED["FGSM 4/255"], "lost").row("lost", "rpc", "symmetric")
+    transfer = ATTACKED["transfer 4/255"]
+    over_images = found.over_images(transfer, "rpc", "softmax")
+    check_told(
+        "RPC is higher than softmax under transfer at 4/255, not after the correction",
+        found.row(transfer, "rpc", "softmax").verdict == "higher, not after correction",
+        told(found.row(transfer, "rpc", "softmax"), 1, 100),
+    )
+    earlier_kept = [
+        f"{row.config} to {row.reference}"
+        for row in raw.with_earlier(found)[0].summary
+        if row.metric in ON_500.values() and row.verdict in ("lower", "higher") and row.metric != ON_500["clean"]
+    ]
+    check_told("one difference of seeds 0 to 7 held", earlier_kept == ["rpc without S to softmax"], earlier_kept)
     check_told(
         "RPC is below symmetric attention under all four on both sets of seeds; at 1/255 intervals hold 0 here alone",
         all(row.difference < 0 for row in (*to_symmetric, *before))
@@ -308,7 +333,8 @@ def harmed(raw: Raw) -> dict[str, str]:
     )
     called = {metric: name for name, metric in ON_500.items()}
     remaining = [
-        f"{NAMES[row.config]} to {row.reference} under {called[row.metric]}, {difference(row, 1, 100)}"
+        f"{NAMES[row.config]} to {row.reference} under {called[row.metric]}, {difference(row, 1, 100)} "
+        f"(p {p_value(row.corrected)})"
         for row in attacks(found)
         if row.verdict in ("lower", "higher")
     ]
@@ -318,7 +344,14 @@ def harmed(raw: Raw) -> dict[str, str]:
         "gradient-symmetric-only": counted(symmetric),
         "blind": points(blind),
         "blind-intervals": counted(blind),
-        "transfer-symmetric": difference(found.row(ATTACKED["transfer 4/255"], "symmetric", "softmax"), 1, 100),
+        "transfer": difference(found.row(transfer, "rpc", "softmax"), 1, 100),
+        "transfer-images": interval(over_images.low, over_images.high, 1, 100),
+        "transfer-symmetric": difference(found.row(transfer, "rpc", "symmetric"), 1, 100),
+        "lost": f"{points(lost)} points; {sum(row.excludes_zero for row in lost)} of {len(lost)} intervals exclude 0",
+        "lost-symmetric": difference(lost_more, 1, 100),
+        "corrected-family": str(found.row(GRADIENT[0], "rpc", "softmax").family),
+        "earlier-held": told(found.row(ATTACKED["FGSM 4/255"], "rpc without S", "softmax"), 1, 100),
+        "gradient-to-symmetric-norm": difference(found.row(INPUT_GRADIENT, "rpc", "symmetric"), 2),
         "blind-detectable": least_to_most(row.detectable * 100 for row in blind),
         "clean-500": difference(found.row(ON_500["clean"], "rpc", "softmax"), 1, 100),
         "taken": difference(taken, 1, 100),
