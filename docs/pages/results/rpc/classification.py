@@ -304,7 +304,6 @@ def harmed(raw: Raw) -> dict[str, str]:
         raise PageError(f"the page says that none is above 0, and {strange[0].metric} is: write it anew")
     before = [raw.with_earlier(found)[0].row(metric, "rpc", "symmetric") for metric in GRADIENT]
     lost = [taken_by(found, metric, "lost").row("lost", "rpc", "softmax") for metric in GRADIENT]
-    check_told("no loss of robustness to softmax is shown", not any(row.excludes_zero for row in lost), points(lost))
     lost_more = taken_by(found, ATTACKED["FGSM 4/255"], "lost").row("lost", "rpc", "symmetric")
     transfer = ATTACKED["transfer 4/255"]
     over_images = found.over_images(transfer, "rpc", "softmax")
@@ -325,6 +324,7 @@ def harmed(raw: Raw) -> dict[str, str]:
         and [row.excludes_zero for row in (*to_symmetric[::2], *before[::2])] == [False, False, True, True],
         in_turn(difference(row, 1, 100) for row in (*to_symmetric, *before)),
     )
+    check_told("no loss of robustness to softmax is shown", not any(row.excludes_zero for row in lost), points(lost))
     corrupted, taken = found.row(CORRUPTED, "rpc", "softmax"), with_taken(found).row(TAKEN, "rpc", "softmax")
     check_told(
         "RPC is above softmax on corrupted images, and corruption takes less from it, and both intervals hold 0",
