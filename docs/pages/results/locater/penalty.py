@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from docs.pages.errors import check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, least_to_most, listed, number, signed, significant, told
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, listed, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.tables import Columns, Table, over_steps, p_value, verdicts
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.intervals import mean_interval
 
 RECIPE, DECAYS = "locater/compare_small_vocabulary", "locater/compare_weight_decay"
 PAGE = Page("locater", "LocAteR", summaries={"": RECIPE, "weight_decay": DECAYS})
-WEAK, STRONG = "weak qk weight decay", "qk weight decay"
+WEAK, STRONG, FADING = "weak qk weight decay", "qk weight decay", "fading qk weight decay"
 NAMES = {
     "none": "none",
     "locater 1e-3": "LocAteR 1e-3",
@@ -24,6 +26,7 @@ NAMES = {
     "locater 1e-1": "LocAteR 1e-1",
     STRONG: "weight decay 18.5 on W_q, W_k",
     WEAK: "weight decay 2.15 on W_q, W_k",
+    FADING: "fading weight decay on W_q, W_k",
     "uniform attention": "uniform attention",
     "frozen qk": "frozen W_q, W_k",
 }
@@ -49,14 +52,17 @@ def claims(raw: Raw) -> list[Claim]:
     entropies = [found.row(ENTROPY, config, "none") for config in PENALTIES]
     rises = least_to_most((row.difference for row in entropies), 2)
     none = number(found.mean(PERPLEXITY, "none"))
-    controls = [number(found.row(ENTROPY, each, "none").difference, 2) for each in CONTROLS]
+    controls = [found.row(PERPLEXITY, PENALTIES[0], each) for each in (WEAK, FADING)]
+    fades = signed(found.row(PERPLEXITY, FADING, "none").difference, 2)
+    raised = [number(found.row(ENTROPY, each, "none").difference, 2) for each in CONTROLS]
     return [
         Claim(
             "LocAteR, a penalty on the QK eigenspectrum, at the weakest of three weights, which was named before, "
             "lowers perplexity (Bao, Hataya and Karakida, ICML 2024; the exact penalty is our reading, its mean left "
             "free)",
             f"WikiText-2, small vocabulary, validation: of {none} by "
-            f"{difference(weakest, 2)} (the stronger two: {listed(signed(row.difference, 2) for row in stronger)})",
+            f"{difference(weakest, 2)} (the stronger two: {listed(signed(row.difference, 2) for row in stronger)}; a "
+            f"weight decay on W_q and W_k that fades: {fades})",
             verdict("lower", weakest),
         ),
         Claim(
@@ -65,9 +71,14 @@ def claims(raw: Raw) -> list[Claim]:
             verdict("lower", *stronger),
         ),
         Claim(
+            "... and by more than weight decay on W_q and W_k, at the weakest weight",
+            f"{listed(difference(row, 2) for row in controls)} to one that ends at its scale, and to one that fades",
+            verdict("lower", *controls),
+        ),
+        Claim(
             "... and raises attention entropy",
-            f"by {rises} nats at the end of training; weight decays 2.15 and 18.5 on W_q and W_k by {controls[0]} and "
-            f"{controls[1]}, freezing them by {controls[2]}",
+            f"by {rises} nats at the end of training; weight decays 2.15 and 18.5 on W_q and W_k by {raised[0]} and "
+            f"{raised[1]}, freezing them by {raised[2]}",
             verdict("higher", *entropies),
         ),
     ]
@@ -183,10 +194,11 @@ def prose(raw: Raw) -> dict[str, str]:
         "weak-verdict": row(PERPLEXITY, WEAK).verdict,
         "better-than-weak": difference(row(PERPLEXITY, "locater 1e-3", WEAK), 2),
         "better-than-weak-verdict": row(PERPLEXITY, "locater 1e-3", WEAK).verdict,
+        "ran": found.ran_in(),
         "strong-scales": scales(found, "locater 1e-2", STRONG, 2),
         "better-than-strong": told(stronger, 2),
         **of_means(raw),
-        "scales-at-50": " and ".join(number(found.mean(SCALE, config, 50), 0) for config in ("locater 1e-3", WEAK)),
+        "scales-at-50": scales(found, "locater 1e-3", WEAK, 0, 50),
         "entropy-weak": " and ".join(number(row(ENTROPY, each).difference, 3) for each in (WEAK, "locater 1e-3")),
         "variances": " and ".join(number(found.mean(VARIANCE, each), 3) for each in (WEAK, "locater 1e-3")),
         "variances-strong": " and ".join(
@@ -221,6 +233,33 @@ def prose(raw: Raw) -> dict[str, str]:
         "paper-uniform": number(uniform, 3),
         "paper-worth": number(uniform - whole[max(whole)], 3),
         "paper-scale": f"{number(spectrum[0])} to {number(spectrum[1000])}",
+    }
+
+
+@PAGE.numbers
+def of_fading(raw: Raw) -> dict[str, str]:
+    """The weight decay that fades, on these seeds."""
+    found = read(raw)
+    to_none, penalty = (found.row(PERPLEXITY, *pair) for pair in ((FADING, "none"), (PENALTIES[0], FADING)))
+    check_told(
+        "the decay that fades lowers perplexity, as the penalty does",
+        (to_none.verdict, penalty.verdict) == ("lower", "equivalent"),
+        in_turn(told(row, 2) for row in (to_none, penalty)),
+    )
+    apart = found.values(PERPLEXITY, PENALTIES[0]) - found.values(PERPLEXITY, FADING)
+    early = found.at(LOGGED[250]).row(PERPLEXITY, FADING, "none")
+    return {
+        "fades": told(to_none, 2),
+        "fades-penalty": told(penalty, 2),
+        "fades-p": p_value(penalty.corrected),
+        "fades-family": str(penalty.family),
+        "fades-90": interval(*mean_interval(apart, 0.9), 2),  # equivalence needs it within the margin
+        "fades-below": found.below(PERPLEXITY, PENALTIES[0], FADING),
+        "fades-scales": scales(found, FADING, PENALTIES[0], 1),
+        "fades-scales-at-50": scales(found, FADING, PENALTIES[0], 0, 50),
+        "fades-variances": " against ".join(number(found.mean(VARIANCE, each), 3) for each in (FADING, PENALTIES[0])),
+        "fades-entropy": told(found.row(ENTROPY, FADING, "none"), 3),
+        "fades-early": difference(early, 1),
     }
 
 
@@ -262,9 +301,9 @@ def of_means(raw: Raw) -> dict[str, str]:
     return {f"fading{name}": difference(other.row(PERPLEXITY, *pair), 2) for name, pair in pairs.items()}
 
 
-def scales(found: Comparison, one: str, other: str, digits: int) -> str:
-    """The final scales of two configurations, to so many digits."""
-    return " against ".join(number(found.mean(SCALE, config), digits) for config in (one, other))
+def scales(found: Comparison, one: str, other: str, digits: int, step: int | None = None) -> str:
+    """The scales of two configurations, the final ones or those of a step, to so many digits."""
+    return " against ".join(number(found.mean(SCALE, config, step), digits) for config in (one, other))
 
 
 @PAGE.figure("curves.png")
