@@ -133,6 +133,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "within-90": interval(*mean_interval(held_to_decay, 0.9), 2),  # equivalence needs it within the margin
         "free": difference(free, 2),
         "free-further": difference(further.row(PERPLEXITY, "locater 1e-3", "none"), 2),
+        "between-further": told(further.row(PERPLEXITY, "locater 1e-3", "fading qk weight decay"), 2),
         "decay-further": difference(further.row(PERPLEXITY, "fading qk weight decay", "none"), 2),
         "decay": told(decay, 2),
         "free-to-decay": difference(found.row(PERPLEXITY, FREE, DECAY), 2),
