@@ -20,7 +20,7 @@ from lightning_tasks.robustness import (
     transfer,
 )
 from lightning_tasks.robustness.attacks.square import square_share
-from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, Normalized, batch, convolutional, vit
+from tests.lightning_tasks.robustness.models import CLASSES, STD, Normalized, batch, convolutional, vit
 
 EPS = 4 / 255
 TWIN = convolutional(seed=9)
@@ -192,63 +192,6 @@ def test_no_model_is_shown_anything_outside_of_0_to_1(attack):
     attack(Watched(), images.round(), labels, eps=0.3)  # every sample beside an image leaves the range
     assert min(each.min() for each in shown) >= 0
     assert max(each.max() for each in shown) <= 1
-
-
-@each_of({name: attack for name, attack in EVERY.items() if name.startswith("released")})
-def test_the_released_convention(attack):
-    model, (images, labels) = convolutional().eval(), batch()
-    attacked = attack(model, images, labels, eps=6 / 255)
-    normalized = (attacked - images) / torch.tensor(STD).view(3, 1, 1)
-    assert normalized.abs().max() <= 6 / 255 + 1e-5  # eps is in normalized units
-    assert (normalized.abs().amax((0, 2, 3)) > 5 / 255).all()  # in every channel
-    assert attacked.max() > 1  # nothing is clipped
-    assert torch.equal(attacked, attack(model, images, (labels + 1) % CLASSES, eps=6 / 255))  # labels play no part
-    own = model(images).argmax(1)
-    assert loss(model, attacked, own).mean() > loss(model, images, own).mean()
-
-
-def test_the_released_step_is_fgsm_of_the_normalized_network():
-    model, (images, labels) = convolutional().eval(), batch()
-    normalized = ((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)).requires_grad_()
-    own = model.network(normalized).argmax(1)
-    functional.cross_entropy(model.network(normalized), own).backward()
-    step = (released_fgsm(model, images, labels, eps=0.02, std=STD) - images) / torch.tensor(STD).view(3, 1, 1)
-    assert torch.allclose(step, 0.02 * normalized.grad.sign(), atol=1e-6)
-
-
-def test_the_released_pgd_takes_20_steps_of_15_hundredths():
-    seen = []
-
-    class Linear(nn.Module):
-        def forward(self, images):
-            seen.append(images.detach())
-            return torch.stack([images.sum((1, 2, 3)), -images.sum((1, 2, 3))], dim=1)
-
-    images, labels = torch.full((1, 3, 4, 4), 0.5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    attacked = released_pgd(Linear(), images, labels, eps=0.1, std=(1.0, 1.0, 1.0), random_start=False)
-    moved = [round(float((points - images).abs().max()), 9) for points in (*seen, attacked)]
-    steps = [round(min(0.015 * step, 0.1), 9) for step in range(21)]
-    assert moved == [0.0, *steps, 0.1]  # its own prediction, the steps with the loss after the last, the answer
-
-
-def test_the_released_pgd_starts_anywhere_in_the_ball():
-    seen = []
-
-    class Flat(nn.Module):
-        def forward(self, images):
-            seen.append(images.detach())
-            return images.flatten(1)[:, :2] * 0 + torch.tensor([1.0, 0.0])
-
-    images, labels = torch.full((4, 3, 8, 8), 0.5), torch.zeros(4, dtype=torch.int64)
-    starts = []
-    for seed in (0, 0, 1):
-        seen.clear()
-        released_pgd(Flat(), images, labels, eps=0.1, std=STD, seed=seed)
-        starts.append((seen[1] - images) / torch.tensor(STD).view(3, 1, 1))  # after its own prediction
-    assert torch.equal(starts[0], starts[1])
-    assert not torch.equal(starts[0], starts[2])
-    assert starts[0].abs().max() <= 0.1 + 1e-6
-    assert starts[0].std().item() == pytest.approx(0.1 / 3**0.5, rel=0.1), "evenly"
 
 
 def test_square_goes_on_at_a_tie():
