@@ -1,25 +1,34 @@
-"""The configuration of a run as YAML, saved in its folder and in its W&B run."""
+"""The configuration of a run as YAML, saved in its folder and in its W&B run, and beside it where the run runs."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import yaml
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.environment import this_environment
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.wandb_runs import save_run
+
+ENVIRONMENT = "environment.json"
 
 
 class SaveConfig(SaveConfigCallback):
     """Save the complete configuration in the run's own folder, and in the W&B run where there is one; say where.
+
+    `environment.json` beside it has the commit, the machine and the versions of libraries.
 
     It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
     no folder of its own, and nothing is saved: the working folder belongs to the user.
@@ -53,10 +62,13 @@ class SaveConfig(SaveConfigCallback):
         save_run(trainer, checkpoint)
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.loggers:
-            if not self.already_saved:
-                rank_zero_info(f"attnswap: this run's files are in {trainer.log_dir}")
+        if trainer.loggers and not self.already_saved:
+            folder = trainer.log_dir or ""  # asked for by every process, as it is broadcast
+            rank_zero_info(f"attnswap: this run's files are in {folder}")
             super().setup(trainer, pl_module, stage)
+            if trainer.is_global_zero:
+                with get_filesystem(folder).open(os.path.join(folder, ENVIRONMENT), "w") as file:
+                    json.dump(asdict(this_environment()), file, indent=1)
         if trainer.state.fn != "fit":
             self._save_in_wandb(trainer)
 

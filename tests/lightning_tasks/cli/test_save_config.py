@@ -1,5 +1,6 @@
 """Configurations are saved with the values that defaults of other packages' arguments have, or refused by name."""
 
+import json
 from collections import namedtuple
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli.save_config import dump_plain
 from lightning_tasks.errors import UsageError
+from lightning_tasks.runs.environment import parse_environment, this_environment
 from tests.lightning_tasks.cli.runs import last_run, saved_config
 
 Size = namedtuple("Size", ["height", "width"])
@@ -77,6 +79,8 @@ def test_a_run_with_such_defaults_runs_again_from_its_own_configuration(demo):
     )
     main(["fit", "--config", demo, "--config", "more.yaml"])
     first = saved_config()
+    environment = json.loads((last_run() / "environment.json").read_text(encoding="utf-8"))
+    assert parse_environment(environment) == this_environment()
     timer, settings = (each["init_args"] for each in first["trainer"]["callbacks"])
     assert timer["interval"] == "step"
     assert settings == {
