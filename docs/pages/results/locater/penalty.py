@@ -51,7 +51,7 @@ def claims(raw: Raw) -> list[Claim]:
     rises = least_to_most((row.difference for row in entropies), 2)
     none = number(found.mean(PERPLEXITY, "none"))
     controls = [found.row(PERPLEXITY, PENALTIES[0], each) for each in (WEAK, FADING)]
-    fades = signed(found.row(PERPLEXITY, FADING, "none").difference, 2)
+    fades = difference(found.row(PERPLEXITY, FADING, "none"), 2)
     raised = [number(found.row(ENTROPY, each, "none").difference, 2) for each in (*CONTROLS, FADING)]
     return [
         Claim(
@@ -60,7 +60,8 @@ def claims(raw: Raw) -> list[Claim]:
             "free)",
             f"WikiText-2, small vocabulary, validation: of {none} by "
             f"{difference(weakest, 2)} (the stronger two: {listed(signed(row.difference, 2) for row in stronger)}); a "
-            f"weight decay on W_q and W_k that fades does the same: {fades}, {controls[1].verdict}",
+            f"weight decay on W_q and W_k that fades, added later: {fades}, to which the penalty is "
+            f"{controls[1].verdict}",
             verdict("lower", weakest),
         ),
         Claim(
@@ -228,6 +229,9 @@ def prose(raw: Raw) -> dict[str, str]:
         ),
         "decay-target": number(target, 1),
         "decay-ran": tried.ran_in(),
+        "decay-1": number(tried.mean(PERPLEXITY, "qk weight decay 1")),
+        "decay-none": number(tried.mean(PERPLEXITY, "none")),
+        "decay-penalty": number(tried.mean(PERPLEXITY, PENALTIES[0])),
         "paper-uniform": number(uniform, 3),
         "paper-worth": number(uniform - whole[max(whole)], 3),
         "paper-scale": f"{number(spectrum[0])} to {number(spectrum[1000])}",
@@ -249,8 +253,8 @@ def of_fading(raw: Raw) -> dict[str, str]:
     return {
         "fades": told(to_none, 2),
         "fades-penalty": difference(penalty, 2),
-        "fades-p": f"{p_value(penalty.within_corrected)} of the two one-sided tests, after the correction; of the "
-        f"difference, p {p_value(penalty.corrected)}",
+        "fades-p": f"corrected p {p_value(penalty.within_corrected)}; corrected p of the difference "
+        f"{p_value(penalty.corrected)}",
         "fades-family": str(penalty.family),
         "fades-below": found.below(PERPLEXITY, PENALTIES[0], FADING),
         "fades-scales": scales(found, FADING, PENALTIES[0], 1),
