@@ -15,12 +15,16 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, in_turn, interval, least_to_most, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
+from docs.pages.results.rpc.all_images import all_images, all_images_numbers, all_images_primary
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, TOP1, by_pass, points, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, p_value, step_costs
 from docs.pages.verdicts import counted, verdict
 from lightning_tasks.compare.summary import SummaryRow
 
 PAGE = Page("rpc_classification", "CIFAR-10")
+PAGE.table(all_images_primary)
+PAGE.table(all_images)
+PAGE.numbers(all_images_numbers)
 PAGE.summaries |= {"": "rpc/compare_classification", "exploratory": "rpc/compare_classification_exploratory"}
 GRADIENT = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("fgsm", "pgd") for eps in (1, 4)]
 BLIND = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("square", "transfer_of_pgd") for eps in (1, 4)]
