@@ -1,4 +1,7 @@
-"""Tests of the last checkpoints of a comparison's cells: the table of each is in VARIANT/seed_N.csv."""
+"""Tests of the last checkpoints of a comparison's cells: the table of each is in VARIANT/seed_N.csv.
+
+Beside it, in seed_N.json, may stand where the test ran (`environment.json` of its run).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from docs.pages.errors import PageError
-from docs.pages.raw import RESULTS, Comparison, asked_of, with_first
+from docs.pages.raw import RESULTS, Comparison, asked_of, by_machine, json_of, with_first
 from docs.pages.tables import Table, nothing_yet, verdicts
 from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.compare.plan import summary_references
 from lightning_tasks.recipes import find_recipe, read_settings
+from lightning_tasks.runs.environment import Environment, parse_environment
 from lightning_tasks.runs.robustness import Row, read_csv, right_from_text
 
 
@@ -31,20 +35,22 @@ class Tested:
         variant, seed: the cell.
         path: its table.
         rows: those of one test, by `name/setting/metric`.
+        environment: where the test ran, if that was kept.
     """
 
     variant: str
     seed: int
     path: Path
     rows: Mapping[str, Row]
+    environment: Environment | None = None
 
 
 def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
     """The rows of a test in each table that is there, in the order of the recipe's variants, and by seed.
 
     Raises:
-        PageError: a file is of no variant or seed, or a table has other rows, another number of samples or other
-            settings than the first one, or a value that was not measured.
+        PageError: a file is of no variant or seed or is damaged, or a table has other rows, another number of samples
+            or other settings than the first one, or a value that was not measured.
     """
     found: list[Tested] = []
     known = {folder_name(variant): variant for variant in variants(recipe)}
@@ -52,8 +58,11 @@ def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
     for name, variant in known.items():
         seeds = {path: re.fullmatch(r"seed_(0|[1-9]\d*)\.csv", path.name) for path in (folder / name).glob("*")}
         of_seed = {int(match[1]): path for path, match in seeds.items() if match}
-        paths -= {*of_seed.values()}
-        found += [Tested(variant, seed, path, _rows(path, test)) for seed, path in sorted(of_seed.items())]
+        paths -= {*of_seed.values(), *(path.with_suffix(".json") for path in of_seed.values())}
+        found += [
+            Tested(variant, seed, path, _rows(path, test), _environment(path.with_suffix(".json")))
+            for seed, path in sorted(of_seed.items())
+        ]
     if paths:
         raise PageError(f"{min(paths)} is none of VARIANT/seed_N.csv, VARIANT of {', '.join(known)}")
     for each in found[1:]:
@@ -114,6 +123,26 @@ def _check_alike(first: Tested, other: Tested) -> None:
         said = [(each.samples, settings_of(each.note)) for each in (first.rows[name], row)]
         if said[0] != said[1]:
             raise PageError(f"{first.path} and {other.path} have other settings of {name}: {said[0]} and {said[1]}")
+
+
+def _environment(path: Path) -> Environment | None:
+    if not path.is_file():
+        return None
+    try:
+        return parse_environment(json_of(path))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise PageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def tests_ran_in(cells: Sequence[Tested]) -> str:
+    """The code and the machines of tests.
+
+    Raises:
+        PageError: it was not kept of one of them.
+    """
+    if lacking := [each.path for each in cells if each.environment is None]:
+        raise PageError(f"{lacking[0].with_suffix('.json')} is missing: copy environment.json of the test there")
+    return by_machine([each.environment for each in cells if each.environment is not None])
 
 
 def settings_of(note: str) -> str:

@@ -215,16 +215,13 @@ class Comparison:
         Raises:
             PageError: it was not kept.
         """
-        by_machine: dict[str, list[str]] = {}
+        found = []
         for cell in self._finished(*configs):
             place = cell.get("environment", -1)
             if type(place) is not int or not 0 <= place < len(self.environments):
                 raise PageError(f"{COMPARISON} has no environment of {cell['variant']} {cell['seed']}")
-            found = self.environments[place]
-            code = f"commit {found.code}" if found.commit else found.code
-            codes = by_machine.setdefault(found.hardware, [])
-            codes += [code] if code not in codes else []
-        return "; ".join(", ".join(filter(None, [in_turn(codes), machine])) for machine, codes in by_machine.items())
+            found.append(self.environments[place])
+        return by_machine(found)
 
     def _finished(self, *configs: str) -> list[Mapping[str, Any]]:
         """The finished cells of these configurations, or of all."""
@@ -244,3 +241,11 @@ class Comparison:
         made = replace(self, rows=[*self.rows, *rows])
         made.__dict__["summary"] = self.summary
         return made
+
+
+def by_machine(environments: Sequence[Environment]) -> str:
+    """The code of runs, by the machine that they ran on: `commit 0123456789, AMD EPYC, 2 cores`."""
+    codes: dict[str, dict[str, None]] = {}
+    for each in environments:
+        codes.setdefault(each.hardware, {})[f"commit {each.code}" if each.commit else each.code] = None
+    return "; ".join(", ".join(filter(None, [in_turn(found), machine])) for machine, found in codes.items())

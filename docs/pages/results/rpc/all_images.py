@@ -1,14 +1,15 @@
 """What FGSM and corruptions leave of all test images, of the models of RPC-Attention on CIFAR-10.
 
 It is in the tables (`robustness.csv`) of a test of the last checkpoint of each cell, in
-docs/results/rpc_classification/all_images/VARIANT/seed_N.csv, VARIANT as the folder of the cell is called.
+docs/results/rpc_classification/all_images/VARIANT/seed_N.csv, VARIANT as the folder of the cell is called, and beside
+them in seed_N.json where these tests ran (`environment.json`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
+from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested, tests_ran_in
 from docs.pages.numbers import number
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.shared import PAIRS, TOP1
@@ -67,4 +68,5 @@ def all_images_numbers(raw: Raw) -> dict[str, str] | None:
         "all-images": number(cells[0].rows[MEAN].samples, 0),
         "all-images-seeds": str(len(found.seeds)),
         "all-images-family": str(found.endpoints.comparisons),
+        "all-images-ran": tests_ran_in(cells),
     }
