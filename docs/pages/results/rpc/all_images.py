@@ -12,10 +12,11 @@ from dataclasses import replace
 from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested, tests_ran_in
 from docs.pages.numbers import number
 from docs.pages.raw import Comparison, Raw
+from docs.pages.results.rpc import cifar10
+from docs.pages.results.rpc.cifar10 import RECIPE
 from docs.pages.results.rpc.shared import PAIRS, TOP1
 from docs.pages.tables import Table, differences, nothing_yet
 
-RECIPE = "rpc/compare_classification"
 MEAN = "//accuracy"  # what a table calls the accuracy on clean images, and the mean over corruptions
 MARGIN = 0.01
 FGSM = {f"FGSM {eps}/255": f"fgsm/{eps}/255/accuracy" for eps in (1, 4)}
@@ -35,7 +36,7 @@ def _compared(raw: Raw) -> Comparison | None:
     corrupted, attacked = (compare_tests(folder, RECIPE, test, MEAN) for test in ("mean corruption", "attack"))
     if corrupted is None or attacked is None:
         return None
-    check_checkpoints(tested(folder, RECIPE, "clean"), MEAN, raw.comparison("", RECIPE), TOP1)
+    check_checkpoints(tested(folder, RECIPE, "clean"), MEAN, cifar10.read(raw), TOP1)
     return replace(
         corrupted,
         rows=[*corrupted.rows, *attacked.rows],

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
 
-import numpy as np
-
 from docs.pages.cell_tests import primary_table
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
@@ -16,6 +14,8 @@ from docs.pages.numbers import difference, in_turn, interval, least_to_most, num
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.all_images import all_images, all_images_numbers, all_images_primary
+from docs.pages.results.rpc.cifar10 import ATTACKED, BLIND, GRADIENT, INPUT_GRADIENT, ON_500, RECIPE, read
+from docs.pages.results.rpc.explored import EXPLORATORY, exploratory, explored
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, TOP1, by_pass, points, pursuit, under_attack
 from docs.pages.tables import Table, differences, means, p_value, step_costs
 from docs.pages.verdicts import counted, verdict
@@ -25,22 +25,11 @@ PAGE = Page("rpc_classification", "CIFAR-10")
 PAGE.table(all_images_primary)
 PAGE.table(all_images)
 PAGE.numbers(all_images_numbers)
-PAGE.summaries |= {"": "rpc/compare_classification", "exploratory": "rpc/compare_classification_exploratory"}
-GRADIENT = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("fgsm", "pgd") for eps in (1, 4)]
-BLIND = [f"robustness/{attack}/{eps}_255/accuracy" for attack in ("square", "transfer_of_pgd") for eps in (1, 4)]
-ATTACKED = {
-    **dict(zip(("FGSM 1/255", "FGSM 4/255", "PGD 1/255", "PGD 4/255"), GRADIENT, strict=True)),
-    **dict(zip(("Square 1/255", "Square 4/255", "transfer 1/255", "transfer 4/255"), BLIND, strict=True)),
-}
-ON_500 = {"clean": "robustness/clean/accuracy", **ATTACKED, "corrupted": CORRUPTED}
-INPUT_GRADIENT = "robustness/input_gradient/l2"
+PAGE.table(exploratory)
+PAGE.numbers(explored)
+PAGE.summaries |= {"": RECIPE, "exploratory": EXPLORATORY}
 TAKEN = "taken by corruption"
 SHARE = "val/pursuit/sparsity/layer_00/pass_4"
-
-
-def read(raw: Raw) -> Comparison:
-    """The comparison."""
-    return raw.comparison("", "rpc/compare_classification")
 
 
 @PAGE.claims
@@ -131,36 +120,6 @@ def support(raw: Raw) -> Table:
 @PAGE.table
 def cost(raw: Raw) -> Table:
     return step_costs(raw.step_costs("rpc/compare_classification"), NAMES)
-
-
-def seed_0(raw: Raw) -> dict[str, tuple[Comparison, str]]:
-    """The runs of seed 0: those of the comparison, and the exploratory ones."""
-    first, _ = raw.with_earlier(read(raw))
-    others = raw.comparison("exploratory", "rpc/compare_classification_exploratory")
-    return {
-        "softmax, the same seed": (first, "softmax"),
-        "symmetric, the same seed": (first, "symmetric"),
-        "RPC, the same seed": (first, "rpc"),
-        "RPC in all layers (n = 2, lam = 3)": (others, "rpc in all layers"),
-        "RPC, `ratio` threshold, its own lam": (others, "rpc with threshold ratio"),
-        "Scaled, matrix, all layers": (others, "scaled by a matrix"),
-        "Scaled, scalar, all layers": (others, "scaled by a scalar"),
-    }
-
-
-@PAGE.table
-def exploratory(raw: Raw) -> Table:
-    metrics = {"clean": (TOP1, 1, 100.0), **{name: (metric, 1, 100.0) for name, metric in ATTACKED.items()}}
-    metrics |= {"corrupted": (CORRUPTED, 1, 100.0), "loss": ("test/loss", 3, 1.0)}
-    metrics |= {"input gradient": (INPUT_GRADIENT, 2, 1.0)}
-    rows = [
-        [
-            name,
-            *(number(found.by_seed(metric, config)[0] * scale, digits) for metric, digits, scale in metrics.values()),
-        ]
-        for name, (found, config) in seed_0(raw).items()
-    ]
-    return Table(["configuration, seed 0", *metrics], rows)
 
 
 @PAGE.numbers
@@ -363,67 +322,6 @@ def harmed(raw: Raw) -> dict[str, str]:
         "corrected-lower": str(len(remaining)),
         "corrected-all": str(len(attacks(found))),
         "corrected-which": in_turn(remaining),
-    }
-
-
-@PAGE.numbers
-def explored(raw: Raw) -> dict[str, str]:
-    """What the exploratory runs of seed 0 have more than softmax, in points, and what S holds in them."""
-    first, extra = seed_0(raw), raw.comparison("exploratory", "rpc/compare_classification_exploratory")
-    now = read(raw)
-    earlier, _ = raw.with_earlier(now)
-
-    def of_seed_0(name: str, metric: str) -> float:
-        comparison, config = first[name]
-        return 100 * comparison.by_seed(metric, config)[0]
-
-    def more(name: str, metric: str) -> float:
-        return of_seed_0(name, metric) - of_seed_0("softmax, the same seed", metric)
-
-    everywhere, matrix = "RPC in all layers (n = 2, lam = 3)", "Scaled, matrix, all layers"
-    in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
-    with_ratio = "RPC, `ratio` threshold, its own lam"
-    share = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)[-1]
-    *passes, residual = by_pass(extra, "residual", "rpc with threshold ratio", 4)
-    others = [
-        *by_pass(now, "residual", "rpc", 4),
-        *by_pass(now, "residual", "rpc without S", 4),
-        *(
-            extra.mean(f"val/pursuit/residual/layer_{layer:02}/pass_{each}", "rpc in all layers")
-            for layer in range(4)
-            for each in (1, 2)
-        ),
-    ]
-    check_told(
-        "with ratio the residual falls with every pass",
-        passes == sorted(passes, reverse=True) and residual < passes[-1],
-        passes,
-    )
-    accuracies = [{name: of_seed_0(name, metric) for name in first} for metric in (TOP1, *ATTACKED.values(), CORRUPTED)]
-    best = sum(max(column, key=column.__getitem__) == matrix for column in accuracies)
-    gained = [more(everywhere, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
-    clean_500 = more(everywhere, ON_500["clean"])
-    elsewhere = [more(everywhere, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
-    return {
-        "everywhere-500": number(-clean_500),
-        "everywhere-takes": f"{sum(each > clean_500 for each in elsewhere)} of {len(elsewhere)}",
-        "everywhere-above": f"{sum(each > 0 for each in elsewhere)} of {len(elsewhere)}",
-        "everywhere-share": " and ".join(f"{number(100 * each, 0)}%" for each in in_layers[:2]),
-        "everywhere-share-rest": " and ".join(f"{number(100 * each, 1)}%" for each in in_layers[2:]),
-        "everywhere-clean": number(-more(everywhere, TOP1)),
-        "everywhere-gain": " to ".join(number(each) for each in sorted(gained)),
-        "clean-deviations": least_to_most(100 * float(np.std(now.values(TOP1, name), ddof=1)) for name in NAMES),
-        "other-residual": f"{number(math.floor(100 * min(others)), 0)}%",
-        "ratio-share": f"{number(100 * share, 0)}%",
-        "ratio-residual": f"{number(100 * residual, 0)}%",
-        "ratio-twin": signed(of_seed_0(with_ratio, TOP1) - 100 * earlier.by_seed(TOP1, "rpc without S")[0]),
-        "scalar-clean": signed(more("Scaled, scalar, all layers", TOP1)),
-        "matrix-best": f"{best} of the {len(accuracies)}",
-        "matrix-clean": number(more(matrix, TOP1)),
-        "matrix-corrupted": number(more(matrix, CORRUPTED)),
-        "matrix-transfer": number(more(matrix, ATTACKED["transfer 4/255"])),
-        "matrix-square": signed(more(matrix, ATTACKED["Square 4/255"])),
-        "corrupted-spread": number(float(np.std(earlier.values(CORRUPTED, "softmax"), ddof=1)) * 100),
     }
 
 
