@@ -1,4 +1,4 @@
-"""The configuration of a run as YAML, saved in its folder and in its W&B run, and beside it where the run runs."""
+"""The configuration of a run as YAML, in its folder and in its W&B run, with the commit and the machine beside it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SaveConfig(SaveConfigCallback):
 
     `environment.json` beside it has the commit, the machine and the versions of libraries.
 
-    It is saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run has
-    no folder of its own, and nothing is saved: the working folder belongs to the user.
+    Both are saved once everything is built, so that a run that cannot begin leaves no folder. Without a logger a run
+    has no folder of its own, and nothing is saved: the working folder belongs to the user.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,7 +63,8 @@ class SaveConfig(SaveConfigCallback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers and not self.already_saved:
-            folder = trainer.log_dir or ""  # asked for by every process, as it is broadcast
+            folder = trainer.log_dir  # asked for by every process, as it is broadcast
+            assert folder is not None  # the first logger of the command writes into one
             rank_zero_info(f"attnswap: this run's files are in {folder}")
             super().setup(trainer, pl_module, stage)
             if trainer.is_global_zero:

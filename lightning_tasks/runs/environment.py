@@ -75,7 +75,10 @@ def _hardware() -> str:
 
     lines = _CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines() if _CPU_FILE.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    try:
+        devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    except (AssertionError, RuntimeError):  # the driver counts devices that CUDA cannot use
+        devices = []
     return ", ".join([f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores", *devices])
 
 

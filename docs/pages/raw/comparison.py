@@ -230,6 +230,10 @@ class Comparison:
             return found
         raise PageError(f"{COMPARISON} has no finished cell of {', '.join(of)}")
 
+    def with_loss(self, name: str, clean: str, left: str) -> Comparison:
+        """The same with what is lost from a score on clean samples to another one."""
+        return self.with_metric(name, lambda before, after: before - after, clean, left)
+
     def with_metric(self, name: str, of: Callable[..., float], *metrics: str) -> Comparison:
         """The same with a further metric, computed for each run of the last values of others."""
         rows = []

@@ -15,7 +15,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.cli.save_config import dump_plain
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.environment import parse_environment, this_environment
-from tests.lightning_tasks.cli.runs import last_run, saved_config
+from tests.lightning_tasks.cli.runs import checkpoint, last_run, saved_config
 
 Size = namedtuple("Size", ["height", "width"])
 SIZE, SHARE = Size(2, 3), np.float64(0.5)
@@ -79,8 +79,6 @@ def test_a_run_with_such_defaults_runs_again_from_its_own_configuration(demo):
     )
     main(["fit", "--config", demo, "--config", "more.yaml"])
     first = saved_config()
-    environment = json.loads((last_run() / "environment.json").read_text(encoding="utf-8"))
-    assert parse_environment(environment) == this_environment()
     timer, settings = (each["init_args"] for each in first["trainer"]["callbacks"])
     assert timer["interval"] == "step"
     assert settings == {
@@ -94,3 +92,30 @@ def test_a_run_with_such_defaults_runs_again_from_its_own_configuration(demo):
     again = saved_config()
     del first["trainer"]["logger"], again["trainer"]["logger"]
     assert again == first
+
+
+def environment_of(run):
+    return parse_environment(json.loads((run / "environment.json").read_text(encoding="utf-8")))
+
+
+def test_a_fit_and_a_test_keep_where_they_ran(demo):
+    main(["fit", "--config", demo])
+    assert environment_of(last_run()) == this_environment()
+    fitted = last_run()
+    main(["test", "--config", demo, "--ckpt_path", str(checkpoint())])
+    assert last_run() != fitted
+    assert environment_of(last_run()) == this_environment()
+    assert not (last_run() / "checkpoints").exists()
+
+
+def test_a_driver_that_cuda_refuses_does_not_end_the_run(monkeypatch):
+    def refused(number):
+        raise RuntimeError("CUDA driver initialization failed")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", refused)
+    this_environment.cache_clear()
+    try:
+        assert this_environment().hardware.endswith(" cores")
+    finally:
+        this_environment.cache_clear()

@@ -60,7 +60,7 @@ def claims(raw: Raw) -> list[Claim]:
             "free)",
             f"WikiText-2, small vocabulary, validation: of {none} by "
             f"{difference(weakest, 2)} (the stronger two: {listed(signed(row.difference, 2) for row in stronger)}); a "
-            f"weight decay on W_q and W_k that fades, added later: {fades}, to which the penalty is "
+            f"weight decay on W_q and W_k that fades (added later): {fades}; the penalty compared with it: "
             f"{controls[1].verdict}",
             verdict("lower", weakest),
         ),

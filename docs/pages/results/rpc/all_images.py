@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested, tests_ran_in
+from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, settings_of, tested, tests_ran_in
 from docs.pages.numbers import number
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc import cifar10
@@ -17,7 +17,7 @@ from docs.pages.results.rpc.cifar10 import RECIPE
 from docs.pages.results.rpc.shared import PAIRS, TOP1
 from docs.pages.tables import Table, differences, nothing_yet
 
-MEAN = "//accuracy"  # what a table calls the accuracy on clean images, and the mean over corruptions
+CLEAN = MEAN = "//accuracy"  # a table's tests of clean images and of the mean over corruptions have no further name
 MARGIN = 0.01
 FGSM = {f"FGSM {eps}/255": f"fgsm/{eps}/255/accuracy" for eps in (1, 4)}
 
@@ -36,7 +36,7 @@ def _compared(raw: Raw) -> Comparison | None:
     corrupted, attacked = (compare_tests(folder, RECIPE, test, MEAN) for test in ("mean corruption", "attack"))
     if corrupted is None or attacked is None:
         return None
-    check_checkpoints(tested(folder, RECIPE, "clean"), MEAN, cifar10.read(raw), TOP1)
+    check_checkpoints(tested(folder, RECIPE, "clean"), CLEAN, cifar10.read(raw), TOP1)
     return replace(
         corrupted,
         rows=[*corrupted.rows, *attacked.rows],
@@ -60,14 +60,15 @@ def all_images(raw: Raw) -> Table:
 
 
 def all_images_numbers(raw: Raw) -> dict[str, str] | None:
-    """On how many images and seeds, and how many comparisons the correction counts."""
+    """On what, and how many comparisons the corrections count."""
     found = read(raw)
     if found is None:
         return None
     cells = tested(raw.folder / "all_images", RECIPE, "mean corruption")
+    row = cells[0].rows[MEAN]
+    families = [found.row(metric, *PAIRS["RPC − softmax"]).family for metric in (MEAN, *FGSM.values())]
     return {
-        "all-images": number(cells[0].rows[MEAN].samples, 0),
-        "all-images-seeds": str(len(found.seeds)),
-        "all-images-family": str(found.endpoints.comparisons),
+        "all-images": f"{number(row.samples, 0)} images, {settings_of(row.note)}, {len(found.seeds)} seeds",
+        "all-images-families": " and ".join(map(str, dict.fromkeys(families))),
         "all-images-ran": tests_ran_in(cells),
     }

@@ -241,7 +241,7 @@ def with_taken(found: Comparison) -> Comparison:
 
 def taken_by(found: Comparison, metric: str, name: str) -> Comparison:
     """The same with what is lost from the accuracy on the first 500 images to what a metric measures."""
-    return found.with_metric(name, lambda clean, left: clean - left, ON_500["clean"], metric)
+    return found.with_loss(name, ON_500["clean"], metric)
 
 
 @PAGE.numbers
@@ -289,12 +289,18 @@ def harmed(raw: Raw) -> dict[str, str]:
         in_turn(difference(row, 1, 100) for row in (*to_symmetric, *before)),
     )
     corrupted, taken = found.row(CORRUPTED, "rpc", "softmax"), with_taken(found).row(TAKEN, "rpc", "softmax")
-    check_told(
-        "RPC is above softmax on corrupted images, and corruption takes less from it, and both intervals hold 0",
-        corrupted.difference > 0 > taken.difference and not (corrupted.excludes_zero or taken.excludes_zero),
-        in_turn(difference(row, 1, 100) for row in (corrupted, taken)),
-    )
+    taken_before = with_taken(earlier)
     called = {metric: name for name, metric in ON_500.items()}
+    on_both = {
+        name: (found.row(metric, "rpc", "softmax"), earlier.row(metric, "rpc", "softmax"))
+        for name, metric in ATTACKED.items()
+    }
+    on_both = {name: rows for name, rows in on_both.items() if all(row.excludes_zero for row in rows)}
+    check_told(
+        "those intervals of RPC to softmax under attack that exclude 0 on both sets of seeds are below 0",
+        all(row.high < 0 for rows in on_both.values() for row in rows),
+        in_turn(difference(row, 1, 100) for rows in on_both.values() for row in rows),
+    )
     remaining = [
         f"{NAMES[row.config]} to {row.reference} under {called[row.metric]}, {difference(row, 1, 100)} "
         f"(p {p_value(row.corrected)})"
@@ -315,10 +321,17 @@ def harmed(raw: Raw) -> dict[str, str]:
         "gradient-to-symmetric-norm": difference(found.row(INPUT_GRADIENT, "rpc", "symmetric"), 2),
         "blind-detectable": least_to_most(row.detectable * 100 for row in blind),
         "taken": difference(taken, 1, 100),
-        "taken-symmetric": difference(with_taken(found).row(TAKEN, "symmetric", "softmax"), 1, 100),
-        "taken-apart": number(abs(apart(with_taken(found), with_taken(earlier), TAKEN))),
+        "corrupted": difference(corrupted, 1, 100),
+        "corrupted-before": difference(earlier.row(CORRUPTED, "rpc", "softmax"), 1, 100),
+        "taken-before": difference(taken_before.row(TAKEN, "rpc", "softmax"), 1, 100),
+        "taken-symmetric": " here and ".join(
+            difference(each.row(TAKEN, "symmetric", "softmax"), 1, 100) for each in (with_taken(found), taken_before)
+        ),
+        "taken-apart": number(abs(apart(with_taken(found), taken_before, TAKEN))),
         "clean-apart": number(abs(apart(found, earlier, ON_500["clean"]))),
         "gradient-detectable": least_to_most(row.detectable * 100 for row in to_symmetric),
+        "on-both": f"{len(on_both)} of the {len(ATTACKED)} intervals of RPC to softmax under attack "
+        f"exclude 0 on each set ({in_turn(on_both)})",
         "corrected-lower": str(len(remaining)),
         "corrected-all": str(len(attacks(found))),
         "corrected-which": in_turn(remaining),
@@ -343,25 +356,25 @@ def taken_by_attacks(raw: Raw) -> dict[str, str]:
     def listed_as(rows: Sequence[SummaryRow]) -> str:
         return in_turn(difference(row, 1, 100) for row in rows)
 
-    strong, blind = ("FGSM 4/255", "PGD 4/255"), ("Square 4/255", "transfer 4/255")
+    def on_each(attack: str) -> str:
+        here, before, both = (more(attack, "rpc", "softmax", of) for of in (found, earlier, every))
+        texts = [difference(row, 1, 100) for row in (here, before, both)]
+        return f"{texts[0]} here, {texts[1]} on seeds 0 to 7 and {texts[2]} on all"
+
     gradient = [taken_by(found, metric, "lost").row("lost", "rpc", "softmax") for metric in GRADIENT]
-    from_rpc, from_symmetric = ([more(name, config, "softmax") for name in blind] for config in ("rpc", "symmetric"))
-    check_told(
-        "Square and transfer at 4/255 take less from RPC and symmetric attention than from softmax, from RPC surely",
-        all(row.high < 0 for row in from_rpc) and all(row.difference < 0 for row in from_symmetric),
-        listed_as([*from_rpc, *from_symmetric]),
-    )
-    fgsm = [more(strong[0], "rpc", "softmax", of) for of in (earlier, every)]
     clean = [each.row(ON_500["clean"], "rpc", "softmax") for each in (found, earlier)]
     out = sum(row.excludes_zero for row in gradient)
     return {
         "clean-500": difference(clean[0], 1, 100),
         "clean-500-earlier": difference(clean[1], 1, 100),
         "lost": f"{points(gradient)} points; {out} of {len(gradient)} intervals exclude 0",
-        "lost-fgsm": " on seeds 0 to 7 and ".join(difference(row, 1, 100) for row in fgsm) + " on all",
-        "lost-symmetric": listed_as([more(name, "rpc", "symmetric") for name in strong]),
-        "lost-blind": listed_as(from_rpc),
-        "lost-blind-symmetric": listed_as(from_symmetric),
+        "lost-fgsm": on_each("FGSM 4/255"),
+        "lost-square": on_each("Square 4/255"),
+        "lost-transfer": on_each("transfer 4/255"),
+        "lost-symmetric": listed_as([more(name, "rpc", "symmetric") for name in ("FGSM 4/255", "PGD 4/255")]),
+        "lost-blind-symmetric": listed_as(
+            [more(name, "symmetric", "softmax") for name in ("Square 4/255", "transfer 4/255")]
+        ),
     }
 
 

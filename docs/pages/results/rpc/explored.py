@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +84,13 @@ def exploratory(raw: Raw) -> Table:
     return Table([f"configuration, seed {runs.seed}", *metrics], rows)
 
 
+def residuals(found: Comparison, config: str) -> list[float]:
+    """What the monitor logged of each pass at the end of training and in the test, means over seeds."""
+    logged = {str(row["metric"]) for row in found.rows if row["config"] == config}
+    metrics = [metric for metric in logged if re.fullmatch(r"(val|test)/pursuit/residual/layer_\d+/pass_\d+", metric)]
+    return [found.mean(metric, config) for metric in metrics]
+
+
 def explored(raw: Raw) -> dict[str, str]:
     """What the exploratory runs have more than softmax, in points, and what S holds in them."""
     runs, now = read_runs(raw), read(raw)
@@ -90,15 +98,7 @@ def explored(raw: Raw) -> dict[str, str]:
     in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
     share = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)[-1]
     *passes, residual = by_pass(extra, "residual", "rpc with threshold ratio", 4)
-    others = [
-        *by_pass(now, "residual", "rpc", 4),
-        *by_pass(now, "residual", "rpc without S", 4),
-        *(
-            extra.mean(f"val/pursuit/residual/layer_{layer:02}/pass_{each}", "rpc in all layers")
-            for layer in range(4)
-            for each in (1, 2)
-        ),
-    ]
+    others = [*residuals(now, "rpc"), *residuals(now, "rpc without S"), *residuals(extra, "rpc in all layers")]
     check_told(
         "with ratio the residual falls with every pass",
         all(later < each for each, later in zip(passes, [*passes[1:], residual], strict=True)),

@@ -78,7 +78,7 @@ def read(raw: Raw) -> Comparison:
 def with_taken(found: Comparison) -> Comparison:
     """The same with what attacks and corruption take from the accuracy, by their names."""
     for name, metric in HARM.items():
-        found = found.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
+        found = found.with_loss(name, CLEAN, metric)
     return found
 
 
@@ -204,7 +204,7 @@ def harmed(raw: Raw) -> dict[str, str]:
     lost = [losses.row(name, MATRIX, other) for name in (*GRADIENT, *BLIND) for other in others]
     to_corruption = [losses.row("corruption", MATRIX, other) for other in others]
     for name, metric in TAKEN_BY.items():
-        means = means.with_metric(name, lambda clean, left: clean - left, CLEAN, metric)
+        means = means.with_loss(name, CLEAN, metric)
     taken = {name: difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in TAKEN_BY}
     return {
         "harmed": counted(rows),

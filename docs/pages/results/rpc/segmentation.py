@@ -48,7 +48,7 @@ def read(raw: Raw) -> Comparison:
             found = found.with_metric(
                 f"taken by {name}", lambda clean, two, four: clean - (two + four) / 2, MIOU, *both
             )
-        return found.with_metric(TAKEN, lambda clean, left: clean - left, MIOU, MEAN)
+        return found.with_loss(TAKEN, MIOU, MEAN)
 
     return raw.once("with what is taken", with_taken)
 
@@ -94,7 +94,7 @@ def read_attacked(raw: Raw) -> Comparison:
         check_checkpoints(cells, CLEAN, replace(found, rows=first), CLEAN, "first_images.csv")
         attacked = replace(attacked, rows=[*attacked.rows, *first])
         for name, metric in ATTACKED.items():
-            attacked = attacked.with_metric(f"taken by {name}", lambda clean, left: clean - left, CLEAN, metric)
+            attacked = attacked.with_loss(f"taken by {name}", CLEAN, metric)
         return attacked
 
     return raw.once("attacked", attacked_tests)
