@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import numpy as np
 
+from docs.pages.errors import check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, in_turn, mean_std, number, signed
 from docs.pages.page import Claim, Page
@@ -31,6 +33,7 @@ from docs.pages.tables import Table, paired_verdicts, step_costs
 from docs.pages.verdicts import verdict
 
 RECIPE = "rpc/compare_language_modeling"
+SUPPORT = "val/attention/effective_support/layer_00"
 PAGE = Page("rpc_language_modeling", "WikiText-2", summaries={"": RECIPE})
 
 
@@ -87,9 +90,8 @@ def passes(raw: Raw) -> Table:
 @PAGE.table
 def support(raw: Raw) -> Table:
     found = read(raw)
-    metric = "val/attention/effective_support/layer_00"
     steps = validated_at(found)
-    rows = [[name, *(number(found.mean(metric, config, step)) for step in steps)] for config, name in NAMES.items()]
+    rows = [[name, *(number(found.mean(SUPPORT, config, step)) for step in steps)] for config, name in NAMES.items()]
     return Table(["step", *(str(step + 1) for step in steps)], rows)
 
 
@@ -112,6 +114,26 @@ def prose(raw: Raw) -> dict[str, str]:
     own = sorted(by_pass(found, "self_probability", config, 4)[-1] for config in entropies)
     more = found.with_metric("more", lambda clean, swapped: swapped - clean, CLEAN_STAYED, STAYED)
     worse = found.values(TEST, "rpc") > found.values(TEST, "softmax")
+    at_steps = {config: [found.mean(SUPPORT, config, step) for step in validated_at(found)] for config in NAMES}
+    check_told(
+        "RPC's first pass sharpens, and that of RPC without S and symmetric attention end wider than they were",
+        at_steps["rpc"] == sorted(at_steps["rpc"], reverse=True)
+        and all(at_steps[config][-1] > at_steps[config][0] for config in ("rpc without S", "symmetric")),
+        at_steps,
+    )
+    residuals = {config: by_pass(found, "residual", config, 4) for config in ("rpc", "rpc without S")}
+    check_told(
+        "with S the residual falls, and without it ends higher than it began",
+        residuals["rpc"] == sorted(residuals["rpc"], reverse=True)
+        and residuals["rpc without S"][-1] > residuals["rpc without S"][0],
+        residuals,
+    )
+    added = {config: found.mean(ADDED, config) for config in NAMES}
+    check_told(
+        "in percent the swap adds less with symmetric attention and RPC, and in perplexity more to RPC",
+        max(added["symmetric"], added["rpc"]) < added["softmax"] and more.row("more", "rpc", "softmax").difference > 0,
+        added,
+    )
     return {
         "runs": str(len(found.seconds())),
         "ran": found.ran_in(),
@@ -139,6 +161,27 @@ def prose(raw: Raw) -> dict[str, str]:
         "equal-tokens": f"{number(math.exp(entropies['rpc']))} (RPC) or {number(math.exp(entropies['rpc without S']))}",
         "equal-tokens-softmax": number(softmax),
     }
+
+
+@PAGE.numbers
+def before(raw: Raw) -> dict[str, str]:
+    """Test perplexities on the seeds that ran before."""
+    earlier, _ = raw.with_earlier(raw.comparison("", RECIPE))
+    pairs = {
+        "earlier": "RPC − softmax",
+        "earlier-symmetric": "symmetric − softmax",
+        "earlier-twin": "RPC − RPC without S",
+    }
+    return {name: difference(earlier.row(TEST, *PAIRS[pair]), 2) for name, pair in pairs.items()}
+
+
+@PAGE.numbers
+def minutes(raw: Raw) -> dict[str, str]:
+    """What a run took, with its test, in the mean."""
+    found = read(raw)
+    taken = {config: fmean(found.seconds(config)) / 60 for config in ("rpc", "rpc without S")}
+    check_told("runs of RPC took longer than those of its twin", taken["rpc"] > taken["rpc without S"], taken)
+    return {"minutes-of-twins": " and ".join(number(each, 2) for each in taken.values())}
 
 
 @PAGE.figure("curves.png")

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from docs.pages.cell_tests import primary_table
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, in_turn, interval, least_to_most, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
@@ -43,6 +43,7 @@ PAIRS = {
     "scalar − softmax": (SCALAR, SOFTMAX),
     "position bias − softmax": (BIAS, SOFTMAX),
 }
+CALLED = {SOFTMAX: "softmax", SCALAR: "the scalar", BIAS: "the position bias"}
 TOKENS = 65
 KNOWN = 2  # of softmax and both forms so many seeds had run before the endpoint was fixed
 CLEAN = "robustness/clean/accuracy"  # on the images that are attacked and corrupted
@@ -170,13 +171,17 @@ def prose(raw: Raw) -> dict[str, str]:
             f"the page says that the matrix stays higher, and the verdicts are {listed(kept)}: write it anew"
         )
     new = replace(found, rows=[row for row in found.rows if row["seed"] >= KNOWN])
-    unseen = {name: new.row(TOP1, *pairs[name]) for name in ("matrix", "matrix-bias", "scalar")}
+    unseen = {name: new.row(TOP1, *pair) for name, pair in pairs.items()}
+    not_equivalent = [in_wider[name].verdict for name in ("scalar", "bias")]
+    check_told("the two equivalences would not be shown", "equivalent" not in not_equivalent, not_equivalent)
+    corrupted = [new.row(CORRUPTED, MATRIX, other) for other in (SOFTMAX, BIAS)]
     return {
         "seeds": str(min(row.pairs for row in rows.values())),
         **{name: difference(row, 1, 100) for name, row in rows.items()},
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         **{f"{name}-new": difference(row, 1, 100) for name, row in unseen.items()},
         **{f"{name}-new-verdict": row.verdict for name, row in unseen.items()},
+        "corrupted-new": in_turn(difference(row, 1, 100) for row in corrupted),
         "wider": str(planned),
         "wider-matrix": listed(kept),
         "wider-within": listed(p_value(in_wider[name].within_corrected) for name in ("scalar", "bias")),
@@ -201,7 +206,12 @@ def harmed(raw: Raw) -> dict[str, str]:
     means = with_noises(found)
     noises, others_of_it = (difference(means.row(name, MATRIX, SOFTMAX), 1, 100) for name in (NOISES, OTHERS))
     losses = with_taken(found)
-    lost = [losses.row(name, MATRIX, other) for name in (*GRADIENT, *BLIND) for other in others]
+    lost = {
+        f"{name} to {CALLED[other]}": losses.row(name, MATRIX, other)
+        for name in (*GRADIENT, *BLIND)
+        for other in others
+    }
+    closed = {name: row for name, row in lost.items() if row.excludes_zero}
     to_corruption = [losses.row("corruption", MATRIX, other) for other in others]
     for name, metric in TAKEN_BY.items():
         means = means.with_loss(name, CLEAN, metric)
@@ -210,7 +220,9 @@ def harmed(raw: Raw) -> dict[str, str]:
         "harmed": counted(rows),
         "corruption-taken": in_turn(difference(row, 1, 100) for row in to_corruption),
         **dict(zip(("noises-taken", "rest-taken"), taken.values(), strict=True)),
-        "taken-open": f"{sum(row.low <= 0 <= row.high for row in lost)} of {len(lost)}",
+        "taken-open": f"{len(lost) - len(closed)} of {len(lost)}",
+        "taken-closed": in_turn(f"{name}, {difference(row, 1, 100)}" for name, row in closed.items()),
+        "corruption-closed": f"{sum(row.excludes_zero for row in to_corruption)} of {len(to_corruption)}",
         **{
             place: f"{difference(of_rest[name], 1, 100)} ({name})" for place, name in (("least", first), ("most", last))
         },
@@ -239,7 +251,7 @@ def training(raw: Raw) -> dict[str, str]:
         "support-verdict": support.verdict,
         "validated": difference(validated, 1, 100),
         "validated-verdict": validated.verdict,
-        "lead": f"{signed(100 * max(lead))} points at epoch {1 + lead.index(max(lead))}",
+        "lead": f"largest at epoch {1 + lead.index(max(lead))}, {signed(100 * max(lead))} points",
         "lead-end": " to ".join(signed(100 * pick(lead[-6:])) for pick in (min, max)),
         "minutes": least_to_most(minutes, 0),
         "ran": found.ran_in(),

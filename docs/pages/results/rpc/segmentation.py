@@ -15,11 +15,11 @@ import numpy as np
 from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of, masks_of
-from docs.pages.numbers import difference, interval, least_to_most, mean_std, number, signed, significant, told
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, mean_std, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.results.rpc.shared import NAMES, PAIRS, by_pass, points, pursuit
-from docs.pages.tables import Table, differences, means, step_costs
+from docs.pages.tables import Table, differences, means, p_value, step_costs
 from docs.pages.verdicts import verdict
 from lightning_tasks.intervals import mean_interval
 
@@ -35,6 +35,7 @@ CORRUPTED = {
 CLEAN, FGSM, PGD = "//mIoU", "fgsm/1/255/mIoU", "pgd/1/255/mIoU"  # rows of the attacked tests
 ATTACKED = {"FGSM 1/255": FGSM, "PGD 1/255": PGD}
 TAKEN = "taken by the six"
+WITH_EARLIER = ("RPC − softmax", "symmetric − softmax", "RPC − symmetric", "RPC − RPC without S")
 CLASSES = ("sky", "road", "building", "car", "tree", "pavement")
 
 
@@ -237,6 +238,11 @@ def cost(raw: Raw) -> Table:
     return step_costs(raw.step_costs(RECIPE), NAMES)
 
 
+def equal_tokens(found: Comparison, each: int) -> str:
+    """To how many equal tokens the entropy of a pass of RPC belongs, of the seed with fewest and that with most."""
+    return least_to_most(map(math.exp, found.values(f"val/pursuit/entropy/layer_00/pass_{each}", "rpc")), 0)
+
+
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str]:
     found = read(raw)
@@ -251,7 +257,6 @@ def prose(raw: Raw) -> dict[str, str]:
         raise PageError("the page says that both intervals of RPC to softmax lie below 0, uncorrected: write it anew")
     if any(found_iou[config, each].max() > 0 for config in NAMES for each in others(raw)):
         raise PageError("the page says that no model finds a pixel of five classes, and one does: write it anew")
-    entropies = found.values("val/pursuit/entropy/layer_00/pass_6", "rpc")
     pixels = {row.name: row.pixels for row in of_classes(raw)}
     share_name = "pursuit/sparsity/layer_00/pass_6"
     emptiest_seed = found.seeds[int(shares.argmin())]
@@ -271,33 +276,63 @@ def prose(raw: Raw) -> dict[str, str]:
         "margin-share": f"{number(1 / found.mean(MIOU, 'softmax'), 0)}%",
         "twin-verdict": clean["RPC − RPC without S"].verdict,
         **{
-            name: f"{least_to_most(values, 2)} of the keys', "
-            f"and below them in {(values < 1).sum()} of {len(values)} seeds"
+            name: f"{least_to_most(values, 2)} times that of the keys, "
+            f"and smaller than it in {(values < 1).sum()} of {len(values)} seeds"
             for name, values in residuals.items()
         },
         **by_class(found_iou),
         "rpc-symmetric": difference(clean["RPC − symmetric"], 1, 100),
         "symmetric": difference(clean["symmetric − softmax"], 1, 100),
-        "taken": " and ".join(number(100 * found.mean(TAKEN, config)) for config in ("rpc", "softmax")),
-        "taken-paired": difference(found.row(TAKEN, "rpc", "softmax"), 1, 100),
+        "rpc-p": p_value(clean["RPC − softmax"].corrected),
+        "taken": " and ".join(number(100 * found.mean(TAKEN, config), 2) for config in ("rpc", "softmax")),
+        "taken-paired": difference(found.row(TAKEN, "rpc", "softmax"), 2, 100),
         "corrupted": difference(found.row(MEAN, "rpc", "softmax"), 2, 100),
         "corrupted-verdict": found.row(MEAN, "rpc", "softmax").verdict,
         "twin": difference(clean["RPC − RPC without S"], 1, 100),
         "empty-share": f"{significant(100 * emptiest, 2)}%",
-        "empty-twin": number(100 * abs(twin[int(shares.argmin())])),
+        "empty-twin": signed(100 * twin[int(shares.argmin())]),
         "rare": f"{number(100 * sum(pixels[each] for each in others(raw)) / sum(pixels.values()), 0)}%",
         "minutes": least_to_most(each / 60 for each in found.seconds()),
         "ran": found.ran_in(),
         "shares": ", ".join(f"{significant(100 * each, 2)}%" for each in sorted(shares)),
-        "equal-tokens": least_to_most(map(math.exp, entropies), 0),
+        **{f"equal-tokens-{each}": equal_tokens(found, each) for each in (1, 2, 3, 6)},
         "self": f"{number(100 * by_pass(found, 'self_probability', 'rpc', 6)[-1], 0)}%",
     }
+
+
+@PAGE.table
+def both_sets(raw: Raw) -> Table:
+    """Differences beside those of the seeds that ran before, and of these and the others together."""
+    sets = read(raw), *raw.with_earlier(read(raw))
+    rows = []
+    for pair in WITH_EARLIER:
+        for name, metric in {"mIoU": MIOU, **CORRUPTED, "mean of the six": MEAN}.items():
+            apart = [difference(each.row(metric, *PAIRS[pair]), 1, 100) for each in sets]
+            rows.append([pair if metric == MIOU else "", name, *apart, sets[-1].below(metric, *PAIRS[pair])])
+    return Table(["", "mIoU, points", "these seeds", "seeds 0 to 7", "all", "below 0"], rows)
+
+
+def on_both(raw: Raw, pair: str) -> str:
+    """The single corruptions under which the intervals of both sets of seeds exclude 0, on one side."""
+    sets = read(raw), raw.with_earlier(read(raw))[0]
+    named = []
+    for name, metric in CORRUPTED.items():
+        rows = [each.row(metric, *PAIRS[pair]) for each in sets]
+        if all(row.high < 0 for row in rows) or all(row.low > 0 for row in rows):
+            named.append(f"{name} ({'below' if rows[0].high < 0 else 'above'} 0)")
+    return in_turn(named)
 
 
 @PAGE.numbers
 def with_earlier(raw: Raw) -> dict[str, str]:
     """RPC to softmax on the seeds that ran before, and on these and the others together."""
     earlier, every = raw.with_earlier(read(raw))
+    apart = {name: read(raw).row(metric, "rpc", "softmax").difference * 100 for name, metric in CORRUPTED.items()}
+    fog = {name: each for name, each in apart.items() if name.startswith("fog")}
+    blurred = [each for name, each in apart.items() if name not in fog]
+    check_told(
+        "RPC is below softmax under noise and blur, and above it under fog", max(blurred) < 0 < min(fog.values()), apart
+    )
     row, count = earlier.row(MIOU, "rpc", "softmax"), len({name for _, name in iou(raw)})
     trees = difference(earlier.row("iou/tree", "rpc", "softmax"), 2, 100 / count)
     return {
@@ -309,6 +344,14 @@ def with_earlier(raw: Raw) -> dict[str, str]:
             100 * (earlier.mean(MIOU, config) - read(raw).mean(MIOU, config)) for config in NAMES
         ),
         "every-corrupted": difference(every.row(MEAN, "rpc", "softmax"), 2, 100),
+        "every-rpc-symmetric": difference(every.row(MIOU, "rpc", "symmetric"), 1, 100),
+        "every-symmetric": difference(every.row(MIOU, "symmetric", "softmax"), 1, 100),
+        "every-twin": difference(every.row(MIOU, "rpc", "rpc without S"), 2, 100),
+        "every-twin-corrupted": difference(every.row(MEAN, "rpc", "rpc without S"), 2, 100),
+        "blurred": f"{signed(min(blurred))} to {signed(max(blurred))}",
+        "fog": " and ".join(signed(each) for each in fog.values()),
+        "on-both": on_both(raw, "RPC − softmax"),
+        "on-both-symmetric": on_both(raw, "symmetric − softmax"),
     }
 
 
@@ -339,6 +382,8 @@ def under_attack(raw: Raw) -> dict[str, str]:
         all(row.verdict == "higher" for row in symmetric.values()),
         {name: told(row, 1, 100) for name, row in symmetric.items()},
     )
+    highest = {name: max(NAMES, key=lambda config: found.mean(metric, config)) for name, metric in ATTACKED.items()}
+    check_told("RPC without S is the highest under both", {*highest.values()} == {"rpc without S"}, highest)
     seeds = 100 * (found.values(PGD, "rpc") - found.values(PGD, "softmax"))
     left = (f"{number(100 * found.mean(PGD, config))}%" for config in ("rpc", "softmax"))
     return {
@@ -351,6 +396,7 @@ def under_attack(raw: Raw) -> dict[str, str]:
         "clean-symmetric": difference(found.row(CLEAN, "symmetric", "softmax"), 1, 100),
         "pgd-taken-symmetric": difference(found.row("taken by PGD 1/255", "symmetric", "softmax"), 1, 100),
         "clean-attacked": difference(found.row(CLEAN, "rpc", "softmax"), 1, 100),
+        "pgd-without": told(found.row(PGD, "rpc without S", "softmax"), 1, 100),
         "pgd-twin-verdict": found.row(PGD, "rpc", "rpc without S").verdict,
         "pgd-taken": difference(found.row("taken by PGD 1/255", "rpc", "softmax"), 1, 100),
         "pgd-twin": difference(found.row(PGD, "rpc", "rpc without S"), 1, 100),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from docs.pages.numbers import difference, number, signed, significant
+import numpy as np
+
+from docs.pages.cell_tests import Tested
+from docs.pages.numbers import difference, in_turn, interval, number, signed, significant
 from docs.pages.page import Claim
 from docs.pages.raw import Comparison
 from docs.pages.tables import Table, differences, means
 from docs.pages.verdicts import span, verdict
+from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.runs.robustness import right_from_text
 
 TOP1, CORRUPTED = "test/top1", "robustness/mean_corruption/accuracy"
 # Attacks with the model's gradient, and without it.
@@ -23,6 +28,7 @@ CORRUPTION = r"robustness/\w+/\d/accuracy"  # a single corruption; the setting o
 NOISES, OTHERS = "the noises", "the other corruptions"
 TEST, SWAPPED = "test/perplexity", "robustness/word_swap/2.5/perplexity"
 STAYED = f"{SWAPPED}_of_the_words_that_stayed"
+SWAPPED_WORDS = {SWAPPED: "on all words", STAYED: "on the words that stayed"}
 CLEAN_STAYED = STAYED.replace("perplexity", "clean_perplexity")  # of these same words
 ADDED = "what the swap adds, percent"
 NAMES = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "RPC", "rpc without S": "RPC without S"}
@@ -137,7 +143,8 @@ def added_by_part(comparison: Comparison) -> dict[str, str]:
 def of_perplexity(comparison: Comparison) -> list[Claim]:
     """The claims on the part of S and on word-swapped text: differences to RPC without S, and to softmax."""
     twin = comparison.row(TEST, "rpc", "rpc without S")
-    swapped, stayed = (comparison.row(metric, "rpc", "softmax") for metric in (SWAPPED, STAYED))
+    named = {metric: what for metric, what in SWAPPED_WORDS.items() if metric in comparison.metrics}
+    swapped = {what: comparison.row(metric, "rpc", "softmax") for metric, what in named.items()}
     return [
         Claim(
             "... by its sparse part S",
@@ -146,9 +153,9 @@ def of_perplexity(comparison: Comparison) -> list[Claim]:
         ),
         Claim(
             "... also on word-swapped text",
-            f"2.5% of the words swapped: {difference(swapped, 2)} compared with softmax; "
-            f"on the words that stayed, {difference(stayed, 2)}",
-            verdict("lower", swapped),
+            "2.5% of the words swapped, compared with softmax: "
+            f"{in_turn(f'{difference(row, 2)} {what}' for what, row in swapped.items())}",
+            verdict("lower", *swapped.values()),
         ),
     ]
 
@@ -156,3 +163,13 @@ def of_perplexity(comparison: Comparison) -> list[Claim]:
 def by_pass(comparison: Comparison, quantity: str, config: str, passes: int) -> list[float]:
     """Means over seeds of what `PursuitMonitor` logged of the first layer after training."""
     return [comparison.mean(f"val/pursuit/{quantity}/layer_00/pass_{1 + place}", config) for place in range(passes)]
+
+
+def over_images(cells: Sequence[Tested], metric: str, config: str, reference: str) -> str:
+    """The 95% interval of a difference over the images, which are drawn anew, in points."""
+    rows = {(each.variant, each.seed): each.rows[metric] for each in cells}
+    right = {cell: right_from_text(row.right, row.samples).astype(float) for cell, row in rows.items()}
+    seeds = [seed for variant, seed in right if variant == config and (reference, seed) in right]
+    mean = np.mean([right[config, seed] - right[reference, seed] for seed in seeds], axis=0)
+    low, high = percentile_interval(resampled_sums(mean[:, None])[:, 0] / len(mean))
+    return interval(low, high, 1, 100)
