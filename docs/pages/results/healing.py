@@ -8,7 +8,7 @@ from functools import partial
 
 from docs.pages.errors import check_told
 from docs.pages.figures import Figure
-from docs.pages.numbers import difference, in_turn, least_to_most, mean_std, number, significant, told
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, mean_std, number, signed, significant, told
 from docs.pages.page import Page
 from docs.pages.raw import RESULTS, Comparison, Raw
 from docs.pages.tables import Table, nothing_yet, verdicts
@@ -130,6 +130,8 @@ def prose(raw: Raw) -> dict[str, str]:
 
     behind = sorted(-100 * vit.row("test/top1", each, "softmax").difference for each in far[:2])
     softmax = BEFORE.format("softmax"), "softmax"
+    loss = vit.row("test/loss", *softmax)  # of the models before the steps, to those after them
+    check_told("the steps raise softmax's loss, if anything", loss.verdict.startswith("lower"), told(loss, 4))
     steps = [vit.row("test/top1", *pair).verdict for pair in (softmax, ("sink", BEFORE.format("sink")))]
     check_told(
         "the budget is too small to tell softmax and sink from the same models before the steps",
@@ -145,6 +147,7 @@ def prose(raw: Raw) -> dict[str, str]:
         "neighbors": f"{number(min(kept), 0)}% to {number(max(kept), 0)}%",
         "probe": in_turn(told(minilm.row("test/probe_accuracy", each, "softmax"), 1, 100) for each in far),
         "probe-sink": told(minilm.row("test/probe_accuracy", "sink", "softmax"), 1, 100),
+        "vit-seeds": f"{len(vit.seeds)} seeds ({vit.seeds[0]} to {vit.seeds[-1]})",
         "teacher": number(100 * vit.mean("test/top1", BEFORE.format("softmax"))),
         "near": accuracies(*near),
         "near-to-softmax": in_turn(told(vit.row("test/top1", each, "softmax"), 1, 100) for each in near),
@@ -154,7 +157,8 @@ def prose(raw: Raw) -> dict[str, str]:
         "behind": " to ".join(number(each, 0) for each in behind),
         "softmax-steps": difference(vit.row("test/top1", *softmax[::-1]), 1, 100),
         "sink-steps": difference(vit.row("test/top1", "sink", BEFORE.format("sink")), 1, 100),
-        "softmax-loss": told(vit.row("test/loss", *softmax), 4),
+        "softmax-loss": f"{signed(-loss.difference, 4)} {interval(-loss.high, -loss.low, 4)} "
+        f"({loss.verdict.replace('lower', 'higher')})",
         "layers": f"{number(errors['symmetric'])}, {number(errors['symmetric'] / errors['gated'], 0)} times",
     }
 
@@ -173,6 +177,13 @@ def runs(raw: Raw) -> dict[str, str]:
         for name in healed(minilm)[1:]
         for config in (name, BEFORE.format(name))
     ]
+    apart_before = dict(zip(healed(minilm)[1:], apart[1::2], strict=True))
+    equal = [name for name, each in apart_before.items() if not each]
+    check_told(
+        "before healing the three without newly drawn weights are equal on both sets of seeds",
+        equal == ["sink", "symmetric", "rpc"],
+        apart_before,
+    )
     return {
         "hours": number(sum(minilm.seconds()) / 3600),
         "ran": minilm.ran_in(),
@@ -181,7 +192,7 @@ def runs(raw: Raw) -> dict[str, str]:
         "fits": f"{len(fits)} runs of {least_to_most(fits)} minutes",
         "tests": f"{len(before)} of {least_to_most((60 * each for each in before), 0)} seconds",
         "earlier": number(max(apart[::2]), 3),
-        "earlier-before": number(max(apart[1::2]), 3),
+        "earlier-before": in_turn(f"{number(each, 3)} (`{name}`)" for name, each in apart_before.items() if each),
     }
 
 

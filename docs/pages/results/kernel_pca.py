@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure
 from docs.pages.numbers import number, signed, significant
 from docs.pages.page import Claim, Page
@@ -30,6 +30,7 @@ NEARER_IF_SMALLER = {
     "eigen_residual": "eigenvector equation, residual (0: holds)",
 }
 MEASURES = NEARER_IF_LARGER | NEARER_IF_SMALLER
+COSINES = ("matched_cosine", "signed_cosine")
 # Two models in training, looked at after so many epochs, each control drawn twenty times.
 COURSES = {"softmax": "softmax", "scaled": "Scaled Attention"}
 EPOCHS = (0, 1, 3, 9, 18)
@@ -91,6 +92,12 @@ def nearer(found: Interval) -> str:
         }
     )
     return signs.get(found.below, "within")
+
+
+def moved_nearer(raw: Raw, course: str, measure: str) -> bool:
+    """Whether own values end nearer to what the reading predicts than they were before training."""
+    before, after = (drawn(raw, course, epoch)[measure, LINEAR].own for epoch in (EPOCHS[0], EPOCHS[-1]))
+    return after > before if measure in NEARER_IF_LARGER else after < before
 
 
 @PAGE.claims
@@ -163,11 +170,39 @@ def course(raw: Raw) -> dict[str, str]:
         for measure, each in zip(MEASURES, said[course, EPOCHS[-1]], strict=True):
             found = drawn(raw, course, EPOCHS[-1])[measure, LINEAR]
             apart.setdefault(each, []).append(abs(found.own - found.mean))
-    scaled = {
-        measure: drawn(raw, "scaled", EPOCHS[-1])[measure, LINEAR] for measure in ("matched_cosine", "signed_cosine")
-    }
+    scaled = {measure: drawn(raw, "scaled", EPOCHS[-1])[measure, LINEAR] for measure in COSINES}
+    moved = {course: [measure for measure in MEASURES if moved_nearer(raw, course, measure)] for course in COURSES}
+    check_told(
+        "the two cosines end nearer to what is predicted than they began, and all else farther",
+        all({*each} == {*COSINES} for each in moved.values()),
+        moved,
+    )
+    after_softmax, after_scaled = (
+        {measure: each for measure, each in zip(MEASURES, said[course, EPOCHS[-1]], strict=True)}
+        for course in ("softmax", "scaled")
+    )
+    check_told(
+        "which measures end nearer than every draw, and which farther",
+        {measure for measure, each in after_softmax.items() if each == "farther"}
+        == {"linear_cka", "rbf_cka", "matched_cosine"}
+        and [measure for measure, each in after_softmax.items() if each == "nearer"] == ["gamma_relative"]
+        and {measure for measure, each in after_scaled.items() if each == "nearer"} == {*COSINES}
+        and sum(each == "farther" for each in after_scaled.values()) == 4,
+        [after_softmax, after_scaled],
+    )
+    without = [
+        (each, drawn(raw, course, EPOCHS[-1])[measure, LINEAR])
+        for course in COURSES
+        for measure, each in zip(MEASURES, said[course, EPOCHS[-1]], strict=True)
+        if measure != "matched_cosine"
+    ]
+    of_nearer = [abs(found.own - found.mean) for each, found in without if each == "nearer"]
     return {
         **{f"{each}-most": number(max(apart[each]), 3) for each in ("nearer", "farther")},
+        "moved": f"{len(MEASURES) - len(COSINES)} of the {len(MEASURES)}",
+        "matched-noise": number(drawn(raw, "scaled", EPOCHS[-1])["matched_cosine", NOISE].mean, 2),
+        "without-matched": f"{len(of_nearer)} of {len(without)} figures are nearer, by {number(max(of_nearer), 3)} at "
+        f"most, and {sum(each == 'farther' for each, _ in without)} farther",
         "scaled-cosines": " and ".join(signed(each.own - each.mean, 3) for each in scaled.values()),
         **{
             f"{course}-last": f"{after.count('nearer')} nearer than every draw and {after.count('farther')} farther"
@@ -228,6 +263,9 @@ def prose(raw: Raw) -> dict[str, str]:
         },
         "gain": significant(max(found), 1),
         "gains": f"{sum(gain > 0 for gain in found)} of the {len(found)}",
+        "gains-not": f"{sum(gain < 0 for gain in found)} of the {len(found)}",
+        "gains-few": str(sum(gain > 0 for gain in found)),
+        "gain-again": significant(max(found), 1),
         "cosines": f"{signed(min(cosines), 2)} to {signed(max(cosines), 2)}",
         "rbf-minilm": " against ".join(number(mean(raw, "minilm", kind, "rbf_cka"), 2) for kind in (OWN, NOISE)),
         "cka": ", ".join(cka),

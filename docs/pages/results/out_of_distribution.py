@@ -12,10 +12,10 @@ from functools import partial
 
 from docs.pages.cell_tests import compare_tests, primary_table
 from docs.pages.errors import PageError
-from docs.pages.numbers import difference, least_to_most, listed, mean_std, number, signed
+from docs.pages.numbers import difference, in_turn, least_to_most, listed, mean_std, number, signed
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.tables import Table, nothing_yet
+from docs.pages.tables import Table, nothing_yet, p_value
 from docs.pages.verdicts import verdict
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.intervals import mean_interval
@@ -31,6 +31,7 @@ OF_SCORES = {
     "without-energy": ("digits/energy", ("rpc without S",)),
     "without-knn": ("digits/knn", ("rpc without S",)),
 }
+CHANCE_DIGITS = 100 * 360 / (360 + 2000)  # of AUPR: images of digits among these and the test images of CIFAR-10
 PRIMARY = "imagenet/msp/aupr"  # the claim of Teo and Nguyen is of ImageNet-O, by MSP, in AUPR
 
 PAGE = Page("out_of_distribution", "Out of distribution")
@@ -97,10 +98,65 @@ def prose(raw: Raw) -> dict[str, str] | None:
         "others-rpc": better_and_worse(excluding, FILLED, first),
         "others-symmetric": better_and_worse(excluding, ("symmetric",), first),
         "others-twin": better_and_worse(excluding, FILLED, "rpc without S"),
+        "others-rest": others_told(excluding, first),
+        "filled-figures": filled_figures(excluding, first),
+        "knn-symmetric": listed(
+            difference(found.row("camvid/knn/fpr95", each, first), 1, 100)
+            for each in found.configs
+            if each == "symmetric"
+        ),
+        "energy-softmax": " and ".join(means_of(found, [first])),
+        "energy-filled": "; ".join(means_of(found, FILLED)),
+        "digits-chance": number(CHANCE_DIGITS),
+        "smallest-p": p_value(min(row.corrected for row in primary_rows)),
+        "made": str(len(primary_rows)),
+        "planned": str(found.endpoints.comparisons),
         "others-without": better_and_worse(excluding, ("rpc without S",), first),
         **of_scores([row for row in excluding if row.reference == first]),
         "vim-below": f"{sum(below)} of {len(below)}",
     }
+
+
+def named(metric: str) -> str:
+    """What the page calls a metric."""
+    place, score, figure = metric.split("/")
+    return f"{FIGURES[figure]} of {SCORES[score]} on {OUTSIDE[place]}"
+
+
+def others_told(rows: Sequence[SummaryRow], first: str) -> str:
+    """All differences that are none to the first configuration, one by one.
+
+    Raises:
+        PageError: those to it are not all counted on the page.
+    """
+    counted = [row for row in rows if row.reference == first and row.config in ("symmetric", *FILLED, "rpc without S")]
+    rest = [row for row in rows if row.reference != first]
+    if len(counted) + len(rest) != len(rows):
+        raise PageError(f"the page counts {len(counted) + len(rest)} differences, and there are {len(rows)}")
+    return "; ".join(
+        f"{named(row.metric)}, {row.config} to {row.reference}, {difference(row, 1, 100)} "
+        f"(for the {'better' if (row.difference > 0) != row.metric.endswith('fpr95') else 'worse'})"
+        for row in rest
+    )
+
+
+def filled_figures(rows: Sequence[SummaryRow], first: str) -> str:
+    """Of which configuration and figures the gains of KNN on CamVid are."""
+    found = [row for row in rows if row.reference == first and row.metric.startswith("camvid/knn/")]
+    return in_turn(
+        f"{FIGURES[row.metric.rpartition('/')[2]]} ({row.config}, {difference(row, 1, 100)})"
+        for row in found
+        if row.config in FILLED
+    )
+
+
+def means_of(found: Comparison, configs: Sequence[str]) -> list[str]:
+    """AUROC and AUPR of the energy score on digits, in percent."""
+    return [
+        " and ".join(number(100 * found.mean(f"digits/energy/{figure}", config)) for figure in ("auroc", "aupr"))
+        for config in configs
+        if config in found.configs
+    ]
 
 
 def of_scores(rows: Sequence[SummaryRow]) -> dict[str, str]:
