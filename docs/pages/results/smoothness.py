@@ -294,6 +294,11 @@ def longer(raw: Raw) -> dict[str, str]:
         name: [fit(of_layer(raw, f"{start}-after", layer, least=32)) for layer in range(4)]
         for name, start in CAUSAL.items()
     }
+    rows_of = [(text, layer) for text in NAMES for layer in range(6)]
+    smaller_in = [layer for (_, layer), is_smaller in zip(rows_of, smaller, strict=True) if is_smaller]
+    check_told(
+        "slopes with L2 attention are smaller in the first layer and the last", {*smaller_in} == {0, 5}, smaller_in
+    )
     check_told(
         "from n = 32 on slopes are smaller with L2 attention in all four layers",
         all(l2.slope < softmax.slope for l2, softmax in zip(late["l2"], late["softmax"], strict=True)),
@@ -401,6 +406,12 @@ def prose(raw: Raw) -> dict[str, str]:
         "steps",
         (first, middle, last) == ([-1, 0, -1], [1, 1, 1], [0, 0, 0]),
         {layer: [slope(each, 2) for each in found] for layer, found in intervals.items()},
+    )
+    of_texts = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer)).slope for layer in LAYERS}
+    check_told(
+        "over all lengths the ascent is steeper than text in every layer",
+        all(each.slope > of_texts[layer] for layer, found in intervals.items() for each in found),
+        of_texts,
     )
     of_three = [fmean(fit(of_layer(raw, folder, layer)).slope for layer in LAYERS) for folder in TEXTS]
     check_told(

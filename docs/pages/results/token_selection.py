@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure
 from docs.pages.numbers import at_least, in_turn, least_to_most, number
 from docs.pages.page import Claim, Page
@@ -210,6 +210,12 @@ def prose(raw: Raw) -> dict[str, str]:
         for names in by_set
     ]
     of_problems = [*drawn, *joint, *with_starts]
+    below = {name: [each <= COSINE for each in cosines(raw, (name,), PLAIN)] for name in (*DRAWN, *RELEASED)}
+    check_told(
+        "most of the runs below 0.99 are of the released single-input problems",
+        2 * sum(below["released_single"]) > sum(map(sum, below.values())),
+        {name: sum(each) for name, each in below.items()},
+    )
     kinds = optimality(raw)
     odd = [
         f"{experiment} seed {seed}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from docs.pages.cell_tests import check_checkpoints, compare_tests, tested
-from docs.pages.errors import PageError
+from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, in_turn, mean_std, number, signed
 from docs.pages.page import Claim, Page
@@ -190,16 +190,19 @@ def by_rate(raw: Raw) -> dict[str, str]:
     best = [[min(scores[config][:count]) for config in ("rpc", "softmax")] for count in (4, 3)]
     val = "val/perplexity"
     spread = np.std(read(raw).values(val, "rpc") - read(raw).values(val, "softmax"), ddof=1)
+    apart = [rpc - softmax for rpc, softmax in best]
+    check_told("a fourth rate changes less than the deviation", abs(apart[0] - apart[1]) < spread, [*apart, spread])
     twin = read(raw).values(val, "rpc") - read(raw).values(val, "rpc without S")
-    low, high = (number(float(pick(twin)), 2) for pick in (min, max))
+    of_twins = [rpc - without for rpc, without in zip(scores["rpc"], scores["rpc without S"], strict=True)]
+    check_told("what S costs rises with the rate", of_twins == sorted(of_twins), of_twins)
+    check_told("seed 100 is not typical at the third rate", of_twins[2] > max(twin), [of_twins[2], *twin])
+    low, high = (signed(float(pick(twin)), 2) for pick in (min, max))
     return {
-        "twin-of-seeds": f"{signed(float(twin.mean()), 2)} in the mean, {low} to {high}",
+        "twin-of-seeds": f"{signed(float(twin.mean()), 2)} in the mean, by seed {low} to {high}",
         "larger": ", ".join(changed),
-        "best-of-four": " in place of ".join(signed(rpc - softmax, 2) for rpc, softmax in best),
+        "best-of-four": " in place of ".join(signed(each, 2) for each in apart),
         "rpc-spread": number(float(spread), 2),
-        "twin-by-rate": in_turn(
-            signed(rpc - without, 2) for rpc, without in zip(scores["rpc"], scores["rpc without S"], strict=True)
-        ),
+        "twin-by-rate": in_turn(signed(each, 2) for each in of_twins),
     }
 
 
@@ -209,6 +212,14 @@ def over_training(raw: Raw) -> dict[str, str]:
     rpc, softmax, without = (
         [found.mean("val/perplexity", config, step) for step in validated_at(found)]
         for config in ("rpc", "softmax", "rpc without S")
+    )
+    ends = {
+        config: [found.values("val/perplexity", config, step) for step in validated_at(found)[-2:]] for config in NAMES
+    }
+    check_told(
+        "the validation perplexity of every run was still falling",
+        all((last < before).all() for before, last in ends.values()),
+        {config: [each.tolist() for each in pair] for config, pair in ends.items()},
     )
     return {
         "growing": in_turn(signed(a - b, 2) for a, b in zip(rpc, softmax, strict=True)),
@@ -221,12 +232,14 @@ def over_training(raw: Raw) -> dict[str, str]:
 def on_swapped_text(raw: Raw) -> dict[str, str]:
     found, swapped_text = read(raw), read_swapped(raw)
     more = swapped_text.with_metric("more", lambda clean, after: after - clean, CLEAN_WORDS, STAYED_WORDS)
+    added_more = more.row("more", "rpc", "softmax")
+    check_told("in perplexity, too, the swap adds less to RPC", added_more.difference < 0, difference(added_more, 2))
     changed = {config: found.mean(SWAPPED, config) - found.mean(TEST, config) for config in NAMES}
     return {
         "stayed": difference(found.row(STAYED, "rpc", "softmax"), 2),
         "clean-stayed": difference(swapped_text.row(CLEAN_WORDS, "rpc", "softmax"), 2),
         "added": added_by_swap(swapped_text, SHORT),
-        "added-perplexity": difference(more.row("more", "rpc", "softmax"), 2),
+        "added-perplexity": difference(added_more, 2),
         **added_by_part(swapped_text),
         "swapped-change": ", ".join(f"{signed(each, 2)} for {SHORT[config]}" for config, each in changed.items()),
     }

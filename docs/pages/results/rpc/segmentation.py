@@ -266,6 +266,14 @@ def prose(raw: Raw) -> dict[str, str]:
         if (row["config"], row["seed"]) == ("rpc", emptiest_seed) and str(row["metric"]).endswith(share_name)
     )
     twin = found.values(MIOU, "rpc") - found.values(MIOU, "rpc without S")
+    at_first = found.values("val/pursuit/sparsity/layer_00/pass_1", "rpc")
+    check_told("S is empty in the first pass", not at_first.any(), at_first.tolist())
+    spreads = {config: {each: found_iou[config, each].std() for each in CLASSES} for config in NAMES}
+    check_told(
+        "trees have the largest spread in every configuration",
+        all(max(each, key=lambda name: each[name]) == "tree" for each in spreads.values()),
+        spreads,
+    )
     return {
         "seen": str(sum(all(found_iou[config, each].mean() > 20 for config in NAMES) for each in CLASSES)),
         "rpc": difference(clean["RPC − softmax"], 2, 100),
@@ -361,6 +369,11 @@ def by_class(found: dict[tuple[str, str], np.ndarray]) -> dict[str, str]:
     count = len({name for _, name in found})
     named = {"tree": apart["tree"], "found": np.mean([*apart.values()], axis=0)}
     named["rest"] = sum(each for name, each in apart.items() if name != "tree") / count
+    check_told(
+        "most of the difference is of trees",
+        apart["tree"].mean() / count < named["rest"].mean() < 0,
+        {name: float(each.mean()) for name, each in named.items()},
+    )
     return {
         **{name: f"{signed(float(each.mean()))} {interval(*mean_interval(each))}" for name, each in named.items()},
         "tree-part": signed(float(apart["tree"].mean()) / count, 2),
@@ -385,6 +398,13 @@ def under_attack(raw: Raw) -> dict[str, str]:
     highest = {name: max(NAMES, key=lambda config: found.mean(metric, config)) for name, metric in ATTACKED.items()}
     check_told("RPC without S is the highest under both", {*highest.values()} == {"rpc without S"}, highest)
     seeds = 100 * (found.values(PGD, "rpc") - found.values(PGD, "softmax"))
+    check_told(
+        "what RPC has under PGD comes from three seeds, and symmetric attention has as much",
+        sum(each > 1 for each in seeds) == 3
+        and max(each for each in seeds if each <= 1) < 0.5
+        and found.mean(PGD, "symmetric") >= found.mean(PGD, "rpc"),
+        seeds.tolist(),
+    )
     left = (f"{number(100 * found.mean(PGD, config))}%" for config in ("rpc", "softmax"))
     return {
         **{name: difference(row, 1, 100) for name, row in rows.items()},
