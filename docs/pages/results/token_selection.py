@@ -107,11 +107,11 @@ def claims(raw: Raw) -> list[Claim]:
             f"cosine at least {at_least(min(drawn), 4)} in the {len(drawn)} problems that we drew and "
             f"{at_least(min(released), 4)} from {len(released)} starts in the five released ones, with a gradient that "
             f"survives a saturated softmax; above {COSINE} in {kept} of {len(plain)} runs with plain autograd",
-            by_count(reached, len(plain), f"runs of that gradient with a cosine above {COSINE}"),
+            by_count(reached, len(plain), f"runs of the gradient that survives, with a cosine above {COSINE}"),
         ),
         Claim(
             "... and v to the SVM of the selected tokens, where it is learned too",
-            f"cosine of v at least {at_least(min(heads), 4)} in {len(heads)} problems, with that gradient",
+            f"cosine of v at least {at_least(min(heads), 4)} in {len(heads)} problems, with the gradient that survives",
             by_count(sum(each > COSINE for each in heads), len(heads), f"problems with a cosine above {COSINE}"),
         ),
     ]

@@ -132,7 +132,7 @@ def prose(raw: Raw) -> dict[str, str]:
     check_told(
         "in percent the swap adds less with symmetric attention and RPC, and in perplexity more to RPC",
         max(added["symmetric"], added["rpc"]) < added["softmax"] and more.row("more", "rpc", "softmax").difference > 0,
-        added,
+        f"{added}; {difference(more.row('more', 'rpc', 'softmax'), 2)}",
     )
     return {
         "runs": str(len(found.seconds())),

@@ -174,14 +174,15 @@ def prose(raw: Raw) -> dict[str, str]:
     unseen = {name: new.row(TOP1, *pair) for name, pair in pairs.items()}
     not_equivalent = [in_wider[name].verdict for name in ("scalar", "bias")]
     check_told("the two equivalences would not be shown", "equivalent" not in not_equivalent, not_equivalent)
-    corrupted = [new.row(CORRUPTED, MATRIX, other) for other in (SOFTMAX, BIAS)]
+    harmed_new = {name: new.row(metric, MATRIX, SOFTMAX) for name, metric in HARM.items()}
     return {
         "seeds": str(min(row.pairs for row in rows.values())),
         **{name: difference(row, 1, 100) for name, row in rows.items()},
         **{f"{name}-verdict": row.verdict for name, row in rows.items()},
         **{f"{name}-new": difference(row, 1, 100) for name, row in unseen.items()},
         **{f"{name}-new-verdict": row.verdict for name, row in unseen.items()},
-        "corrupted-new": in_turn(difference(row, 1, 100) for row in corrupted),
+        "harmed-new": in_turn(f"{difference(row, 1, 100)} ({name})" for name, row in harmed_new.items()),
+        "bias-new-within": p_value(unseen["bias"].within_corrected),
         "wider": str(planned),
         "wider-matrix": listed(kept),
         "wider-within": listed(p_value(in_wider[name].within_corrected) for name in ("scalar", "bias")),
