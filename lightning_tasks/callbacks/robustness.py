@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.robustness.evaluation import Batch, Kind, Plan
 from lightning_tasks.robustness.images import ImageKind
 from lightning_tasks.robustness.masks import MaskKind
@@ -133,6 +133,7 @@ class RobustnessEvaluation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "test":
             return
+        check_alone(trainer, self)
         if trainer.world_size > 1:
             raise ValueError(
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"

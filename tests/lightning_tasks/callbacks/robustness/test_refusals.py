@@ -118,3 +118,10 @@ def test_eps_and_attacks_as_written():
     setting = AttackSetting.read({"name": "pgd", "steps": 5})
     assert setting.options == {"steps": 5, "step_size": None, "restarts": 1, "random_start": True}
     assert AttackSetting.read({"name": "transfer", "source": "a", "attack": "square"}).label == "transfer of square"
+
+
+def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path):
+    both = [RobustnessEvaluation(corruptions=[]), RobustnessEvaluation(attacks=["fgsm"], corruptions=[])]
+    with pytest.raises(ValueError, match="the trainer has two callbacks RobustnessEvaluation"):
+        trainer(tmp_path, *both).test(TinyClassifier(), TinyImages(), verbose=False)
+    assert not list(tmp_path.rglob("robustness.*"))
