@@ -105,9 +105,13 @@ class Comparison:
     @property
     def cells(self) -> list[Cell]:
         """The cells of the table: those of the variants that were asked for, and of the others what is finished."""
+        return [cell for cell in self.planned if cell.name in self.asked or cell.is_finished()]
+
+    @property
+    def planned(self) -> list[Cell]:
+        """Those of all variants."""
         variants = chosen(self.variants, self.choices)
-        cells = plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
-        return [cell for cell in cells if cell.name in self.asked or cell.is_finished()]
+        return plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
 
     @property
     def to_select(self) -> list[Cell]:
@@ -145,7 +149,8 @@ class Comparison:
     def write_tables(self) -> list[SummaryRow] | None:
         """Write the tables and the figure."""
         said = [str(choice) for choice in self.shown_choices]
-        return write_tables(self.cells, self.metrics, self.shown_references, self.output, said, self.endpoints)
+        given = self.metrics, self.shown_references, self.output, said, self.endpoints
+        return write_tables(self.cells, *given, self.planned)
 
 
 def with_references(

@@ -52,10 +52,10 @@ def unpaired_seeds(cells: Iterable[Cell]) -> list[str]:
     )
 
 
-def _other_seeds(cells: Sequence[Cell]) -> list[str]:
+def _other_seeds(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
     """The seeds of each configuration that are finished too and not asked for: who chose them, chose the result."""
     found: dict[str, list[str]] = {}
-    for cell in finished_before({cell.name: cell for cell in cells}.values(), cells):
+    for cell in finished_before({cell.name: cell for cell in planned or cells}.values(), cells):
         found.setdefault(cell.name, []).append(str(cell.seed))
     return [f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" for name, seeds in found.items()]
 
@@ -75,10 +75,12 @@ def write_tables(
     output: Path,
     choices: Sequence[str] = (),
     endpoints: Endpoints | None = None,
+    planned: Sequence[Cell] = (),
 ) -> list[SummaryRow] | None:
     """Write and print what the finished cells say; return the summary, None where no cell is finished.
 
-    `choices` are sentences that `summary.md` lists, `endpoints` what was said of the metrics before.
+    `choices` are sentences that `summary.md` lists, `endpoints` what was said of the metrics before, and `planned` the
+    cells of all variants, where `cells` are of some.
     """
     rows, names = collect_results(cells), list(dict.fromkeys(cell.name for cell in cells))
     write_results(rows, output / RESULTS)
@@ -92,7 +94,7 @@ def write_tables(
         "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
         "Not paired": unpaired_seeds(cells),
         "Environments": environment_remarks(cells),
-        "Finished, with other seeds than these tables": _other_seeds(cells),
+        "Finished, with other seeds than these tables": _other_seeds(cells, planned),
         "Not finished": [cell.label for cell in cells if not cell.is_finished()],
     }
     rows = with_stops(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -54,12 +54,23 @@ def mean_and_std(values: Sequence[float]) -> str:
     return f"{np.mean(values):.4g}{spread}"
 
 
-def final_table(rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str]) -> list[Any]:
-    """For each metric its name and, for each configuration, the last value over its seeds, and how many they are."""
+def final_table(
+    rows: Sequence[dict[str, Any]],
+    configs: Sequence[str],
+    metrics: Sequence[str],
+    diverged: Container[tuple[str, int]] = (),
+) -> list[Any]:
+    """For each metric its name and, for each configuration, the last value over its seeds, and how many they are.
+
+    That of a run that diverged (configuration and seed) is NaN, as a score of its network would be a number.
+    """
     table, logged = [], by_metric(rows)
     for metric in metrics:
         last = last_values(logged.get(metric, []), metric)
-        cells = [list(last.get(config, {}).values()) for config in configs]
+        cells = [
+            [math.nan if (config, seed) in diverged else value for seed, value in last.get(config, {}).items()]
+            for config in configs
+        ]
         table.append((metric, [(mean_and_std(cell), len(cell)) if cell else None for cell in cells]))
     return table
 
@@ -146,7 +157,7 @@ def page(read: Read) -> str:
         swapped=[(config, swapped(each)) for config, each in settings.items()],
         unknown=[config for config, each in settings.items() if each is None],
         differences=differences(settings),
-        final=final_table(rows, configs, plain),
+        final=final_table(rows, configs, plain, diverged),
         summary=read.summary,
         forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in _drawable(read.summary).items()],
         curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],

@@ -106,6 +106,9 @@ def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_pat
     assert [seed for name, seed in seeds() if name == "watched"] == ["0", "1"]
     assert [seed for name, seed in seeds() if name == "fast 1e-1"] == ["0", "1", "2"]
     assert "| watched | 2 |" in (output / "summary.md").read_text()
+    main([*command, "--seeds", "3", "--variant", "fast 1e-1"])
+    said = (output / "summary.md").read_text().partition("Finished, with other seeds than these tables:")[2]
+    assert "- watched: seeds 0, 1" in said, "it has no cell in these tables"
 
 
 @pytest.mark.costly

@@ -11,8 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 from attention_modules import swap_attention
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
-from lightning_tasks.report.page import order
+from lightning_tasks.report.page import final_table, order
 from lightning_tasks.report.svg import heat_map, layer_metrics
+from lightning_tasks.runs.divergence import diverged_cells
 from lightning_tasks.runs.log import merge_epochs
 from lightning_tasks.runs.robustness import Row, write_csv
 from lightning_tasks.runs.run import read_run
@@ -263,3 +264,14 @@ def test_scores_come_before_what_monitors_logged():
         "val/attention/entropy/mean",
         "attention/entropy/mean",
     ]
+
+
+def test_the_score_of_a_run_that_diverged_is_no_number():
+    rows = [
+        {"config": "a", "seed": seed, "step": 1, "metric": metric, "value": value}
+        for seed, loss in enumerate((1.0, 1.1, float("nan")))
+        for metric, value in (("val/loss", loss), ("val/top1", 0.8 - 0.35 * seed))
+    ]
+    found = final_table(rows, ["a"], ["val/top1"], diverged_cells(rows))
+    assert found == [("val/top1", [("not finite", 3)])]
+    assert final_table(rows, ["a"], ["val/top1"]) == [("val/top1", [("0.45 ± 0.35", 3)])]
