@@ -4,6 +4,7 @@ from docs.pages.overview import overviews
 from docs.pages.results import gpu, healing, kernel_pca, out_of_distribution, smoothness, token_selection, zoo
 from docs.pages.results.locater import mean, penalty
 from docs.pages.results.rpc import (
+    autoattack,
     classification,
     language_modeling,
     language_modeling_rates,
@@ -15,6 +16,7 @@ from docs.pages.results.rpc import (
 RESULTS = [
     classification.PAGE,
     sparse_part.PAGE,
+    autoattack.PAGE,
     scaled_attention.PAGE,
     language_modeling.PAGE,
     language_modeling_rates.PAGE,

@@ -10,8 +10,10 @@ import pytest
 
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
+from docs.pages.list_of_pages import RESULTS
 from docs.pages.overview import overviews
 from docs.pages.page import Claim, Page
+from docs.pages.results import gpu
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
 from lightning_tasks.compare.summary import Endpoints
 from tests.pages.toy import ROOT, edited, write_results
@@ -244,3 +246,9 @@ def test_a_figure_that_was_changed_is_named_and_drawn_anew(toy):
     assert "toy/curves.png: drawn of other data or by other code, or changed since" in command.check(root, [page])[0]
     assert command.build(root, [page]) == [path]
     assert path.read_bytes()[1:4] == b"PNG"
+
+
+def test_every_page_of_results_is_in_the_table_of_contents():
+    lines = (ROOT / "docs" / "explanations" / "reproduced.md").read_text(encoding="utf-8").splitlines()
+    pages = {page.file for page in [*RESULTS, gpu.PAGE]}
+    assert {f"docs/{line.removeprefix('../')}.md" for line in lines if line.startswith("../results/")} == pages

@@ -1,16 +1,19 @@
 """Tests of cells that are copied beside their page fill it, and those of other settings are named."""
 
+import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from docs.pages.errors import PageError
 from docs.pages.results import out_of_distribution
-from docs.pages.results.rpc import sparse_part
+from docs.pages.results.rpc import all_images, autoattack, cifar10, classification, shared, sparse_part
+from lightning_tasks.compare.cell import folder_name
 from lightning_tasks.runs import robustness
+from lightning_tasks.runs.environment import Environment
 from tests.pages.toy import ROOT
 
 
@@ -90,47 +93,52 @@ def attacked(share, note):
     ]
 
 
+def copied(root, *names):
+    for name in names:
+        shutil.copytree(ROOT / "docs" / "results" / name, root / "docs" / "results" / name)
+
+
 @pytest.fixture
 def with_attacks(tmp_path):
-    """The page of the comparison, with what AutoAttack leaves of two variants."""
-    raw = sparse_part.PAGE.raw(tmp_path)
-    for name in ("rpc_sparse_part", "out_of_distribution"):  # the second has what was said of each clean image
-        shutil.copytree(ROOT / "docs" / "results" / name, tmp_path / "docs" / "results" / name)
-    shutil.rmtree(raw.folder / "autoattack", ignore_errors=True)
-    assert "no numbers yet" in str(sparse_part.autoattack(raw))
-    assert sparse_part.attack_numbers(raw) is None
+    """The page of AutoAttack, with other tables of the checkpoints that were attacked before."""
+    raw = autoattack.PAGE.raw(tmp_path)
+    copied(tmp_path, "rpc_autoattack", "rpc_sparse_part")
+    shutil.rmtree(raw.folder / "earlier")
+    with pytest.raises(PageError, match="earlier has no tables"):
+        autoattack.compared_before(raw)
     for variant, more in (("softmax", 0.2), ("rpc_lam_1", 0.1)):
-        folder = raw.folder / "autoattack" / variant
+        folder = raw.folder / "earlier" / variant
         folder.mkdir(parents=True)
         for seed in range(4):
             flags = "the output is random; some gradients are zero" if more == 0.1 and seed == 1 else "none"
             note = f"worst case of square (5,000 queries); L-inf; flags: {flags}"
             robustness.write_csv(attacked(more + seed * 0.02, note), folder / f"seed_{seed}.csv")
-        claimed = [each.claim for each in sparse_part.claims(sparse_part.PAGE.raw(tmp_path))]
-        assert ("... and under AutoAttack" in claimed) == (variant == "rpc_lam_1"), "a claim needs pairs"
-    return sparse_part.PAGE.raw(tmp_path)
+    return autoattack.PAGE.raw(tmp_path)
 
 
 def test_what_autoattack_leaves_is_read_with_its_flags(with_attacks):
     raw = with_attacks
-    rows = [row[:4] for row in sparse_part.autoattack(raw).rows]
+    rows = [row[:4] for row in autoattack.before(raw).rows]
     clean = "50.0 ± 0.0"
     assert rows == [[name, "4", eps, clean] for name in ("softmax", "rpc lam 1") for eps in ("1/255", "4/255")]
-    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(sparse_part.autoattack(raw))
-    primary = sparse_part.autoattack_primary(raw).rows
+    assert "| softmax | 4 | 1/255 | 50.0 ± 0.0 | 23.0 ± 2.6 |" in str(autoattack.before(raw))
+    primary = autoattack.before_primary(raw).rows
     assert [row[3] for row in primary] == ["", "softmax"]  # references without tables are left out
     assert primary[1][4].startswith("−10.0")
-    text = sparse_part.attack_numbers(raw)
+    text = autoattack.of_before(raw)
     one = "(1 of 4 seeds)"
-    assert text["flags"].split("; ") == [
+    assert text["before-flags"].split("; ") == [
         f"rpc lam 1 at {eps}: {flag} {one}"
         for eps in ("1/255", "4/255")
         for flag in ("the output is random", "some gradients are zero")
     ]
-    assert text["autoattack-settings"] == "50 images; worst case of square (5,000 queries); L-inf"
-    assert text["autoattack-took"] == "3.0 and 0.6"
-    assert text["autoattack-planned"] == "64", "5 configurations, 8 seeds and 10 times as many images, 576 seconds each"
-    assert re.fullmatch(r"\[−\d+\.\d, −\d+\.\d\]", text["autoattack-images"])
+    assert re.fullmatch(r"\[−\d+\.\d, −\d+\.\d\]", text["before-images"])
+    assert text["together-seeds"] == "8"
+    cells = autoattack.attacks_before(raw)
+    assert [autoattack.seconds_of(cells, eps) for eps in ("1/255", "4/255")] == [180, 36]
+    planned = autoattack.sparse_part(raw)
+    hours = autoattack.planned_hours(planned, 50, 576)
+    assert hours == 64, "5 configurations, 8 seeds and 10 times as many images, 576 seconds each"
 
 
 def cut(table):
@@ -155,16 +163,27 @@ def cut(table):
     ids=["seed_00", "folder", "cut", "twice", "queries", "images", "other test", "nan"],
 )
 def test_a_table_of_another_test_is_named(with_attacks, damage, said):
-    damage(with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv")
+    damage(with_attacks.folder / "earlier" / "rpc_lam_1" / "seed_2.csv")
     with pytest.raises(PageError, match=said):
-        sparse_part.autoattack(sparse_part.PAGE.raw(with_attacks.root))
+        autoattack.before(autoattack.PAGE.raw(with_attacks.root))
 
 
 def test_a_test_whose_time_was_not_kept_is_named(with_attacks):
-    table = with_attacks.folder / "autoattack" / "rpc_lam_1" / "seed_2.csv"
+    table = with_attacks.folder / "earlier" / "rpc_lam_1" / "seed_2.csv"
     table.write_text(table.read_text().replace(",180.0,", ",,"))
     with pytest.raises(PageError, match=r"rpc_lam_1/seed_2\.csv has no seconds of autoattack at 1/255"):
-        sparse_part.attack_numbers(sparse_part.PAGE.raw(with_attacks.root))
+        autoattack.seconds_of(autoattack.attacks_before(with_attacks), "1/255")
+
+
+def test_what_autoattack_left_is_that_of_the_comparison(with_attacks):
+    cells = with_attacks.folder / "tests" / "softmax"
+    autoattack.attacks(with_attacks)
+    shutil.copy(with_attacks.folder / "earlier" / "softmax" / "seed_0.csv", cells / "seed_8.csv")
+    with pytest.raises(PageError, match="have other rows"):
+        autoattack.attacks(autoattack.PAGE.raw(with_attacks.root))
+    (cells / "seed_8.csv").unlink()
+    with pytest.raises(PageError, match=r"softmax seed 8 is in results\.csv alone"):
+        autoattack.attacks(autoattack.PAGE.raw(with_attacks.root))
 
 
 def changed(path, old, new):
@@ -199,8 +218,54 @@ def changed(path, old, new):
     ],
     ids=["renamed", "copied", "another cell's", "other images", "other columns"],
 )
-def test_what_was_said_of_clean_images_is_that_of_the_comparison(with_attacks, damage, said):
-    folder = with_attacks.root / "docs" / "results" / "out_of_distribution" / "rpc_lam_1"
-    damage(folder / "seed_2.csv")
+def test_what_was_said_of_clean_images_is_that_of_the_comparison(tmp_path, damage, said):
+    copied(tmp_path, "rpc_sparse_part", "out_of_distribution")  # the second has what was said of each clean image
+    damage(tmp_path / "docs" / "results" / "out_of_distribution" / "rpc_lam_1" / "seed_2.csv")
     with pytest.raises(PageError, match=said):
-        sparse_part.prose(sparse_part.PAGE.raw(with_attacks.root))
+        sparse_part.prose(sparse_part.PAGE.raw(tmp_path))
+
+
+def test_what_is_left_of_all_images_has_verdicts_of_its_own(tmp_path):
+    copied(tmp_path, "rpc_classification")
+    raw = classification.PAGE.raw(tmp_path)
+    shutil.rmtree(raw.folder / "all_images", ignore_errors=True)
+    assert all_images.all_images_numbers(raw) is None
+    assert "no numbers yet" in str(all_images.all_images_primary(raw))
+    found = cifar10.read(raw)
+    for place, config in enumerate(found.configs):
+        folder = raw.folder / "all_images" / folder_name(config)
+        folder.mkdir(parents=True)
+        for seed, clean in found.by_seed(shared.TOP1, config).items():
+            corrupted = 0.3 + 0.02 * (place == 1) + 0.001 * (seed * (place + 2) % 5)
+            rows = [("clean", "", "", clean), ("mean corruption", "", "", corrupted)]
+            rows += [("attack", "fgsm", f"{eps}/255", 0.1 / eps + 0.001 * (seed * place % 3)) for eps in (1, 4)]
+            robustness.write_csv(
+                [robustness.Row(*row[:3], "accuracy", row[3], 2000, note="all of them") for row in rows],
+                folder / f"seed_{seed}.csv",
+            )
+            ran = Environment("0123456789abcdef", hardware=f"a machine of {'3' if seed < 12 else '5'} cores")
+            (folder / f"seed_{seed}.json").write_text(json.dumps(asdict(ran)))
+    raw = classification.PAGE.raw(tmp_path)
+    assert all_images.all_images_numbers(raw) == {
+        "all-images": "2,000 images, all of them, 8 seeds",
+        "all-images-families": "6 and 12",
+        "all-images-ran": "commit 0123456789, a machine of 3 cores; commit 0123456789, a machine of 5 cores",
+    }
+    verdicts = [(*row[:1], row[3], row[-1]) for row in all_images.all_images_primary(raw).rows]
+    assert ("symmetric", "softmax", "higher") in verdicts
+    assert ("rpc", "softmax", "equivalent") in verdicts, "the margin is 1 point"
+    differences = {row[0]: row[1] for row in all_images.all_images(raw).rows}
+    assert [*differences] == ["corrupted", "FGSM 1/255", "FGSM 4/255"]
+    assert differences["corrupted"].startswith("**+2.0")
+    assert "**" not in differences["FGSM 1/255"]
+    changed(raw.folder / "all_images" / "rpc" / "seed_8.csv", "clean,,,accuracy,0.5", "clean,,,accuracy,0.6")
+    with pytest.raises(PageError, match="it is a test of another checkpoint"):
+        all_images.read(classification.PAGE.raw(tmp_path))
+    changed(raw.folder / "all_images" / "rpc" / "seed_8.csv", "clean,,,accuracy,0.6", "clean,,,accuracy,0.5")
+    environment = raw.folder / "all_images" / "rpc" / "seed_8.json"
+    environment.write_text("[]")
+    with pytest.raises(PageError, match=r"seed_8\.json is damaged"):
+        all_images.read(classification.PAGE.raw(tmp_path))
+    environment.unlink()
+    with pytest.raises(PageError, match=r"seed_8\.json is missing: copy environment\.json of the test there"):
+        all_images.all_images_numbers(classification.PAGE.raw(tmp_path))

@@ -1,22 +1,14 @@
-"""RPC-Attention with its sparse part filled: what the tables and numbers of its page are.
-
-What AutoAttack leaves is in the tables (`robustness.csv`) of a test of the last checkpoint of each cell, in
-docs/results/rpc_sparse_part/autoattack/VARIANT/seed_N.csv, VARIANT as the folder of the cell is called.
-"""
+"""RPC-Attention with its sparse part filled: what the tables and numbers of its page are."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from docs.pages.cell_tests import Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
+from docs.pages.cell_tests import Tested, check_checkpoints, primary_table, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, interval, listed, mean_std, number, signed, told
+from docs.pages.numbers import difference, listed, number, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw, read_results
 from docs.pages.results.rpc.shared import (
@@ -29,24 +21,19 @@ from docs.pages.results.rpc.shared import (
     accuracy_differences,
     attacked_and_corrupted,
     by_pass,
+    over_images,
     points,
     pursuit,
     under_attack,
     with_noises,
 )
-from docs.pages.tables import Table, nothing_yet, p_value
+from docs.pages.tables import Table, p_value
 from docs.pages.verdicts import verdict
-from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import SummaryRow
-from lightning_tasks.runs.robustness import right_from_text
 
 RECIPE = "rpc/compare_sparse_part"
 FILLED = ["rpc lam 1", "rpc lam 0.75"]
-EPS = ("0.25", "0.5", "1", "4")
-PLANNED_IMAGES = 500
-AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
-AUTOATTACK, CLEAN = "autoattack{attack}/{{eps}}/255/accuracy", "//accuracy"
-AUTOATTACK_PRIMARY = "autoattack/1/255/accuracy"
+CLEAN = "//accuracy"  # what the table of a test calls it
 
 LAST_SHARE = "val/pursuit/sparsity/layer_00/pass_4"
 SUPPORT = "val/attention/effective_support/mean"
@@ -60,12 +47,6 @@ def read(raw: Raw) -> Comparison:
     return raw.comparison("", RECIPE)
 
 
-def autoattack_of(raw: Raw) -> Comparison | None:
-    """What AutoAttack leaves; None before it has run."""
-    folder = raw.folder / "autoattack"
-    return raw.once("autoattack", lambda: compare_tests(folder, RECIPE, "attack", AUTOATTACK_PRIMARY))
-
-
 def to(reference: str, found: Comparison, *metrics: str) -> list[SummaryRow]:
     """The differences of RPC at both lam."""
     return [found.row(metric, config, reference) for metric in metrics for config in FILLED if config in found.configs]
@@ -73,14 +54,14 @@ def to(reference: str, found: Comparison, *metrics: str) -> list[SummaryRow]:
 
 @PAGE.claims
 def claims(raw: Raw) -> list[Claim]:
-    found, attacked = read(raw), autoattack_of(raw)
+    found = read(raw)
     clean, twin = to("softmax", found, TOP1), to("rpc without S", found, TOP1)
     gradient, blind = (to("softmax", found, *metrics.values()) for metrics in (GRADIENT, BLIND))
     corrupted = to("softmax", found, CORRUPTED)
     top1 = {config: number(found.mean(TOP1, config) * 100) for config in found.configs}
     accuracies = listed(top1[config] for config in FILLED if config in top1)
 
-    made = [
+    return [
         Claim(
             "RPC-Attention classifies better than softmax attention (Teo and Nguyen, NeurIPS 2024), S filled",
             f"CIFAR-10, lam 1 and 0.75: test accuracy {accuracies}% against {top1['softmax']}%",
@@ -94,15 +75,6 @@ def claims(raw: Raw) -> list[Claim]:
             verdict("higher", *corrupted),
         ),
     ]
-    if worst := [] if attacked is None else [row for row in to("softmax", attacked, AUTOATTACK_PRIMARY) if row.pairs]:
-        made.append(
-            Claim(
-                "... and under AutoAttack",
-                f"1/255, 100 images, {worst[0].pairs} seeds: {points(worst)} points to softmax",
-                verdict("higher", *worst),
-            )
-        )
-    return made
 
 
 @PAGE.table
@@ -150,30 +122,6 @@ def passes(raw: Raw) -> Table:
     found = read(raw)
     configs = {name.removeprefix("rpc "): name for name in [*FILLED, "rpc without S"] if name in found.configs}
     return pursuit(found, 4, configs)
-
-
-@PAGE.table
-def autoattack(raw: Raw) -> Table:
-    found, after = autoattack_of(raw), [AUTOATTACK.format(attack=f" after {name}") for name in AFTER]
-    heads = ["configuration", "seeds", "ε", "clean", *(f"after {name}" for name in AFTER.values())]
-    if found is None:
-        return nothing_yet(*heads)
-    clean = compare_tests(raw.folder / "autoattack", RECIPE, "clean", CLEAN)
-    rows = []
-    for config in found.configs:
-        for eps in EPS:
-            metrics = [name.format(eps=eps) for name in after]
-            if clean is None or metrics[-1] not in found.metrics:
-                continue
-            values = [clean.values(CLEAN, config), *(found.values(metric, config) for metric in metrics)]
-            seeds = str(len(values[0]))
-            rows.append([config, seeds, f"{eps}/255", *(mean_std(each, 1, 100.0) for each in values)])
-    return Table(heads, rows)
-
-
-@PAGE.table
-def autoattack_primary(raw: Raw) -> Table:
-    return primary_table(autoattack_of(raw), AUTOATTACK_PRIMARY)
 
 
 @PAGE.numbers
@@ -274,62 +222,6 @@ def by_lam(rows: Sequence[SummaryRow]) -> str:
     return "; ".join(each if len(each) == 1 else (f"{row.config.removeprefix('rpc ')}: {row.verdict}" for row in rows))
 
 
-@PAGE.numbers
-def attack_numbers(raw: Raw) -> dict[str, str] | None:
-    """What AutoAttack was told, its flags by configuration and eps, and intervals over the attacked images."""
-    cells = tested(raw.folder / "autoattack", RECIPE, "attack")
-    found = autoattack_of(raw)
-    if not cells or found is None:
-        return None
-    raised: Counter[str] = Counter()
-    for each in cells:
-        for row in each.rows.values():
-            flags = row.note.partition("; flags: ")[2]
-            raised.update(f"{each.variant} at {row.setting}: {flag}" for flag in flags.split("; ") if flag)
-    counts = {variant: sum(each.variant == variant for each in cells) for variant in found.configs}
-    told = [
-        f"{text} ({count} of {counts[text.partition(' at ')[0]]} seeds)"
-        for text, count in raised.items()
-        if not text.endswith(": none")
-    ]
-    row = cells[0].rows[AUTOATTACK_PRIMARY]
-    clean, attacked_seeds = read(raw), {each.seed for each in cells}
-    lam_1, softmax = (clean.by_seed(TOP1, name) for name in (FILLED[0], "softmax"))
-    clean_of = {
-        is_attacked: np.mean([lam_1[seed] - softmax[seed] for seed in lam_1 if (seed in attacked_seeds) == is_attacked])
-        for is_attacked in (True, False)
-    }
-    intervals = [over_images(cells, AUTOATTACK_PRIMARY, name, "softmax") for name in FILLED if name in found.configs]
-    one, four = (seconds_of(cells, eps) for eps in ("1", "4"))
-    blocks = len(clean.configs) * len(clean.seeds) * PLANNED_IMAGES / row.samples
-    planned = blocks * ((len(EPS) - 1) * one + four)  # the smaller eps as 1/255
-    return {
-        "autoattack-settings": f"{row.samples} images; {settings_of(row.note)}",
-        "autoattack-took": f"{number(one / 60)} and {number(four / 60)}",
-        "autoattack-planned": number(planned / 3600, 0),
-        "autoattack-seeds": str(min(counts.values())),
-        "autoattack-family": str(found.endpoints.comparisons),
-        "autoattack-made": str(sum(row.metric == TOP1 and row.pairs > 0 for row in clean.summary)),
-        "clean-of-attacked": " points, and ".join(signed(float(each) * 100) for each in clean_of.values())
-        + " on the other four",
-        "autoattack-images": listed(intervals),
-        "flags": "; ".join(told) or "none",
-    }
-
-
-def seconds_of(cells: Sequence[Tested], eps: str) -> float:
-    """What AutoAttack took at an eps, the mean over the tests.
-
-    Raises:
-        PageError: a test has no such eps, or its time was not kept.
-    """
-    rows = [each.rows.get(f"autoattack/{eps}/255/accuracy") for each in cells]
-    taken = [math.nan if row is None else row.seconds for row in rows]
-    if not np.isfinite(taken).all():
-        raise PageError(f"{cells[int(np.argmin(np.isfinite(taken)))].path} has no seconds of autoattack at {eps}/255")
-    return float(np.mean(taken))
-
-
 def clean_images(raw: Raw) -> list[Tested]:
     """What the last checkpoints say of each clean image: the tests of images from outside measured it too.
 
@@ -339,46 +231,6 @@ def clean_images(raw: Raw) -> list[Tested]:
     cells = tested(raw.root / "docs" / "results" / "out_of_distribution", RECIPE, "clean")
     check_checkpoints(cells, CLEAN, read(raw), TOP1)
     return cells
-
-
-def over_images(cells: Sequence[Tested], metric: str, config: str, reference: str) -> str:
-    """The 95% interval of a difference over the images, which are drawn anew, in points."""
-    rows = {(each.variant, each.seed): each.rows[metric] for each in cells}
-    right = {cell: right_from_text(row.right, row.samples).astype(float) for cell, row in rows.items()}
-    seeds = [seed for variant, seed in right if variant == config and (reference, seed) in right]
-    mean = np.mean([right[config, seed] - right[reference, seed] for seed in seeds], axis=0)
-    low, high = percentile_interval(resampled_sums(mean[:, None])[:, 0] / len(mean))
-    return interval(low, high, 1, 100)
-
-
-@PAGE.numbers
-def square(raw: Raw) -> dict[str, str] | None:
-    """What our Square and the library's leave of the same images, of each model that both attacked."""
-    texts = []
-    for each in tested(raw.folder / "square", RECIPE, "attack"):
-        ours, theirs = (each.rows[f"{name}/1/255/accuracy"] for name in ("square", "autoattack"))
-        left = [right_from_text(row.right, row.samples) for row in (ours, theirs)]
-        texts.append(
-            f"{each.variant}, seed {each.seed}, {ours.samples} images: {number(ours.value * 100)}% and "
-            f"{number(theirs.value * 100)}%; {(left[1] & ~left[0]).sum()} images stand against the library's alone, "
-            f"{(left[0] & ~left[1]).sum()} against ours alone"
-        )
-    return {"square": "; ".join(texts)} if texts else None
-
-
-@PAGE.numbers
-def square_by_rules(raw: Raw) -> dict[str, str]:
-    """What both leave at 5,000 queries, and ours by rules of the library, of a model that was trained anew."""
-    found = {row["Square"]: row for row in raw.rows("square_5000.csv", raw.root / "benchmarks" / "results")}
-    named = {
-        "ours": "ours",
-        "with the library's schedule": "ours, schedule of the library",
-        "with its places": "ours, places of the library",
-        "with its draws": "ours, draws of the library",
-        "with all three": "ours, all three",
-        "the library's": "pyautoattack",
-    }
-    return {"square-rules": ", ".join(f"{name} {found[row]['mean']}%" for name, row in named.items())}
 
 
 @PAGE.figure("curves.png")
