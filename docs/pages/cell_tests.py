@@ -95,8 +95,7 @@ def check_checkpoints(
             raise PageError(f"{config} seed {min(alone)} is in {where} alone: test the last checkpoint of each cell")
         for seed, each in there.items():
             value = each.rows[name].value
-            lost = math.isnan(value) and math.isnan(logged[seed])
-            if not lost and not math.isclose(value, logged[seed], rel_tol=1e-5):
+            if not math.isclose(value, logged[seed], rel_tol=1e-5):
                 raise PageError(
                     f"{each.path} has {value} where {source} has {logged[seed]} for {metric}: it is a test of another "
                     "checkpoint"

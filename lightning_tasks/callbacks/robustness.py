@@ -73,7 +73,7 @@ class RobustnessEvaluation(Callback):
         ood_fit_images: to how many, evenly chosen; all where None.
 
     Raises:
-        ValueError: for what is unknown or out of its limits, before anything runs.
+        ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything runs.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
 
     Example:
@@ -131,9 +131,9 @@ class RobustnessEvaluation(Callback):
         self._seen: list[Batch] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_alone(trainer, self)  # before a fit too, whose test would find it hours later
         if stage != "test":
             return
-        check_alone(trainer, self)
         if trainer.world_size > 1:
             raise ValueError(
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"

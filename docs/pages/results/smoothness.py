@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -12,9 +11,24 @@ import numpy as np
 
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure
-from docs.pages.numbers import in_turn, least_to_most, number, signed, significant
+from docs.pages.numbers import in_turn, least_to_most, number, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
+from docs.pages.results.slopes import (
+    ADVERSARIAL,
+    TEXT,
+    between,
+    ends,
+    fit,
+    held,
+    lengths,
+    mean_at,
+    of_layer,
+    rows,
+    sides,
+    slope,
+    span,
+)
 from docs.pages.tables import Table
 from docs.pages.verdicts import by_count
 from lightning_tasks.analyses import lipschitz_report as report
@@ -42,7 +56,6 @@ FOLDERS = [
     *(f"{start}-{when}" for start in CAUSAL.values() for when in TIMES),
 ]
 LAYERS = {0: "first", 2: "middle", 5: "last"}  # of MiniLM
-ADVERSARIAL, TEXT = "adversarial", "text"
 
 
 @dataclass(frozen=True)
@@ -71,39 +84,6 @@ class Norm:
     model: str
     layer: int
     norm: float
-
-
-def rows(raw: Raw, folder: str) -> list[Row]:
-    """Every measurement of a folder."""
-    return raw.records(f"{folder}/{report.TABLE}", Row)
-
-
-def of_layer(raw: Raw, folder: str, layer: int, kind: str = TEXT, least: int = 0) -> list[Row]:
-    """The measurements of a layer from a length on."""
-    return [row for row in rows(raw, folder) if f".{layer}." in row.layer and row.input == kind and row.length >= least]
-
-
-def fit(found: list[Row], name: str = "value") -> Fit:
-    """The slope of the logarithms."""
-    values = [float(getattr(row, name)) for row in found]
-    return report.fit_slope([row.length for row in found], values, [row.sequence for row in found])
-
-
-def mean_at(found: list[Row], length: int, name: str = "value") -> float:
-    """The mean over sequences."""
-    return float(np.mean([getattr(row, name) for row in found if row.length == length]))
-
-
-def ends(found: list[Row], name: str) -> tuple[float, float]:
-    """The means at the least and at the largest length."""
-    lengths = [row.length for row in found]
-    return mean_at(found, min(lengths), name), mean_at(found, max(lengths), name)
-
-
-def slope(found: Fit, digits: int = 3, with_sign: bool = False) -> str:
-    """The slope and its interval."""
-    write = signed if with_sign else number
-    return f"{write(found.slope, digits)} [{write(found.low, digits)}, {write(found.high, digits)}]"
 
 
 def text_table(raw: Raw, names: dict[str, str], head: str, layers: tuple[int, ...]) -> Table:
@@ -172,10 +152,6 @@ def adversarial(raw: Raw) -> Table:
     return Table(["layer", "steps", "slope [95%]", f"n = {first}", *map(str, others)], lines)
 
 
-def lengths(found: list[Row]) -> list[int]:
-    return sorted({row.length for row in found})
-
-
 @PAGE.table
 def short(raw: Raw) -> Table:
     def cell(steps: int, layer: int, least: int) -> str:
@@ -192,28 +168,6 @@ def short(raw: Raw) -> Table:
 def six_keys() -> list[tuple[str, int]]:
     """Folder and layer of softmax attention in MiniLM's six layers."""
     return [(f"{MECHANISMS['softmax']}-{text}", layer) for text in NAMES for layer in range(6)]
-
-
-def span(fits: Iterable[Fit]) -> str:
-    """The least and the largest slope."""
-    slopes = [each.slope for each in fits]
-    return f"{number(min(slopes), 2)} to {number(max(slopes), 2)}"
-
-
-def between(fits: Sequence[Fit]) -> str:
-    """The least and the largest slope, and their mean."""
-    return f"{span(fits)}, {number(float(np.mean([each.slope for each in fits])), 2)} in the mean"
-
-
-def sides(fits: Sequence[Fit]) -> str:
-    """How many intervals lie above 0, below it, and hold it."""
-    above, below = sum(each.low > 0 for each in fits), sum(each.high < 0 for each in fits)
-    return f"{above} lie above 0 and {below} below it; {len(fits) - above - below} of {len(fits)} hold it"
-
-
-def held(fits: Sequence[Fit], exponent: float) -> int:
-    """How many intervals hold an exponent."""
-    return sum(each.low <= exponent <= each.high for each in fits)
 
 
 @PAGE.claims

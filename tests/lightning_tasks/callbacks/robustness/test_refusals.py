@@ -122,6 +122,8 @@ def test_eps_and_attacks_as_written():
 
 def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path):
     both = [RobustnessEvaluation(corruptions=[]), RobustnessEvaluation(attacks=["fgsm"], corruptions=[])]
-    with pytest.raises(ValueError, match="the trainer has two callbacks RobustnessEvaluation"):
-        trainer(tmp_path, *both).test(TinyClassifier(), TinyImages(), verbose=False)
+    runner = trainer(tmp_path, *both, max_steps=1)
+    for run in (runner.test, runner.fit):
+        with pytest.raises(ValueError, match="the trainer has two callbacks RobustnessEvaluation"):
+            run(TinyClassifier(), TinyImages())
     assert not list(tmp_path.rglob("robustness.*"))
