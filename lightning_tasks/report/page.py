@@ -23,7 +23,7 @@ from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_sv
 from lightning_tasks.runs.divergence import diverged_cells, with_stops
 from lightning_tasks.runs.log import by_metric
 from lightning_tasks.runs.metric_names import MetricName
-from lightning_tasks.runs.robustness import figure
+from lightning_tasks.runs.robustness import GIVES_NAN, figure
 from lightning_tasks.runs.run import Run
 from lightning_tasks.runs.safe_files import written_whole
 from lightning_tasks.runs.settings import differences, swapped
@@ -75,13 +75,19 @@ def final_table(
     return table
 
 
-def robustness_table(runs: Sequence[Run], configs: Sequence[str]) -> list[Any]:
-    """For each line of the robustness tables its name and, for each configuration, the mean over seeds."""
+def robustness_table(
+    runs: Sequence[Run], configs: Sequence[str], diverged: Container[tuple[str, int]] = ()
+) -> list[Any]:
+    """For each line of the robustness tables its name and, for each configuration, the mean over seeds.
+
+    What was measured of a run that diverged is NaN, as in :func:`final_table`.
+    """
     values: dict[tuple[str, ...], dict[str, list[Any]]] = {}
     for run in runs:
         for row in run.robustness:
             key = (row.test, row.name, row.setting, row.metric)
-            values.setdefault(key, {}).setdefault(run.config, []).append(row)
+            known = replace(row, value=math.nan, note=GIVES_NAN) if (run.config, run.seed) in diverged else row
+            values.setdefault(key, {}).setdefault(run.config, []).append(known)
     return [
         (key, [_robust(found[config]) if config in found else "" for config in configs])
         for key, found in values.items()
@@ -90,8 +96,11 @@ def robustness_table(runs: Sequence[Run], configs: Sequence[str]) -> list[Any]:
 
 def _robust(rows: Sequence[Any]) -> str:
     values = [row.value for row in rows]
+    for row in rows:
+        if math.isnan(row.value):
+            return figure(row)
     text = figure(replace(rows[0], value=float(np.mean(values))))
-    if len(values) == 1 or math.isnan(sum(values)):
+    if len(values) == 1:
         return text
     return f"{text} ± {figure(replace(rows[0], value=float(np.std(values, ddof=1)))).removesuffix('%')}"
 
@@ -162,7 +171,7 @@ def page(read: Read) -> str:
         forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in _drawable(read.summary).items()],
         curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
-        robustness=robustness_table(read.runs, configs),
+        robustness=robustness_table(read.runs, configs, diverged),
         settings=[
             (config, yaml.safe_dump(each, sort_keys=False)) for config, each in settings.items() if each is not None
         ],

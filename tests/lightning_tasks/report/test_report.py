@@ -11,12 +11,12 @@ from lightning.pytorch.loggers import CSVLogger
 from attention_modules import swap_attention
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
-from lightning_tasks.report.page import final_table, order
+from lightning_tasks.report.page import final_table, order, robustness_table
 from lightning_tasks.report.svg import heat_map, layer_metrics
 from lightning_tasks.runs.divergence import diverged_cells
 from lightning_tasks.runs.log import merge_epochs
 from lightning_tasks.runs.robustness import Row, write_csv
-from lightning_tasks.runs.run import read_run
+from lightning_tasks.runs.run import Run, read_run
 from lightning_tasks.runs.settings import differences, flatten, read_run_settings, swapped
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.report.report_folders import SWAP, report, run_folder
@@ -275,3 +275,13 @@ def test_the_score_of_a_run_that_diverged_is_no_number():
     found = final_table(rows, ["a"], ["val/top1"], diverged_cells(rows))
     assert found == [("val/top1", [("not finite", 3)])]
     assert final_table(rows, ["a"], ["val/top1"]) == [("val/top1", [("0.45 ± 0.35", 3)])]
+
+
+def test_the_robustness_of_a_run_that_diverged_is_no_number(tmp_path):
+    runs = [
+        Run("a", seed, tmp_path, [], None, [Row("clean", "", "", "accuracy", 0.8 - 0.35 * seed, 10)])
+        for seed in (0, 1, 2)
+    ]
+    key = ("clean", "", "", "accuracy")
+    assert robustness_table(runs, ["a"], {("a", 2): "val/loss is nan at step 1"}) == [(key, ["NaN"])]
+    assert robustness_table(runs[:2], ["a"], {("a", 2): "val/loss is nan at step 1"}) == [(key, ["62.5% ± 24.7"])]
