@@ -5,9 +5,10 @@
 #   ATTNSWAP_DATA=/path/to/data benchmarks/gpu_day.sh --dry    # tiny sizes on the CPU, into a temporary folder
 #
 # --root FOLDER writes below that folder instead. PYTHON names the interpreter (else .venv/bin/python, else python3); it
-# needs the extras [test,hf], and no network. A part that fails or takes too long does not end the others, and its state
-# is in parts.csv. Given again, the script leaves out the parts that are done and goes on with the others, within tests and
-# tables too: where less than 40 minutes are to be had at once, GPU_DAY_SECONDS says how many, and another call goes on.
+# needs the extra [test] (the rows of litgpt: pip install --no-deps litgpt==0.5.13), and no network. A part that fails or
+# takes too long does not end the others, and its state is in parts.csv. Given again, the script leaves out the parts that
+# are done and goes on with the others, within tests and tables too: where less than 40 minutes are to be had at once,
+# GPU_DAY_SECONDS says how many, and another call goes on.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 

@@ -21,6 +21,9 @@ from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.environment import Environment, parse_environment
 from lightning_tasks.runs.robustness import Row, read_csv, right_from_text
 
+CLEAN = "//accuracy"
+"""The accuracy of clean images, and the mean over corruptions, in a table of tests: neither has a further name."""
+
 
 def variants(recipe: str) -> list[str]:
     """The names of a comparison's variants, in its order."""
@@ -60,7 +63,7 @@ def tested(folder: Path, recipe: str, test: str) -> list[Tested]:
         of_seed = {int(match[1]): path for path, match in seeds.items() if match}
         paths -= {path.with_suffix(suffix) for path in of_seed.values() for suffix in (".csv", ".json")}
         found += [
-            Tested(variant, seed, path, _rows(path, test), _environment(path.with_suffix(".json")))
+            Tested(variant, seed, path, _rows(path, test), environment_of(path.with_suffix(".json")))
             for seed, path in sorted(of_seed.items())
         ]
     if paths:
@@ -85,16 +88,21 @@ def check_checkpoints(
         source: the file that the comparison's values are from.
 
     Raises:
-        PageError: a cell is in one of them alone, or has other values.
+        PageError: a cell is in one of them alone, diverged, or has other values.
     """
-    for config in found.configs:
-        logged = found.by_seed(metric, config)
+    for config in dict.fromkeys([*found.configs, *(each.variant for each in cells)]):
+        logged = found.by_seed(metric, config) if config in found.configs else {}
         there = {each.seed: each for each in cells if each.variant == config}
         if alone := logged.keys() ^ there.keys():
             where = source if min(alone) in logged else there[min(alone)].path
             raise PageError(f"{config} seed {min(alone)} is in {where} alone: test the last checkpoint of each cell")
         for seed, each in there.items():
             value = each.rows[name].value
+            if math.isnan(logged[seed]):  # also where a score was logged
+                raise PageError(
+                    f"{config} seed {seed} diverged, so that nothing says whether {each.path} is a test of its "
+                    "checkpoint: leave that table out"
+                )
             if not math.isclose(value, logged[seed], rel_tol=1e-5):
                 raise PageError(
                     f"{each.path} has {value} where {source} has {logged[seed]} for {metric}: it is a test of another "
@@ -127,7 +135,12 @@ def _check_alike(first: Tested, other: Tested) -> None:
             raise PageError(f"{first.path} and {other.path} have other settings of {name}: {said[0]} and {said[1]}")
 
 
-def _environment(path: Path) -> Environment | None:
+def environment_of(path: Path) -> Environment | None:
+    """Where a test ran, as `environment.json` says; None where there is no such file.
+
+    Raises:
+        PageError: it is damaged.
+    """
     if not path.is_file():
         return None
     try:

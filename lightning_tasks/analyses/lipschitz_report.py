@@ -56,7 +56,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     write_rows(path, [field.name for field in fields(Row)], map(asdict, rows))
 
 
-def _fit(rows: Sequence[Row], name: str) -> Fit:
+def fit_of(rows: Sequence[Row], name: str = "value") -> Fit:
+    """The slope of the logarithms of a quantity over those of the lengths."""
     values = [float(getattr(row, name)) for row in rows]
     return fit_slope([row.length for row in rows], values, [row.sequence for row in rows])
 
@@ -85,8 +86,8 @@ def summary(rows: Sequence[Row], head: str) -> str:
     ]
     for layer, kinds in groups.items():
         for kind, found in kinds.items():
-            fit, late = _fit(found, "value"), sum(not row.converged for row in found)
-            lines.append(f"| {layer} | {kind} | {fit} | {fit.points} | {late} | {_fit(found, 'radius')} |")
+            fit, late = fit_of(found, "value"), sum(not row.converged for row in found)
+            lines.append(f"| {layer} | {kind} | {fit} | {fit.points} | {late} | {fit_of(found, 'radius')} |")
     lengths = sorted({row.length for row in rows})
     places = np.linspace(0, len(lengths) - 1, min(_SHOWN_LENGTHS, len(lengths))).round().astype(int)
     shown = [lengths[place] for place in places]
@@ -127,7 +128,7 @@ def panels(rows: Sequence[Row]) -> dict[str, dict[str, tuple[Points, Fit]]]:
     """What the figure shows by layer and kind of input: lengths and values, and their fit."""
     return {
         layer: {
-            kind: (([row.length for row in found], [row.value for row in found]), _fit(found, "value"))
+            kind: (([row.length for row in found], [row.value for row in found]), fit_of(found, "value"))
             for kind, found in kinds.items()
         }
         for layer, kinds in _groups(rows).items()

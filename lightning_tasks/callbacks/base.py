@@ -50,20 +50,26 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def check_alone(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    """Check that the trainer has no second callback of this class, or of one derived from it.
+def check_alone(trainer: pl.Trainer, callback: pl.Callback, kind: type | None = None) -> None:
+    """Check that the trainer has no second callback of a class, or of one derived from it; nor the same one twice.
+
+    Args:
+        trainer: whose callbacks these are.
+        callback: the one that asks.
+        kind: the class; that of ``callback`` where None.
 
     Raises:
         ValueError: if it has; the text says how the options of one that a recipe brings are changed.
     """
-    others: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-    if any(other is not callback and isinstance(other, type(callback)) for other in others):
-        name = type(callback).__name__
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    count = sum(isinstance(each, kind or type(callback)) for each in callbacks)
+    if count > 1:
+        name = (kind or type(callback)).__name__
         raise ValueError(
-            f"the trainer has two callbacks {name}, which would log the same names and write the same files, if any: "
-            "keep one, with the options of both. Where a recipe has it already, change its options there: in a copy "
-            "of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is the whole list "
-            f"and replaces that of RECIPE (--trainer.callbacks+={name} adds to the list, and "
+            f"the trainer has {count} callbacks {name}, which would log the same names and write the same files, if "
+            "any: keep one, with the options of both. Where a recipe has it already, change its options there: in a "
+            "copy of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is the whole "
+            f"list and replaces that of RECIPE (--trainer.callbacks+={name} adds to the list, and "
             "--trainer.callbacks.init_args... changes its last callback only)"
         )
 

@@ -131,7 +131,7 @@ class RobustnessEvaluation(Callback):
         self._seen: list[Batch] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self)  # before a fit too, whose test would find it hours later
+        check_alone(trainer, self, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
         if stage != "test":
             return
         if trainer.world_size > 1:

@@ -118,7 +118,10 @@ def _notes(
         notes.append(f"{folder}: not finished: {names}")
     if others := [f"{config} seed {seed}" for config, seed in found.keys() - shown.keys()]:
         names = ", ".join(sorted(others))
-        notes.append(f"{folder}: not shown, as {COMPARISON} has no cells of these settings: {names}")
+        notes.append(
+            f"{folder}: not shown, as {COMPARISON} has no cells of these settings (others, or variants that the last "
+            f"command left out): {names}"
+        )
     if not shown and (places or others):
         notes.append(f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished")
     if shown and table and set(table) != set(shown):

@@ -20,7 +20,7 @@ from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.arguments import parser
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
-from lightning_tasks.runs.divergence import diverged_cells, with_stops
+from lightning_tasks.runs.divergence import SKIPPED, STOPPED, diverged_cells, with_stops
 from lightning_tasks.runs.log import by_metric
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.robustness import GIVES_NAN, figure
@@ -62,13 +62,15 @@ def final_table(
 ) -> list[Any]:
     """For each metric its name and, for each configuration, the last value over its seeds, and how many they are.
 
-    That of a run that diverged (configuration and seed) is NaN, as a score of its network would be a number.
+    That of a run that diverged (configuration and seed) is NaN, as a score of its network would be a number; what the
+    guard logged of it stays.
     """
     table, logged = [], by_metric(rows)
     for metric in metrics:
         last = last_values(logged.get(metric, []), metric)
+        lost = () if metric in (STOPPED, SKIPPED) else diverged
         cells = [
-            [math.nan if (config, seed) in diverged else value for seed, value in last.get(config, {}).items()]
+            [math.nan if (config, seed) in lost else value for seed, value in last.get(config, {}).items()]
             for config in configs
         ]
         table.append((metric, [(mean_and_std(cell), len(cell)) if cell else None for cell in cells]))
@@ -86,8 +88,9 @@ def robustness_table(
     for run in runs:
         for row in run.robustness:
             key = (row.test, row.name, row.setting, row.metric)
-            known = replace(row, value=math.nan, note=GIVES_NAN) if (run.config, run.seed) in diverged else row
-            values.setdefault(key, {}).setdefault(run.config, []).append(known)
+            if row.is_measured and (run.config, run.seed) in diverged:
+                row = replace(row, value=math.nan, note=GIVES_NAN)
+            values.setdefault(key, {}).setdefault(run.config, []).append(row)
     return [
         (key, [_robust(found[config]) if config in found else "" for config in configs])
         for key, found in values.items()

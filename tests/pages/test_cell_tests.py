@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from docs.pages import cell_tests
 from docs.pages.errors import PageError
 from docs.pages.results import out_of_distribution
 from docs.pages.results.rpc import all_images, autoattack, cifar10, classification, shared, sparse_part
@@ -168,6 +170,21 @@ def test_a_table_of_another_test_is_named(with_attacks, damage, said):
         autoattack.before(autoattack.PAGE.raw(with_attacks.root))
 
 
+def test_a_flag_of_two_settings_counts_a_seed_once(with_attacks):
+    (cell, *_), flagged = autoattack.attacks_before(with_attacks), "worst case; flags: the output is random"
+    row = replace(cell.rows["autoattack/1/255/accuracy"], note=flagged)
+    twice = replace(cell, rows={"one": row, "other": replace(row, name="autoattack with another label")})
+    assert autoattack.flags_of([twice]) == f"{cell.variant} at 1/255: the output is random (1 of 1 seeds)"
+
+
+def test_what_s_holds_is_that_of_the_attacked_checkpoints(with_attacks):
+    assert autoattack.filled(with_attacks)["filled"].endswith("%")
+    table = with_attacks.folder / "filled" / "seed_8.csv"
+    shutil.copy(table.with_name("seed_9.csv"), table)
+    with pytest.raises(PageError, match=r"filled/seed_8\.csv has 0\.\d+ where results\.csv has .*test last\.ckpt anew"):
+        autoattack.filled(autoattack.PAGE.raw(with_attacks.root))
+
+
 def test_a_test_whose_time_was_not_kept_is_named(with_attacks):
     table = with_attacks.folder / "earlier" / "rpc_lam_1" / "seed_2.csv"
     table.write_text(table.read_text().replace(",180.0,", ",,"))
@@ -178,6 +195,16 @@ def test_a_test_whose_time_was_not_kept_is_named(with_attacks):
 def test_what_autoattack_left_is_that_of_the_comparison(with_attacks):
     cells = with_attacks.folder / "tests" / "softmax"
     autoattack.attacks(with_attacks)
+    table = cells / "seed_8.csv"
+    own = robustness.read_csv(table)
+    none_stands = robustness.right_as_text(np.zeros(100, bool))
+    other = [
+        replace(row, value=0.0, right=none_stands) if (row.name, row.setting) == ("autoattack", "0.25/255") else row
+        for row in own
+    ]
+    robustness.write_csv(other, table)
+    with pytest.raises(PageError, match=r"seed_8\.csv has 0\.0 where .*autoattack/0\.25_255.* of another checkpoint"):
+        autoattack.attacks(autoattack.PAGE.raw(with_attacks.root))
     shutil.copy(with_attacks.folder / "earlier" / "softmax" / "seed_0.csv", cells / "seed_8.csv")
     with pytest.raises(PageError, match="have other rows"):
         autoattack.attacks(autoattack.PAGE.raw(with_attacks.root))
@@ -269,3 +296,18 @@ def test_what_is_left_of_all_images_has_verdicts_of_its_own(tmp_path):
     environment.unlink()
     with pytest.raises(PageError, match=r"seed_8\.json is missing: copy environment\.json of the test there"):
         all_images.all_images_numbers(classification.PAGE.raw(tmp_path))
+
+
+def test_tests_of_runs_that_are_in_no_comparison_or_diverged_are_refused(tmp_path):
+    copied(tmp_path, "rpc_sparse_part", "out_of_distribution")
+    folder = tmp_path / "docs" / "results"
+    found = sparse_part.PAGE.raw(tmp_path).comparison("", sparse_part.RECIPE)
+    cells = cell_tests.tested(folder / "out_of_distribution", sparse_part.RECIPE, "clean")
+    check = partial(cell_tests.check_checkpoints, cells, cell_tests.CLEAN)
+    check(found, shared.TOP1)
+    fewer = replace(found, configs=[each for each in found.configs if each != "rpc lam 1"])
+    with pytest.raises(PageError, match=r"rpc lam 1 seed 0 is in .*rpc_lam_1/seed_0\.csv alone"):
+        check(fewer, shared.TOP1)
+    lost = {"config": "rpc lam 1", "seed": 2, "step": 9999, "metric": "val/loss", "value": float("nan")}
+    with pytest.raises(PageError, match=r"rpc lam 1 seed 2 diverged, .*seed_2\.csv .*: leave that table out"):
+        check(replace(found, rows=[*found.rows, lost]), shared.TOP1)

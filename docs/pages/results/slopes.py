@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from docs.pages.errors import PageError
 from docs.pages.numbers import number
 from docs.pages.raw import Raw
 from lightning_tasks.analyses import lipschitz_report as report
@@ -25,20 +27,38 @@ def of_layer(raw: Raw, folder: str, layer: int, kind: str = TEXT, least: int = 0
 
 
 def fit(found: list[Row], name: str = "value") -> Fit:
-    """The slope of the logarithms."""
-    values = [float(getattr(row, name)) for row in found]
-    return report.fit_slope([row.length for row in found], values, [row.sequence for row in found])
+    """The slope of the logarithms, and its interval.
+
+    Raises:
+        PageError: there is none, as of one sequence or one length.
+    """
+    fitted = report.fit_of(found, name)
+    if not (math.isfinite(fitted.low) and math.isfinite(fitted.high)):
+        layers = ", ".join(sorted({row.layer for row in found})) or "no layer"
+        raise PageError(
+            f"{report.TABLE}: the slope of {name} of {layers} has no interval: give two sequences and two lengths"
+        )
+    return fitted
 
 
 def mean_at(found: list[Row], length: int, name: str = "value") -> float:
-    """The mean over sequences."""
-    return float(np.mean([getattr(row, name) for row in found if row.length == length]))
+    """The mean over sequences.
+
+    Raises:
+        PageError: this length was not measured.
+    """
+    values = [getattr(row, name) for row in found if row.length == length]
+    if not values:
+        raise PageError(
+            f"{report.TABLE} has no length {length}, and has {', '.join(map(str, lengths(found))) or 'none'}"
+        )
+    return float(np.mean(values))
 
 
 def ends(found: list[Row], name: str) -> tuple[float, float]:
     """The means at the least and at the largest length."""
-    lengths = [row.length for row in found]
-    return mean_at(found, min(lengths), name), mean_at(found, max(lengths), name)
+    first, *_, last = lengths(found)
+    return mean_at(found, first, name), mean_at(found, last, name)
 
 
 def slope(found: Fit, digits: int = 3) -> str:

@@ -181,7 +181,8 @@ def claims(raw: Raw) -> list[Claim]:
         "slopes are about a quarter in the mean, and not layer by layer",
         all(0.2 < np.mean([each.slope for each in fits]) < 0.3 for fits in parts.values())
         and any(holding.values())
-        and all(count < len(parts[name]) for name, count in holding.items()),
+        and all(count < len(parts[name]) for name, count in holding.items())
+        and sum(holding.values()) < 0.5 * sum(map(len, parts.values())),
         f"{holding_of}; {', '.join(map(between, parts.values()))}",
     )
     ascents = {layer: fit(of_layer(raw, "minilm-adversarial-300", layer, ADVERSARIAL)) for layer in LAYERS}

@@ -13,7 +13,7 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from lightning_tasks.report.page import final_table, order, robustness_table
 from lightning_tasks.report.svg import heat_map, layer_metrics
-from lightning_tasks.runs.divergence import diverged_cells
+from lightning_tasks.runs.divergence import SKIPPED, diverged_cells
 from lightning_tasks.runs.log import merge_epochs
 from lightning_tasks.runs.robustness import Row, write_csv
 from lightning_tasks.runs.run import Run, read_run
@@ -278,10 +278,25 @@ def test_the_score_of_a_run_that_diverged_is_no_number():
 
 
 def test_the_robustness_of_a_run_that_diverged_is_no_number(tmp_path):
+    unmeasured = Row("mean corruption", "", "", "accuracy", float("nan"), note="28 pixels are too few")
     runs = [
-        Run("a", seed, tmp_path, [], None, [Row("clean", "", "", "accuracy", 0.8 - 0.35 * seed, 10)])
+        Run("a", seed, tmp_path, [], None, [Row("clean", "", "", "accuracy", 0.8 - 0.35 * seed, 10), unmeasured])
         for seed in (0, 1, 2)
     ]
-    key = ("clean", "", "", "accuracy")
-    assert robustness_table(runs, ["a"], {("a", 2): "val/loss is nan at step 1"}) == [(key, ["NaN"])]
-    assert robustness_table(runs[:2], ["a"], {("a", 2): "val/loss is nan at step 1"}) == [(key, ["62.5% ± 24.7"])]
+    lost = {("a", 2): "val/loss is nan at step 1"}
+    for found, clean in ((runs, "NaN"), (runs[:2], "62.5% ± 24.7")):
+        shown = {test: cells for (test, *_), cells in robustness_table(found, ["a"], lost)}
+        assert shown == {"clean": [clean], "mean corruption": ["not measured"]}
+
+
+def test_a_page_has_no_score_of_a_run_that_diverged(tmp_path):
+    seeds = [run_folder(tmp_path / "a" / f"version_{seed}", seed, offset) for seed, offset in enumerate((0, np.nan))]
+    for folder in seeds:
+        log = folder / "metrics.csv"
+        head, *lines = log.read_text().splitlines()
+        log.write_text("\n".join([f"{head},val/top1,{SKIPPED}", *(f"{line},0.8,3" for line in lines)]) + "\n")
+        write_csv([Row("clean", "", "", "accuracy", 0.5, 10)], folder / "robustness.csv")
+    _, found = report(tmp_path, *seeds)
+    assert "val/top1 not finite (2)" in found.rows
+    assert f"{SKIPPED} 3 ± 0 (2)" in found.rows, "what the guard says is no score"
+    assert "clean, accuracy NaN" in found.rows

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from docs.pages.cell_tests import check_checkpoints, compare_tests, primary_table, settings_of, tested, tests_ran_in
+from docs.pages.cell_tests import (
+    CLEAN,
+    check_checkpoints,
+    compare_tests,
+    primary_table,
+    settings_of,
+    tested,
+    tests_ran_in,
+)
 from docs.pages.numbers import number
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc import cifar10
@@ -17,7 +25,7 @@ from docs.pages.results.rpc.cifar10 import RECIPE
 from docs.pages.results.rpc.shared import PAIRS, TOP1
 from docs.pages.tables import Table, differences, nothing_yet
 
-CLEAN = MEAN = "//accuracy"  # a table's tests of clean images and of the mean over corruptions have no further name
+MEAN = CLEAN  # of another test, and as nameless
 MARGIN = 0.01
 FGSM = {f"FGSM {eps}/255": f"fgsm/{eps}/255/accuracy" for eps in (1, 4)}
 

@@ -15,12 +15,21 @@ from statistics import fmean
 
 import numpy as np
 
-from docs.pages.cell_tests import Tested, check_checkpoints, compare_tests, primary_table, settings_of, tested
+from docs.pages.cell_tests import (
+    CLEAN as CLEAN_ROW,
+    Tested,
+    check_checkpoints,
+    compare_tests,
+    environment_of,
+    primary_table,
+    settings_of,
+    tested,
+)
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
-from docs.pages.numbers import difference, in_turn, interval, listed, mean_std, number, signed, told
+from docs.pages.numbers import difference, in_turn, interval, least_to_most, listed, mean_std, number, signed, told
 from docs.pages.page import Claim, Page
-from docs.pages.raw import Comparison, Raw
+from docs.pages.raw import RESULTS, Comparison, Raw, by_machine
 from docs.pages.results.rpc.shared import TOP1, over_images, points
 from docs.pages.tables import Table, differences
 from docs.pages.verdicts import verdict
@@ -38,7 +47,9 @@ EPS = {f"{eps}/255": f"robustness/autoattack/{eps}_255/accuracy" for eps in ("0.
 ALL_IMAGES, CLEAN = "clean, 2,000 images", "robustness/clean/accuracy"
 PRIMARY = EPS["1/255"]
 AFTER = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square: worst case"}
-TEST_PRIMARY, TEST_CLEAN = "autoattack/1/255/accuracy", "//accuracy"  # what a cell's table calls them
+TEST_PRIMARY = "autoattack/1/255/accuracy"  # what a cell's table calls it
+PLANNED_IMAGES = 500
+LAST_PASS = "test/pursuit/sparsity/layer_00/pass_4"
 
 PAGE = Page("rpc_autoattack", "CIFAR-10, AutoAttack")
 PAGE.summaries |= {"": RECIPE}
@@ -60,7 +71,7 @@ def attacks(raw: Raw) -> list[Tested]:
 
 def _attacks(raw: Raw) -> list[Tested]:
     found, clean = (tested(raw.folder / "tests", RECIPE, test) for test in ("attack", "clean"))
-    check_checkpoints(clean, TEST_CLEAN, read(raw), CLEAN)
+    check_checkpoints(clean, CLEAN_ROW, read(raw), CLEAN)
     for eps, metric in EPS.items():
         check_checkpoints(found, f"autoattack/{eps}/accuracy", read(raw), metric)
     return found
@@ -84,7 +95,7 @@ def compared_before(raw: Raw) -> Comparison:
     """
     folder = raw.folder / "earlier"
     if (found := compare_tests(folder, BEFORE, "attack", TEST_PRIMARY)) is None:
-        raise PageError(f"{folder} has no tables")
+        raise PageError(f"{folder} has no tables: copy robustness.csv of each test there, as VARIANT/seed_N.csv")
     return found
 
 
@@ -152,7 +163,7 @@ def after_each_attack(raw: Raw, place: str, recipe: str, cells: Sequence[Tested]
             if names[0] not in of_attacks[0].rows:  # those that ran before have two eps
                 continue
             values = [
-                [each.rows[TEST_CLEAN].value for each in of_clean],
+                [each.rows[CLEAN_ROW].value for each in of_clean],
                 *([each.rows[name].value for each in of_attacks] for name in names),
             ]
             rows.append([config, str(len(of_attacks)), eps, *(mean_std(each, 1, 100.0) for each in values)])
@@ -198,7 +209,9 @@ def of_before(raw: Raw) -> dict[str, str]:
     cells, clean = attacks_before(raw), sparse_part(raw)
     before, now = paired_values(compared_before(raw), TEST_PRIMARY), paired_values(read(raw), PRIMARY)
     if twice := before.keys() & now.keys():
-        raise PageError(f"seed {min(twice)} is among those that ran before, and among the others")
+        raise PageError(
+            f"seed {min(twice)} is in {raw.folder / 'earlier'}, and one of {RESULTS}: leave it out of one of the two"
+        )
     together = [100 * each for each in (*before.values(), *now.values())]
     apart = paired_values(clean, TOP1)
     attacked, others = (
@@ -245,6 +258,38 @@ def paired_values(found: Comparison, metric: str) -> dict[int, float]:
     return {seed: rpc[seed] - softmax[seed] for seed in rpc if seed in softmax}
 
 
+@PAGE.numbers
+def filled(raw: Raw) -> dict[str, str]:
+    """The share of S that is not 0 in the last pass, as `PursuitMonitor` logged it in tests of the checkpoints.
+
+    What such a test logged is in filled/seed_N.csv, and where it ran in filled/seed_N.json.
+
+    Raises:
+        PageError: a test is of another checkpoint.
+    """
+    shares, environments = [], []
+    for seed, top1 in read(raw).by_seed(TOP1, RPC).items():
+        name = f"filled/seed_{seed}"
+        (logged,) = raw.rows(f"{name}.csv")
+        if not math.isclose(float(logged[TOP1]), top1, rel_tol=1e-5):
+            raise PageError(f"{name}.csv has {logged[TOP1]} where {RESULTS} has {top1} for {TOP1}: test last.ckpt anew")
+        shares.append(100 * float(logged[LAST_PASS]))
+        environments.append(environment_of(raw.folder / f"{name}.json"))
+    known = [each for each in environments if each is not None]
+    return {"filled": f"{least_to_most(shares, 0)}%", "filled-ran": by_machine(known)}
+
+
+@PAGE.numbers
+def idle(raw: Raw) -> dict[str, str]:
+    """How often an attack of AutoAttack that comes after APGD took an image that APGD had left."""
+    counts = []
+    for each in attacks(raw):
+        for eps in EPS:
+            left = [each.rows[f"autoattack after {name}/{eps}/accuracy"].value for name in ("apgd-t", "square")]
+            counts.append(left[1] < left[0])
+    return {"after-apgd": f"{sum(counts)} of the {len(counts)}"}
+
+
 def taken_by(found: Comparison, metric: str) -> str:
     """What an attack takes from the accuracy on the same images, for RPC less softmax, in points."""
     return difference(found.with_loss("lost", CLEAN, metric).row("lost", RPC, SOFTMAX), 1, 100)
@@ -261,9 +306,13 @@ def flags_of(cells: Sequence[Tested]) -> str:
     counts = Counter(each.variant for each in cells)
     raised: Counter[tuple[str, str, str]] = Counter()
     for each in cells:
-        for row in each.rows.values():
-            flags = row.note.partition("; flags: ")[2].split("; ")
-            raised.update((each.variant, row.setting, flag) for flag in flags if flag not in ("", "none"))
+        flags = dict.fromkeys(  # a cell counts once
+            (each.variant, row.setting, flag)
+            for row in each.rows.values()
+            for flag in row.note.partition("; flags: ")[2].split("; ")
+            if flag not in ("", "none")
+        )
+        raised.update([*flags])
     texts = (
         f"{variant} at {eps}: {flag} ({count} of {counts[variant]} seeds)"
         for (variant, eps, flag), count in raised.items()
@@ -280,13 +329,14 @@ def seconds_of(cells: Sequence[Tested], eps: str) -> float:
     rows = [each.rows.get(f"autoattack/{eps}/accuracy") for each in cells]
     taken = [math.nan if row is None else row.seconds for row in rows]
     if not np.isfinite(taken).all():
-        raise PageError(f"{cells[int(np.argmin(np.isfinite(taken)))].path} has no seconds of autoattack at {eps}")
+        path = cells[int(np.argmin(np.isfinite(taken)))].path
+        raise PageError(f"{path} has no seconds of autoattack at {eps}: test that checkpoint anew")
     return float(np.mean(taken))
 
 
 def planned_hours(planned: Comparison, images: int, seconds: float) -> float:
-    """What AutoAttack on 500 images of each model of a comparison takes, where so many images take so many seconds."""
-    return len(planned.configs) * len(planned.seeds) * 500 / images * seconds / 3600
+    """What AutoAttack on `PLANNED_IMAGES` of each model takes, where so many images of one take so many seconds."""
+    return len(planned.configs) * len(planned.seeds) * PLANNED_IMAGES / images * seconds / 3600
 
 
 @PAGE.numbers
@@ -296,6 +346,7 @@ def square(raw: Raw) -> dict[str, str]:
     for each in tested(raw.folder / "square", BEFORE, "attack"):
         ours, theirs = (each.rows[f"{name}/1/255/accuracy"] for name in ("square", "autoattack"))
         left = [right_from_text(row.right, row.samples) for row in (ours, theirs)]
+        check_told("our Square leaves less than the library's", ours.value < theirs.value, (ours.value, theirs.value))
         texts.append(
             f"{each.variant}, seed {each.seed}, {ours.samples} images: {number(ours.value * 100)}% and "
             f"{number(theirs.value * 100)}%; {(left[1] & ~left[0]).sum()} images stand against the library's alone, "
@@ -319,6 +370,17 @@ def square_by_rules(raw: Raw) -> dict[str, str]:
         "the library's": "pyautoattack",
     }
     return {"square-rules": ", ".join(f"{name} {found[row]['mean']}%" for name, row in named.items())}
+
+
+@PAGE.numbers
+def square_of_another_model(raw: Raw) -> dict[str, str]:
+    """How far ours is from the library's on the model of benchmarks/results/square.md, by its rules."""
+    rows = raw.rows("square.csv", raw.root / "benchmarks" / "results")
+    apart = {row["Square"]: float(row["to pyautoattack, points"]) for row in rows}
+    own, schedule, every = (apart[name] for name in ("ours", "ours, schedule of the library", "ours, all three"))
+    check_told("the schedule makes most of the difference", own < schedule and schedule - own > -own / 2, apart)
+    how = {"as it is": own, "with its schedule": schedule, "with all three": every}
+    return {"square-other": in_turn(f"{signed(each)} points {name}" for name, each in how.items())}
 
 
 @PAGE.figure("curves.png")

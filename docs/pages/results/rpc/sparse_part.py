@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from docs.pages.cell_tests import Tested, check_checkpoints, primary_table, tested
+from docs.pages.cell_tests import CLEAN, Tested, check_checkpoints, primary_table, tested
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, listed, number, told
@@ -33,7 +33,6 @@ from lightning_tasks.compare.summary import SummaryRow
 
 RECIPE = "rpc/compare_sparse_part"
 FILLED = ["rpc lam 1", "rpc lam 0.75"]
-CLEAN = "//accuracy"  # what the table of a test calls it
 
 LAST_SHARE = "val/pursuit/sparsity/layer_00/pass_4"
 SUPPORT = "val/attention/effective_support/mean"

@@ -440,7 +440,7 @@ class TwoParts(OwnBlocks):
         (lambda: heal(Heal([{"match": "task", "train": "head*"}])), "'head\\*' matches no Parameter"),
         (lambda: heal(Heal([{"match": "layers", "train": "net.head*"}])), "chooses 'net.head.bias', on which no layer"),
         (lambda: heal(Heal(THREE), strategy="ddp", devices=1), "ddp_find_unused_parameters_true"),
-        (lambda: fit(Task(), [SwapAttention("sink"), Heal(THREE), DriftMonitor()]), "two callbacks"),
+        (lambda: fit(Task(), [SwapAttention("sink"), Heal(THREE), DriftMonitor()]), "2 callbacks"),
         (lambda: fit(Task(), [Heal(THREE), SwapAttention("sink")], data(), data()), None),
         (lambda: fit(TinyLM(), [SwapAttention("sink"), Heal(THREE, network="net.encoder")]), None),
     ],

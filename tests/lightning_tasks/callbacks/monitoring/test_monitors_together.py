@@ -53,7 +53,7 @@ def test_a_second_monitor_of_a_kind_is_refused(tmp_path, kind, derived):
     second = type("Derived", (kind,), {}) if derived else kind
     module = TinyLM()
     callbacks = [SwapAttention("rpc"), second(layers=[1]), kind(layers=[0])]
-    with pytest.raises(ValueError, match=f"two callbacks {kind.__name__}, .*--config RECIPE --config FILE"):
+    with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, .*--config RECIPE --config FILE"):
         fit(module, callbacks, batches(1), batches(1), logger=CSVLogger(tmp_path, name="", version=""))
     assert "configure_model" not in vars(module)
     assert not list(tmp_path.iterdir())
@@ -88,7 +88,7 @@ def test_who_acts_in_training_too_says_no_such_thing(recwarn, make, loader):
 
 @pytest.mark.parametrize("kind", [RunSummary, PredictionTable, SegmentationOverlay])
 def test_a_second_callback_that_writes_the_same_files_is_refused(kind):
-    with pytest.raises(ValueError, match=f"two callbacks {kind.__name__}, "):
+    with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, "):
         fit(TinyLM(), [kind(), kind()], batches(1), batches(1))
 
 

@@ -120,10 +120,21 @@ def test_eps_and_attacks_as_written():
     assert AttackSetting.read({"name": "transfer", "source": "a", "attack": "square"}).label == "transfer of square"
 
 
-def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path):
-    both = [RobustnessEvaluation(corruptions=[]), RobustnessEvaluation(attacks=["fgsm"], corruptions=[])]
+ONE = RobustnessEvaluation(corruptions=[])
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        [ONE, RobustnessEvaluation(attacks=["fgsm"], corruptions=[])],
+        [ONE, ONE],
+        [type(name, (RobustnessEvaluation,), {})(corruptions=[]) for name in ("First", "Second")],
+    ],
+    ids=["other options", "the same twice", "two derived classes"],
+)
+def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path, both):
     runner = trainer(tmp_path, *both, max_steps=1)
     for run in (runner.test, runner.fit):
-        with pytest.raises(ValueError, match="the trainer has two callbacks RobustnessEvaluation"):
+        with pytest.raises(ValueError, match="the trainer has 2 callbacks RobustnessEvaluation"):
             run(TinyClassifier(), TinyImages())
     assert not list(tmp_path.rglob("robustness.*"))

@@ -367,7 +367,7 @@ def test_what_other_heads_showed_counts_nothing(tmp_path):
 
 
 def test_a_second_one_is_refused_by_name():
-    with pytest.raises(ValueError, match="two callbacks QKClip"):
+    with pytest.raises(ValueError, match="2 callbacks QKClip"):
         fit(TinyLM(), [QKClip(layers=[0]), QKClip(layers=[1])])
 
 
