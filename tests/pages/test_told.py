@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from docs.pages.errors import PageError, check_told
-from docs.pages.results import token_selection
+from docs.pages.results import slopes, token_selection
 from docs.pages.results.rpc import classification
+from lightning_tasks.analyses.lipschitz_report import Row
 from tests.pages.toy import ROOT
 
 
@@ -72,3 +73,12 @@ def test_a_problem_that_was_not_solved_is_not_left_out(copied):
     path.write_text(path.read_text() + "| single | 2 | all | failed: no solution |  |  |  |  |\n")
     with pytest.raises(PageError, match=r"has a problem that was not solved, .*\| single \| 2 \| all"):
         token_selection.summary(token_selection.PAGE.raw(root))
+
+
+def test_a_length_or_a_slope_that_was_not_measured_is_named():
+    found = [Row("encoder.0", "text", length, 0, 1.0 + length, 0.0, True, 9, 1.0) for length in (2, 4, 8)]
+    assert slopes.mean_at(found, 4) == 5
+    with pytest.raises(PageError, match=r"lipschitz\.csv has no length 128, and has 2, 4, 8"):
+        slopes.mean_at(found, 128)
+    with pytest.raises(PageError, match=r"the slope of value of encoder\.0 has no interval: give two sequences"):
+        slopes.fit(found)

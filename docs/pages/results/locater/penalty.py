@@ -275,6 +275,21 @@ def on_the_way(raw: Raw) -> dict[str, str]:
     """Entropy in training, and what was looked at after the runs."""
     found = read(raw)
     early = found.at(LOGGED[250])
+    raised = [found.row(PERPLEXITY, config, "none") for config in (*PENALTIES[1:], STRONG)]
+    check_told(
+        "the two stronger penalties and the strong weight decay raise perplexity",
+        all(row.verdict == "higher" for row in raised),
+        in_turn(told(row, 2) for row in raised),
+    )
+    at_each = [
+        [found.at(step).row(ENTROPY, config, "none").difference for config in (*PENALTIES, *CONTROLS, FADING)]
+        for step in LOGGED.values()
+    ]
+    check_told(
+        "entropy is higher at all validations, the more the stronger the penalty, and in the controls too",
+        all(0 < each[0] < each[1] < each[2] and min(each) > 0 for each in at_each),
+        at_each,
+    )
 
     def means(metric: str, digits: int, configs: Sequence[str], step: int | None = None) -> str:
         return in_turn(number(found.mean(metric, config, step), digits) for config in configs)
