@@ -20,7 +20,7 @@ from lightning_tasks.figures.curves import looks
 from lightning_tasks.report.arguments import parser
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
-from lightning_tasks.runs.divergence import SKIPPED, STOPPED, diverged_cells, with_stops
+from lightning_tasks.runs.divergence import SKIPPED, STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import by_metric
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.robustness import GIVES_NAN, figure
@@ -138,8 +138,8 @@ def page(read: Read) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    configs, diverged = read.configs, diverged_cells(read.rows())
-    rows = with_stops(read.rows())
+    configs, as_logged = read.configs, read.rows()
+    diverged, rows = diverged_cells(as_logged), with_stops(as_logged)
     settings: dict[str, dict[str, Any] | None] = dict.fromkeys(configs)
     for run in read.runs:
         settings[run.config] = settings[run.config] or run.settings  # the first seed's that are known
@@ -164,6 +164,7 @@ def page(read: Read) -> str:
     environment.filters["number"] = "{:.4g}".format
     return environment.get_template(TEMPLATE).render(
         configs=list(zip(configs, looks(len(configs)), strict=True)),
+        remarks=diverged_configs(as_logged),
         runs=read.runs,
         notes=notes,
         swapped=[(config, swapped(each)) for config, each in settings.items()],

@@ -296,7 +296,8 @@ def test_a_page_has_no_score_of_a_run_that_diverged(tmp_path):
         head, *lines = log.read_text().splitlines()
         log.write_text("\n".join([f"{head},val/top1,{SKIPPED}", *(f"{line},0.8,3" for line in lines)]) + "\n")
         write_csv([Row("clean", "", "", "accuracy", 0.5, 10)], folder / "robustness.csv")
-    _, found = report(tmp_path, *seeds)
+    text, found = report(tmp_path, *seeds)
+    assert "a (1 of 2 diverged)</li>" in text
     assert "val/top1 not finite (2)" in found.rows
     assert f"{SKIPPED} 3 ± 0 (2)" in found.rows, "what the guard says is no score"
     assert "clean, accuracy NaN" in found.rows
