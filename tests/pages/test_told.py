@@ -1,13 +1,17 @@
 """Sentences of pages that have no number of their own are refused where the raw files say otherwise."""
 
 import csv
+import math
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from docs.pages.errors import PageError, check_told
-from docs.pages.results import slopes, token_selection
+from docs.pages.results import slopes, token_selection, zoo
 from docs.pages.results.rpc import classification
+from docs.pages.results.zoo_seeds import Seeds, seeds_of, together
+from docs.pages.results.zoo_told import check_longest
 from lightning_tasks.analyses.lipschitz_report import Row
 from tests.pages.toy import ROOT
 
@@ -63,6 +67,24 @@ def test_a_nan_makes_no_sentence_true(copied, quantity, told):
     path.write_text("".join(lines))
     with pytest.raises(PageError, match=rf"{told}, and the raw files say \[.*nan"):
         classification.prose(classification.PAGE.raw(root))
+
+
+@pytest.mark.parametrize("more", [-3.0, math.nan])
+def test_a_mechanism_that_gains_more_than_longer_training_turns_a_sentence(more):
+    metric, raw = "test/perplexity", zoo.PAGE.raw(ROOT)
+
+    def seeds(more):
+        found = []
+        for each in seeds_of(raw, "text")[:2]:
+            rows = [row for row in each.rows if row["metric"] == metric]
+            rows = [row | {"value": row["value"] + (more if row["config"] == "dam" else 0.0)} for row in rows]
+            found.append(replace(each, rows=rows, metrics=[metric]))
+        return Seeds(*found, together(*found))
+
+    check_longest("text", seeds(0.0))
+    said = r"forgetting alone gains more .*, and the raw files say \['dam', 'forgetting'\]"
+    with pytest.raises(PageError, match=said):
+        check_longest("text", seeds(more))
 
 
 def test_a_problem_that_was_not_solved_is_not_left_out(copied):

@@ -8,26 +8,48 @@ images_more and text_more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 import numpy as np
 
-from docs.pages.errors import PageError, check_told
+from docs.pages.errors import PageError
 from docs.pages.figures import Figure, differences_of
-from docs.pages.numbers import difference, in_turn, least_to_most, listed, mean_std, number, signed, significant
+from docs.pages.numbers import difference, in_turn, least_to_most, listed, mean_std, number, signed, significant, told
 from docs.pages.page import Page
-from docs.pages.raw import RESULTS, Comparison, Raw
+from docs.pages.raw import Comparison, Raw
+from docs.pages.results.zoo_seeds import (
+    BETTER,
+    BETTER_SIGN,
+    DECIDED,
+    LONGER,
+    LONGEST,
+    SCORES,
+    SOFTMAX,
+    TIME,
+    WIDER,
+    Seeds,
+    best_and_worst,
+    control_row,
+    corrected,
+    is_mechanism,
+    over_all,
+    over_eight,
+    read,
+    seeds_of,
+    step_times,
+    to_softmax,
+    together,
+)
+from docs.pages.results.zoo_told import check_sentences
 from docs.pages.tables import Table, nothing_yet, p_value, tried_values, verdicts
 from docs.pages.verdicts import OPPOSITE
 from lightning_tasks.compare.statistics import minimum_detectable_effect
-from lightning_tasks.compare.summary import LEVEL, SummaryRow, corrected_by_family
+from lightning_tasks.compare.summary import LEVEL, SummaryRow
 
-# By part: digits and scale of the score, and the metrics of the other columns with theirs.
-SCORES = {"images": ("test/top1", 1, 100.0), "text": ("test/perplexity", 2, 1.0)}
 UNITS = {"images": "Test accuracy in percentage points", "text": "Test perplexity"}
+# By part: the metrics of the other columns, with their scales.
 OTHERS = {
     "images": {
         "corrupted, %": ("robustness/mean_corruption/accuracy", 100.0),
@@ -44,35 +66,23 @@ OTHERS = {
         "last layer": ("val/lipschitz/layer_01", 1.0),
     },
 }
-SOFTMAX, LONGER = "softmax", ("softmax longer", "softmax longest")
-BETTER, BETTER_SIGN = {"images": "higher", "text": "lower"}, {"images": 1, "text": -1}
 # What the text compares a configuration with, by part, where that is not softmax.
 CONTROLS = {("images", "scaled"): "softmax widest", ("text", "scaled"): "softmax wider"}
-# The differences that the text names: of the first seeds, of the further ones, and of all.
+# The differences that the text names: of the first seeds, and of the further ones.
 SAID = {
     "images": {
-        "": ("scaled", "qk_norm", "softmax longest", "uniform"),
+        "": ("scaled", "qk_norm", "uniform"),
         "more-": ("scaled", "qk_norm", "entmax", "hard", "l2", "ssmax"),
-        "all-": ("softmax longest",),
     },
     "text": {
-        "": ("forgetting", "dam", "rpc", "l2", "symmetric", "hard", "entmax", "differential", "softmax longer"),
-        "more-": (
-            *("forgetting", "dam", "scaled", "kde", "qk_norm", "rpc", "l2", "symmetric", "hard", "entmax"),
-            "softmax longer",
-        ),
+        "": ("forgetting", "dam"),
+        "more-": ("forgetting", "dam", "scaled", "kde", "qk_norm", "rpc", "l2", "symmetric", "hard", "entmax"),
     },
 }
 SLOW = ("dam", "qk_norm", "kde")  # of the texts' better ones: nearly as slow as others that have a longer softmax
-COSTS = {"parameters": "parameters", "time of a step": "to the first", "peak memory of a step": "peak memory of a step"}
+COSTS = {"parameters": "parameters", "time of a step": TIME, "peak memory of a step": "peak memory of a step"}
 
 PAGE = Page("zoo", summaries={f"{part}{more}": f"zoo/{part}" for part in SCORES for more in ("", "_more")})
-
-
-def read(raw: Raw, part: str, more: str = "") -> Comparison | None:
-    """The comparison, or its further seeds; None before it has run."""
-    folder = f"{part}{more}"
-    return raw.comparison(folder, f"zoo/{part}") if (raw.folder / folder / RESULTS).is_file() else None
 
 
 def score(part: str, raw: Raw) -> Table:
@@ -82,23 +92,6 @@ def score(part: str, raw: Raw) -> Table:
         return nothing_yet("mechanism", "score")
     metric, digits, scale = SCORES[part]
     return verdicts(found, metric, {name: name for name in found.configs}, digits, scale, seeds=True)
-
-
-def together(first: Comparison, further: Comparison) -> Comparison:
-    """All seeds of the configurations that have further ones."""
-    rows = [row for row in first.rows if row["config"] in further.configs]
-    return replace(further, rows=[*rows, *further.rows], images=())
-
-
-def corrected(metric: str, first: Comparison, both: Comparison) -> list[SummaryRow]:
-    """The rows of `both` of a metric: their p-values are corrected for all differences of the first seeds.
-
-    The first seeds chose the configurations of `both` among all, so that all differences are one family.
-    """
-    rows = [row for row in both.summary if row.metric == metric]
-    followed = {(row.config, row.reference) for row in rows}
-    others = [row for row in first.summary if row.metric == metric and (row.config, row.reference) not in followed]
-    return corrected_by_family([*rows, *others])[: len(rows)]
 
 
 def more_seeds(part: str, raw: Raw) -> Table:
@@ -160,48 +153,57 @@ def differences(part: str, raw: Raw) -> Figure | None:
 
 @PAGE.numbers
 def prose(raw: Raw) -> dict[str, str] | None:
-    """The differences that the text names: PART-NAME of the first seeds, PART-more-NAME and PART-all-NAME."""
+    """All that the text names; None before all parts have run."""
     if any(read(raw, part, more) is None for part in SCORES for more in ("", "_more")):
         return None
+    check_sentences(raw)
     texts: dict[str, str] = {}
-    for part, (metric, _, scale) in SCORES.items():
-        first, further = (raw.comparison(f"{part}{more}", f"zoo/{part}") for more in ("", "_more"))
-        every = together(first, further)
-        for when, names in SAID[part].items():
-            found = {"": first, "more-": further, "all-": every}[when]
-            for config in names:
-                row = found.row(metric, config, CONTROLS.get((part, config), SOFTMAX))
-                texts[f"{part}-{when}{config.replace(' ', '-')}"] = signed(row.difference * scale)
-        rows = [row for row in first.summary if row.metric == metric and row.pairs]
-        longer = [row for row in rows if row.reference in LONGER]
-        best = [row for row in corrected(metric, first, every) if row.reference == SOFTMAX]
-        best = [row for row in best if row.verdict == BETTER[part] and not row.config.startswith(SOFTMAX)]
-        best.sort(key=lambda row: -abs(row.difference))
-        texts[f"{part}-better"] = listed(f"`{row.config}`" for row in best)
-        texts |= by_verdict(part, metric, first, further)
-        texts[f"{part}-pairs"] = str(len(rows))
-        texts[f"{part}-longer"] = f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}"
+    for part in SCORES:
+        seeds = seeds_of(raw, part)
+        texts |= _said(part, seeds) | _of_part(part, seeds) | by_verdict(part, seeds)
     return texts | _of_images(raw) | _of_text(raw) | _of_all(raw)
 
 
-def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -> dict[str, str]:
+def _said(part: str, seeds: Seeds) -> dict[str, str]:
+    """The differences that the text names: PART-NAME of the first seeds, and PART-more-NAME of the further ones."""
+    metric, _, scale = SCORES[part]
+    found = {"": seeds.first, "more-": seeds.further}
+    rows = {
+        f"{part}-{when}{config}": found[when].row(metric, config, CONTROLS.get((part, config), SOFTMAX))
+        for when, names in SAID[part].items()
+        for config in names
+    }
+    return {name: signed(row.difference * scale) for name, row in rows.items()}
+
+
+def _of_part(part: str, seeds: Seeds) -> dict[str, str]:
+    """What the text says of both parts."""
+    metric, digits, scale = SCORES[part]
+    rows = [row for row in seeds.first.summary if row.metric == metric and row.pairs]
+    longer = [row for row in rows if row.reference in LONGER]
+    better = [row for row in over_eight(part, seeds).values() if row.verdict == BETTER[part]]
+    better.sort(key=lambda row: -abs(row.difference))
+    best, worst = best_and_worst(part, seeds.first)
+    return {
+        f"{part}-better": listed(f"`{row.config}`" for row in better),
+        f"{part}-five-best": in_turn(f"`{name}`" for name in best),
+        f"{part}-five-worst": in_turn(f"`{name}`" for name in worst),
+        f"{part}-pairs": str(len(rows)),
+        f"{part}-longest": told(seeds.first.row(metric, LONGEST[part], SOFTMAX), digits, scale),
+        f"{part}-longest-all": told(control_row(part, seeds), digits, scale),
+        f"{part}-longer": f"{sum(row.difference * BETTER_SIGN[part] > 0 for row in longer)} of {len(longer)}",
+    }
+
+
+def by_verdict(part: str, seeds: Seeds) -> dict[str, str]:
     """The mechanisms by their verdicts: of all seeds that each has, and of the further seeds alone."""
-
-    def of_mechanisms(rows: Sequence[SummaryRow]) -> dict[str, SummaryRow]:
-        controls = (SOFTMAX, "uniform")
-        return {
-            row.config: row
-            for row in rows
-            if row.metric == metric and row.reference == SOFTMAX and not row.config.startswith(controls)
-        }
-
-    every = of_mechanisms(first.summary) | of_mechanisms(corrected(metric, first, together(first, further)))
+    metric, digits, scale = SCORES[part]
+    every = over_all(part, seeds)
     worse = [row for row in every.values() if row.verdict == OPPOSITE[BETTER[part]]]
     worse.sort(key=lambda row: -abs(row.difference))
-    undecided = [row for row in every.values() if row.verdict not in ("lower", "higher")]
-    confirmed = [row for row in of_mechanisms(further.summary).values() if row.verdict in ("lower", "higher")]
+    undecided = [row for row in every.values() if row.verdict not in DECIDED]
+    confirmed = [row for row in to_softmax(seeds.further.summary, metric).values() if row.verdict in DECIDED]
     confirmed.sort(key=lambda row: row.difference * -BETTER_SIGN[part])
-    _, digits, scale = SCORES[part]
     return {
         f"{part}-worst": in_turn(f"`{row.config}` ({signed(row.difference * scale, digits)})" for row in worse),
         f"{part}-undecided": f"{len(undecided)} of {len(every)}",
@@ -212,12 +214,11 @@ def by_verdict(part: str, metric: str, first: Comparison, further: Comparison) -
 
 def _of_images(raw: Raw) -> dict[str, str]:
     """What the text says of images alone."""
-    found, (metric, _, scale) = raw.comparison("images", "zoo/images"), SCORES["images"]
+    (found, further, both), (metric, _, scale) = seeds_of(raw, "images"), SCORES["images"]
     rows = [row for row in found.summary if row.metric == metric and row.pairs]
     over = found.over_images(metric, "qk_norm", SOFTMAX)
-    apart = found.values(metric, "qk_norm") - found.values(metric, SOFTMAX)
-    further = raw.comparison("images_more", "zoo/images")
-    chosen = [name for name in further.configs if not name.startswith(SOFTMAX)]
+    apart = [each.values(metric, "qk_norm") - each.values(metric, SOFTMAX) for each in (found, further)]
+    chosen = [name for name in further.configs if is_mechanism(name)]
     signs = [each.row(metric, name, SOFTMAX).difference > 0 for name in chosen for each in (found, further)]
     corrupted, by = OTHERS["images"]["corrupted, %"]
     rest = [found.mean(corrupted, name) * by for name in found.configs if name != "scaled"]
@@ -225,42 +226,25 @@ def _of_images(raw: Raw) -> dict[str, str]:
     single = minimum_detectable_effect(1.0, 4)
     best = [sorted((each.score for each in choice.tried), reverse=True)[:2] for choice in found.choices]
     at_high_end = [choice.variant for choice in found.choices if choice.chosen == len(choice.tried) - 1]
-    costs = step_times(raw, "images")
-    higher = [(row.config, row.reference) for row in rows if row.verdict == "higher"]
-    both = together(found, further)
-    to_longest = {row.config: row for row in corrected(metric, found, both) if row.reference == LONGER[-1]}
-    check_told(
-        "scaled to softmax widest and qk_norm to softmax alone are higher on the images, over four seeds",
-        higher == [("scaled", "softmax widest"), ("qk_norm", SOFTMAX)],
-        higher,
-    )
-    lower = [to_longest[name].verdict for name in ("differential", "entmax")]
-    check_told(
-        "differential is lower than softmax longest over eight seeds, and entmax lower before the correction alone",
-        lower == ["lower", "lower, not after correction"],
-        lower,
-    )
-    check_told(
-        "softmax and its two controls that train longer have their best rate at the high end on the images",
-        {SOFTMAX, *LONGER} <= {*at_high_end},
-        at_high_end,
-    )
+    times = step_times(raw, "images")
     return {
         "images-below": str(sum(row.high < 0 for row in rows if row.reference in LONGER)),
         "images-detectable": number(detectable * scale),
         "images-detectable-corrected": number(
             detectable * scale * minimum_detectable_effect(1.0, 4, alpha=LEVEL / len(rows)) / single
         ),
-        "images-qk_norm-apart": number(float(np.ptp(apart)) * scale),
+        "images-qk_norm-apart": number(float(np.ptp(apart[0])) * scale),
+        "images-qk_norm-more-apart": number(float(np.ptp(apart[1])) * scale),
         "images-qk_norm-over-images": f"{number(over.low * scale)} to {number(over.high * scale)}",
         "images-corrupted-scaled": number(found.mean(corrupted, "scaled") * by),
         "images-corrupted-rest": least_to_most(rest, 0),
         "images-corrupted-qk_norm": signed(found.row(corrupted, "qk_norm", SOFTMAX).difference * by),
         "images-same-sign": f"{sum(a == b for a, b in zip(signs[::2], signs[1::2], strict=True))} of the {len(chosen)}",
         "images-all-gated": difference(both.row(metric, "gated, element-wise", SOFTMAX), 1, scale),
-        "images-at-high-end": str(sum(not name.startswith((SOFTMAX, "uniform")) for name in at_high_end)),
-        "images-times": " and ".join(number(costs[name]) for name in ("differential", "entmax")),
-        "images-times-after": " and ".join(number(costs[name]) for name in ("entmax", "dam")),
+        "images-at-high-end": str(sum(map(is_mechanism, at_high_end))),
+        "images-times": " and ".join(number(times[name]) for name in ("differential", "entmax")),
+        "images-time-entmax": number(times["entmax"]),
+        "images-time-dam": number(times["dam"]),
         "images-hours": hours(found),
         "images-close": f"{sum(one - other < 0.01 for one, other in best)} of {len(best)}",
     }
@@ -268,87 +252,75 @@ def _of_images(raw: Raw) -> dict[str, str]:
 
 def _of_text(raw: Raw) -> dict[str, str]:
     """What it says of the text alone."""
-    found, (metric, _, _) = raw.comparison("text", "zoo/text"), SCORES["text"]
+    (found, _, both), (metric, _, _) = seeds_of(raw, "text"), SCORES["text"]
     rows = [row for row in found.summary if row.metric == metric and row.pairs]
-    against = [row for row in rows if row.reference == SOFTMAX and not row.config.startswith((SOFTMAX, "uniform"))]
+    against = sorted(to_softmax(rows, metric).values(), key=lambda row: -row.difference)
+    worse = [row for row in against if row.verdict == "higher"]
     after = [row.difference for row in rows if row.reference in LONGER]
-    ahead = sorted(row.difference for row in against)
     entropy, _ = OTHERS["text"]["entropy, nats"]
     equal = fmean(math.log(n) for n in range(1, 65))  # rows of a causal window of 64 tokens
-    costs = step_times(raw, "text")
-    further = raw.comparison("text_more", "zoo/text")
-    both = together(found, further)
-    chosen = [row for row in corrected(metric, found, both) if row.reference == SOFTMAX]
-    chosen = [row for row in chosen if not row.config.startswith(SOFTMAX)]
-    check_told(
-        "all ten mechanisms with further seeds differ from softmax on the texts",
-        len(chosen) == 10 and all(row.verdict in ("lower", "higher") for row in chosen),
-        {row.config: row.verdict for row in chosen},
-    )
-    times = [100 * (costs[row.config] - 1) for row in rows if row.reference in LONGER]
+    times = step_times(raw, "text")
+    longer = [100 * (times[row.config] - 1) for row in rows if row.reference in LONGER]
     return {
-        "text-ahead": number(ahead[0] / ahead[1]),
+        "text-ahead": number(against[-1].difference / against[-2].difference),
         "text-uniform": difference(found.row(metric, "uniform", SOFTMAX)),
-        "text-worse": str(sum(row.verdict == "higher" for row in against)),
+        "text-worse": str(len(worse)),
+        "text-worse-each": in_turn(f"`{row.config}` ({signed(row.difference)})" for row in worse),
         "text-above-longer": least_to_most(after),
-        "text-costs": in_turn(number(costs[name], 2) for name in SLOW),
+        "text-costs": in_turn(number(times[name], 2) for name in SLOW),
         "text-costs-longer": in_turn(difference(both.row(metric, name, "softmax longer")) for name in SLOW),
         "text-entropies": f"{number(found.mean(entropy, SOFTMAX), 2)} nats, that of equal weights {number(equal, 2)}",
-        "text-times": least_to_most(times, 0),
+        "text-times": least_to_most(longer, 0),
+        "times-of-one-model": number(100 * (most_apart(raw) - 1), 0),
         "text-hours": hours(found),
     }
 
 
+def most_apart(raw: Raw) -> float:
+    """How far the times of a step of softmax and of its controls that train longer, which are one model, lie apart."""
+    of_parts = [step_times(raw, part) for part in SCORES]
+    of_softmax = [[times[name] for name in (SOFTMAX, *LONGER) if name in times] for times in of_parts]
+    return max(max(times) / min(times) for times in of_softmax)
+
+
 def _of_all(raw: Raw) -> dict[str, str]:
     """What it says of all seeds, by other controls and by another correction than the tables have."""
-    found = {
-        part: (raw.comparison(part, f"zoo/{part}"), raw.comparison(f"{part}_more", f"zoo/{part}")) for part in SCORES
-    }
+    (images, _, every), text = (seeds_of(raw, part) for part in SCORES)
     metric, digits, scale = SCORES["images"]
-    images, every = found["images"][0], together(*found["images"])
-    mechanisms = [each for each in images.configs if not each.startswith((SOFTMAX, "uniform"))]
-    above = sum(images.row(metric, each, SOFTMAX).difference > 0 for each in mechanisms)
-    wider = ("softmax wider", "softmax widest")
-    against = {each: [SOFTMAX] for each in wider} | {"entmax": [*wider, "softmax longer"]}
-    against |= {"scaled": ["softmax longest"], "qk_norm": ["softmax longer"]}
+    gains = [row.difference > 0 for row in to_softmax(images.summary, metric).values()]
+    against = dict.fromkeys(WIDER, (SOFTMAX,)) | {"entmax": (*WIDER, *LONGER), "qk_norm": LONGER, "scaled": LONGER[1:]}
     rows = {(each, other): every.row(metric, each, other) for each, others in against.items() for other in others}
-    told = {place: difference(row, digits, scale) for place, row in rows.items()}
-    first, further = found["text"]
-    score = SCORES["text"][0]
-    after = {row.config: row for row in further.summary if (row.metric, row.reference) == (score, SOFTMAX)}
-    better = [row for row in corrected(score, first, together(first, further)) if row.reference == SOFTMAX]
-    better = [row for row in better if row.verdict == "lower" and not row.config.startswith(SOFTMAX)]
-    unconfirmed = [after[row.config] for row in better if after[row.config].verdict != "lower"]
+    apart = {place: difference(row, digits, scale) for place, row in rows.items()}
+    after = to_softmax(text.further.summary, SCORES["text"][0])
+    better = [row.config for row in over_eight("text", text).values() if row.verdict == BETTER["text"]]
+    unconfirmed = [after[config] for config in better if after[config].verdict != BETTER["text"]]
     if wide := [row.config for row in unconfirmed if row.high >= 0]:
         raise PageError(f"the page says that the intervals of these exclude 0, and that of {wide[0]} does not")
-    own = {part: own_family(part, *each) for part, each in found.items()}
-    changed = [f"`{row.config}` {row.verdict} than {row.reference}" for rows in own.values() for row in rows[1]]
+    own = [own_family(part, seeds_of(raw, part)) for part in SCORES]
+    changed = [f"`{row.config}` {row.verdict} than {row.reference}" for _, rows in own for row in rows]
     return {
-        "images-above": f"{above} of {len(mechanisms)}",
-        "images-wider": in_turn(told[each, SOFTMAX] for each in wider),
-        "images-entmax-wider": in_turn(told["entmax", each] for each in wider),
-        "images-scaled-longest": told["scaled", "softmax longest"],
-        "images-qk_norm-longer": told["qk_norm", "softmax longer"],
-        "images-entmax-longer": told["entmax", "softmax longer"],
+        "images-above": f"{sum(gains)} of {len(gains)}",
+        "images-wider": in_turn(apart[each, SOFTMAX] for each in WIDER),
+        "images-entmax-wider": in_turn(apart["entmax", each] for each in WIDER),
+        "images-scaled-longest": apart["scaled", "softmax longest"],
+        "images-qk_norm-longer": apart["qk_norm", "softmax longer"],
+        "images-qk_norm-longest": apart["qk_norm", "softmax longest"],
+        "images-entmax-longer": apart["entmax", "softmax longer"],
+        "images-entmax-longest": apart["entmax", "softmax longest"],
         "text-unconfirmed": in_turn(f"`{row.config}`" for row in unconfirmed),
-        "own": " and ".join(str(count) for count, _ in own.values()),
+        "own": " and ".join(str(count) for count, _ in own),
         "narrower": in_turn(changed),
     }
 
 
-def own_family(part: str, first: Comparison, further: Comparison) -> tuple[int, list[SummaryRow]]:
+def own_family(part: str, seeds: Seeds) -> tuple[int, list[SummaryRow]]:
     """How many differences those with further seeds have, and which of them hold corrected for these alone."""
-    metric, both = SCORES[part][0], together(first, further)
+    (metric, _, _), both = SCORES[part], seeds.both
     count = sum(row.metric == metric and row.pairs > 0 for row in both.summary)
     narrow = replace(both, endpoints=replace(both.endpoints, comparisons=count))
-    wide = {(row.config, row.reference): row.verdict for row in corrected(metric, first, both)}
-    rows = [row for row in narrow.summary if row.metric == metric and row.verdict in ("lower", "higher")]
+    wide = {(row.config, row.reference): row.verdict for row in corrected(metric, seeds.first, both)}
+    rows = [row for row in narrow.summary if row.metric == metric and row.verdict in DECIDED]
     return count, [row for row in rows if row.verdict != wide[row.config, row.reference]]
-
-
-def step_times(raw: Raw, part: str) -> dict[str, float]:
-    """The time of a training step to that of softmax, as it was measured afterwards."""
-    return {row["variant"]: float(row[COSTS["time of a step"]]) for row in raw.step_costs(f"zoo/{part}")}
 
 
 def hours(found: Comparison) -> str:
