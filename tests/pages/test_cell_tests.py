@@ -257,6 +257,7 @@ def test_what_is_left_of_all_images_has_verdicts_of_its_own(tmp_path):
     raw = classification.PAGE.raw(tmp_path)
     shutil.rmtree(raw.folder / "all_images", ignore_errors=True)
     assert all_images.all_images_numbers(raw) is None
+    assert all_images.on_all_images(raw) == []
     assert "no numbers yet" in str(all_images.all_images_primary(raw))
     found = cifar10.read(raw)
     for place, config in enumerate(found.configs):
@@ -273,16 +274,19 @@ def test_what_is_left_of_all_images_has_verdicts_of_its_own(tmp_path):
             ran = Environment("0123456789abcdef", hardware=f"a machine of {'3' if seed < 12 else '5'} cores")
             (folder / f"seed_{seed}.json").write_text(json.dumps(asdict(ran)))
     raw = classification.PAGE.raw(tmp_path)
-    assert all_images.all_images_numbers(raw) == {
-        "all-images": "2,000 images, all of them, 8 seeds",
-        "all-images-families": "6 and 12",
-        "all-images-ran": "commit 0123456789, a machine of 3 cores; commit 0123456789, a machine of 5 cores",
-    }
+    numbers = all_images.all_images_numbers(raw)
+    assert numbers["all-images"] == "2,000 images, all of them, 8 seeds"
+    assert numbers["all-images-families"] == "6 and 12"
+    ran = "commit 0123456789, a machine of 3 cores; commit 0123456789, a machine of 5 cores"
+    assert numbers["all-images-ran"] == ran
+    assert numbers["all-others"] == "1 of the 5", "symmetric attention is higher than all others"
+    (claim,) = all_images.on_all_images(raw)
+    assert claim.verdict == "does not hold here (equivalent)"
     verdicts = [(*row[:1], row[3], row[-1]) for row in all_images.all_images_primary(raw).rows]
     assert ("symmetric", "softmax", "higher") in verdicts
     assert ("rpc", "softmax", "equivalent") in verdicts, "the margin is 1 point"
     differences = {row[0]: row[1] for row in all_images.all_images(raw).rows}
-    assert [*differences] == ["corrupted", "FGSM 1/255", "FGSM 4/255"]
+    assert [*differences][:4] == ["corrupted", "FGSM 1/255", "FGSM 4/255", "clean"]
     assert differences["corrupted"].startswith("**+2.0")
     assert "**" not in differences["FGSM 1/255"]
     changed(raw.folder / "all_images" / "rpc" / "seed_8.csv", "clean,,,accuracy,0.5", "clean,,,accuracy,0.6")

@@ -8,6 +8,7 @@ them in seed_N.json where these tests ran (`environment.json`).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from docs.pages.cell_tests import (
     CLEAN,
@@ -18,16 +19,21 @@ from docs.pages.cell_tests import (
     tested,
     tests_ran_in,
 )
-from docs.pages.numbers import number
+from docs.pages.errors import check_told
+from docs.pages.numbers import difference, in_turn, number, told
+from docs.pages.page import Claim
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc import cifar10
 from docs.pages.results.rpc.cifar10 import RECIPE
 from docs.pages.results.rpc.shared import PAIRS, TOP1
 from docs.pages.tables import Table, differences, nothing_yet
+from docs.pages.verdicts import verdict
 
 MEAN = CLEAN  # of another test, and as nameless
+WITHOUT, HEAD = "on clean images", "RPC − softmax"
 MARGIN = 0.01
 FGSM = {f"FGSM {eps}/255": f"fgsm/{eps}/255/accuracy" for eps in (1, 4)}
+LEFT = {"corruption": MEAN, **FGSM}
 
 
 def read(raw: Raw) -> Comparison | None:
@@ -44,13 +50,30 @@ def _compared(raw: Raw) -> Comparison | None:
     corrupted, attacked = (compare_tests(folder, RECIPE, test, MEAN) for test in ("mean corruption", "attack"))
     if corrupted is None or attacked is None:
         return None
-    check_checkpoints(tested(folder, RECIPE, "clean"), CLEAN, cifar10.read(raw), TOP1)
-    return replace(
+    clean = tested(folder, RECIPE, "clean")
+    check_checkpoints(clean, CLEAN, cifar10.read(raw), TOP1)
+    logged = [
+        {"config": each.variant, "seed": each.seed, "step": 0, "metric": WITHOUT, "value": each.rows[CLEAN].value}
+        for each in clean
+    ]
+    found = replace(
         corrupted,
-        rows=[*corrupted.rows, *attacked.rows],
+        rows=[*corrupted.rows, *attacked.rows, *logged],
         metrics=[MEAN, *FGSM.values()],
         endpoints=replace(corrupted.endpoints, margins={MEAN: MARGIN}),
     )
+    for name, metric in LEFT.items():
+        found = found.with_loss(f"taken by {name}", WITHOUT, metric)
+    return found
+
+
+def on_all_images(raw: Raw) -> list[Claim]:
+    """The claim on the endpoint; none before the tests ran."""
+    if (found := read(raw)) is None:
+        return []
+    row = found.row(MEAN, "rpc", "softmax")
+    said = f"the same on all 2,000 test images: {difference(row, 1, 100)} points to softmax"
+    return [Claim("... and under corruption, on all test images", said, verdict("higher", row))]
 
 
 def all_images_primary(raw: Raw) -> Table:
@@ -63,7 +86,7 @@ def all_images(raw: Raw) -> Table:
     found, head = read(raw), "accuracy, points"
     if found is None:
         return nothing_yet(head, *PAIRS)
-    rows = {"corrupted": MEAN, **FGSM}
+    rows = {"corrupted": MEAN, **FGSM, "clean": WITHOUT, **{f"taken by {name}": f"taken by {name}" for name in LEFT}}
     return differences(found, head, PAIRS, {name: (metric, 1, 100) for name, metric in rows.items()})
 
 
@@ -74,8 +97,18 @@ def all_images_numbers(raw: Raw) -> dict[str, str] | None:
         return None
     cells = tested(raw.folder / "all_images", RECIPE, "mean corruption")
     row = cells[0].rows[MEAN]
-    families = [found.row(metric, *PAIRS["RPC − softmax"]).family for metric in (MEAN, *FGSM.values())]
+    families = [found.row(metric, *PAIRS[HEAD]).family for metric in (MEAN, *FGSM.values())]
+    of = partial(found.row, config="rpc")
+    said, *others = [found.row(MEAN, *pair).verdict for pair in (PAIRS[HEAD], *PAIRS.values())]
+    others.remove(said)
+    check_told("under corruption RPC is equivalent to softmax", said == "equivalent", said)
     return {
+        "all-others": f"{others.count('equivalent')} of the {len(others)}",
+        "all-corrupted": told(of(MEAN, reference="softmax"), 1, 100),
+        "all-corrupted-symmetric": told(of(MEAN, reference="symmetric"), 1, 100),
+        "all-fgsm": in_turn(told(of(metric, reference="softmax"), 1, 100) for metric in FGSM.values()),
+        "all-fgsm-symmetric": in_turn(told(of(metric, reference="symmetric"), 1, 100) for metric in FGSM.values()),
+        "all-taken": in_turn(difference(of(f"taken by {name}", reference="softmax"), 1, 100) for name in LEFT),
         "all-images": f"{number(row.samples, 0)} images, {settings_of(row.note)}, {len(found.seeds)} seeds",
         "all-images-families": " and ".join(map(str, dict.fromkeys(families))),
         "all-images-ran": tests_ran_in(cells),

@@ -13,7 +13,7 @@ from docs.pages.figures import Figure, curves_of
 from docs.pages.numbers import difference, in_turn, interval, least_to_most, number, signed, significant, told
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Comparison, Raw
-from docs.pages.results.rpc.all_images import all_images, all_images_numbers, all_images_primary
+from docs.pages.results.rpc.all_images import all_images, all_images_numbers, all_images_primary, on_all_images
 from docs.pages.results.rpc.cifar10 import ATTACKED, BLIND, GRADIENT, INPUT_GRADIENT, ON_500, RECIPE, read
 from docs.pages.results.rpc.explored import EXPLORATORY, exploratory, explored
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, PAIRS, TOP1, by_pass, points, pursuit, under_attack
@@ -57,9 +57,10 @@ def claims(raw: Raw) -> list[Claim]:
         *under_attack(("FGSM and PGD", gradient), ("Square and transfer", blind)),
         Claim(
             "... and under corruption",
-            f"mean of 15 corruptions: {difference(corrupted, 1, 100)} points to softmax",
+            f"mean of 15 corruptions, first 500 test images: {difference(corrupted, 1, 100)} points to softmax",
             verdict("higher", corrupted),
         ),
+        *on_all_images(raw),
     ]
 
 
