@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from attention_modules.hosts.report import swapped_mechanisms
 from lightning_tasks.callbacks.base import Callback, check_alone
+from lightning_tasks.callbacks.swap import log_acting
 from lightning_tasks.robustness.evaluation import Batch, Kind, Plan
 from lightning_tasks.robustness.images import ImageKind
 from lightning_tasks.robustness.masks import MaskKind
@@ -142,6 +146,8 @@ class RobustnessEvaluation(Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen = []
+        if swapped_mechanisms(pl_module):  # also what a checkpoint brought, of which the configuration says nothing
+            log_acting(trainer, pl_module)
 
     def on_test_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -157,7 +163,7 @@ class RobustnessEvaluation(Callback):
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._seen:
             raise ValueError("RobustnessEvaluation saw no test batch: the first test loader is empty")
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unlogged(pl_module):
             seen, self._seen = self._seen, []
             plan = _kind_of(pl_module).plan(self.settings, InPrecision(pl_module, trainer), pl_module, trainer, seen)
             self._run(trainer, pl_module, plan)
@@ -205,6 +211,21 @@ class RobustnessEvaluation(Callback):
         print(f"\n{markdown(self.table)}\nfiles: {folder / TABLE}, {folder / MARKDOWN}; rows kept in {store.path}")
 
 
+@contextmanager
+def unlogged(pl_module: pl.LightningModule) -> Iterator[None]:
+    """Nothing that the module logs in its ``forward`` counts meanwhile: it would be of attacked images."""
+    own = {name: vars(pl_module)[name] for name in ("log", "log_dict") if name in vars(pl_module)}
+    try:
+        for name in ("log", "log_dict"):
+            setattr(pl_module, name, lambda *given, **options: None)
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            delattr(pl_module, name)
+            if name in own:
+                setattr(pl_module, name, own[name])
+
+
 def _kind_of(task: Any) -> Kind:
     """The kind of task that a LightningModule is: image classification, if no other."""
     from lightning_tasks.language_modeling import LanguageModelingTask  # with the tasks come timm and their metrics
@@ -224,9 +245,17 @@ def _pair(batch: Any, pl_module: Any) -> tuple[Tensor, Tensor]:
         return batch[0], batch[1]
     raise ValueError(
         "RobustnessEvaluation needs batches (images, labels), (images, masks) of a SegmentationTask, or (inputs, "
-        "targets) of a LanguageModelingTask; "
-        f"{type(pl_module).__name__} is given {type(batch).__name__}"
+        f"targets) of a LanguageModelingTask; {type(pl_module).__name__} is given {_described(batch)}: give "
+        "trainer.test a loader of such batches"
     )
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, dict):
+        return f"a dict of {', '.join(map(str, batch))}"
+    if isinstance(batch, (list, tuple)):
+        return f"{len(batch)} parts ({', '.join(type(part).__name__ for part in batch)})"
+    return type(batch).__name__
 
 
 def _beside_runs(folder: Path, wandb: list[Any]) -> Path:

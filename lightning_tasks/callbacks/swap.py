@@ -22,7 +22,7 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, acting_plans, overrides
+from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, acting_plans, overrides, saved_plans
 from lightning_tasks.checkpoints.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
@@ -53,8 +53,8 @@ class SwapAttention(Callback):
         ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
             when a trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention``
             chose the same layer, a weight-averaging callback copied the module before, the strategy trains in spawned
-            or forked processes, or is DeepSpeed's stage 3 where the mechanism drops the query, or ``layers=`` counted
-            before the module's ``setup`` built more.
+            or forked processes, or is DeepSpeed's stage 3 where the mechanism drops the query, ``layers=`` counted
+            before the module's ``setup`` built more, or a fit goes on from a checkpoint with other swaps.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
 
@@ -109,6 +109,8 @@ class SwapAttention(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         refuse_other_layout(trainer, pl_module, checkpoint)
+        if self._trains:
+            _refuse_other_swaps(pl_module, checkpoint)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -124,12 +126,14 @@ class SwapAttention(Callback):
         after_configure_model(pl_module, self, self._swap)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what acts in which layers now, beside the module's hyper-parameters, by which a report knows the run."""
-        plans = acting_plans(pl_module)
-        for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
-            logger.log_hyperparams({SWAPPED: plans})
-        for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
-            logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: plans})
+        log_acting(trainer, pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log_acting(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._trains:
+            log_acting(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         forget_actions(pl_module, self)
@@ -225,6 +229,41 @@ class SwapAttention(Callback):
                     f"two SwapAttention callbacks, {callback.mechanism!r} and {self.mechanism!r}, choose "
                     f"{', '.join(shared)}; give them where=, layers= or exclude= that do not overlap"
                 )
+
+
+def log_acting(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Log what acts in which layers now, beside the module's hyper-parameters, by which a report knows the run."""
+    plans = acting_plans(pl_module)
+    for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
+        logger.log_hyperparams({SWAPPED: plans})
+    for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
+        logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: plans})
+
+
+def _refuse_other_swaps(pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Refuse to go on with the training of a checkpoint in which ``SwapAttention`` had put other mechanisms.
+
+    One without a swap is left to its layout: softmax in its place has the same parameters.
+
+    Raises:
+        ValueError: naming a layer, what it had and what it has.
+    """
+
+    def by_layer(plans: Sequence[Plan]) -> dict[str, tuple[Any, Any]]:
+        return {layer: (plan["mechanism"], plan["options"]) for plan in plans for layer in plan["layers"]}
+
+    saved, now = by_layer(saved_plans(checkpoint)), by_layer(vars(pl_module).get(_PLANS, []))
+    if saved and (changed := sorted(each for each in saved.keys() | now.keys() if saved.get(each) != now.get(each))):
+        first = changed[0]
+        had, has = (
+            "no swap" if found is None else f"{found[0]} {found[1] or ''}".strip()
+            for found in (saved.get(first), now.get(first))
+        )
+        raise ValueError(
+            f"the checkpoint was trained with {had} in {first}, and SwapAttention has {has} there "
+            f"({len(changed)} layers differ): go on with the swap of the checkpoint, or start a new run from its "
+            "weights (load_swapped, or --init_from of the command)"
+        )
 
 
 def _refuse_compiled(pl_module: pl.LightningModule) -> None:

@@ -27,6 +27,8 @@ from lightning_tasks.robustness.tested_model import InPrecision, held_still, mec
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 
+NO_GRADIENT = "the input gradient is zero: an attack by it says nothing"
+
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:
     """Accuracy on the images as they are."""
@@ -79,6 +81,7 @@ def attack_measurement(
         norms = (math.nan, math.nan)
         if setting.attack.white_box:
             norms = subject.gradient_norms(setting.at_own_prediction)
+            note = note or (NO_GRADIENT if norms[0] == 0 else "")
         found = share_right(torch.cat(right))
         return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1], note=note)]
 
@@ -194,6 +197,6 @@ def _warn_of_few_classes(subject: Subject) -> None:
     seen = len(subject.labels.unique())
     if seen < min(classes, len(subject.labels)) / 4:
         rank_zero_warn(
-            f"the first {len(subject.labels)} test images are of {seen} of {classes} classes only: the loader goes "
-            "through them class by class; set num_images: null, or give the test set in a mixed, fixed order"
+            f"the first {len(subject.labels)} test images are of {seen} of {classes} classes only: where the loader "
+            "goes through them class by class, set num_images: null, or give the test set in a mixed, fixed order"
         )

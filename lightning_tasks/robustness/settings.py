@@ -77,6 +77,9 @@ def read_settings(
         check_integer(name, value, 0)
     for value in word_swap_keep or ():
         check_integer("an id of word_swap_keep", value, 0)
+    for name, given in (("attacks", attacks), ("eps", eps)):
+        if isinstance(given, str):
+            raise ValueError(f"{name} must be a list, got {given!r}: give [{given!r}]")
     chosen = read_attacks(["fgsm", "pgd"] if attacks is None else list(attacks))
     radii = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
     if chosen and not radii:
@@ -87,6 +90,8 @@ def read_settings(
     if isinstance(corruptions, str):
         corruptions = [*CORRUPTIONS, *(EXTRA_CORRUPTIONS if corruptions == "all" else ())]
     levels = list(SEVERITIES if severities is None else severities)
+    if corruptions and not levels:
+        raise ValueError("severities is empty, and corruptions need one: give severities=[3], say, or corruptions=[]")
     corrupted = [(name, severity) for name in corruptions for severity in levels]
     for each in corrupted:
         check_corruption(*each)

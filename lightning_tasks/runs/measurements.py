@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -112,9 +113,15 @@ def _version(name: str) -> str:
 
 
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
-    """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries."""
+    """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries.
+
+    It changes with the code of classes that are in no installed library, and with numbers, texts and truths that are
+    public attributes of modules, too.
+    """
     digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES)]).encode())
-    for text in (type(module).__qualname__, repr(module), repr(settings)):
+    code = [_source(kind) for kind in dict.fromkeys(map(type, module.modules()))]
+    plain = [(name, _plain_attributes(part)) for name, part in module.named_modules()]
+    for text in (type(module).__qualname__, repr(module), repr(settings), *code, repr(plain)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     tensors |= dict(module.named_buffers())  # those that no checkpoint holds, such as a normalization, count too
@@ -123,6 +130,20 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
         digest.update(f"{name}\0{tuple(content.shape)}\0{content.dtype}\0".encode())
         digest.update(content.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _source(kind: type) -> str:
+    """The code of a class; "" where it is that of an installed library, whose version counts, or cannot be read."""
+    try:
+        file = inspect.getsourcefile(kind)
+        return "" if file is None or "site-packages" in Path(file).parts else inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in sorted(found.items()) if isinstance(value, (bool, int, float, str))}
 
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:

@@ -147,9 +147,15 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
 
     Raises:
         ValueError: if they have another shape or fewer than two classes, are nan or infinite (minus infinity, as for
-            classes that are left out, is allowed), or a label is outside of the classes.
+            classes that are left out, is allowed), a label is outside of the classes, or the model changed the images.
     """
+    version = None if images.is_inference() else images._version
     logits = model(images)
+    if version is not None and images._version != version:  # later passes would see what this one left
+        raise ValueError(
+            f"{_name(model)} changes its images in place (as x.sub_(mean) or normalize(..., inplace=True) does): "
+            "compute a new tensor, (x - mean) / std"
+        )
     rest = labels.shape[1:] if labels is not None else ()
     if not isinstance(logits, Tensor) or (len(logits), *logits.shape[2:]) != (len(images), *rest) or logits.ndim < 2:
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

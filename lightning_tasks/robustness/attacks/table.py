@@ -51,6 +51,8 @@ class AttackSetting:
                 limits, or transfer without a source.
         """
         rest = {"name": given} if isinstance(given, str) else dict(given)
+        if "name" not in rest:
+            raise ValueError(f"the attack {rest} has no name: give {{'name': 'pgd', ...}}")
         name = _known(str(rest.pop("name", "")), ATTACKS, "attack")
         called = rest.pop("label", None)
         if name != "transfer":

@@ -8,7 +8,9 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.mechanisms.softmax import SoftmaxAttention
@@ -274,7 +276,7 @@ def test_resuming_a_plain_run_under_the_same_parameters(tmp_path):
     torch.testing.assert_close(swapped, weights_of(straight), atol=1e-6, rtol=1e-5)
 
 
-def test_resume_with_another_mechanism_warns(tmp_path):
+def test_resume_with_another_mechanism_is_refused_and_a_test_warns(tmp_path):
     swap = SwapAttention("softmax")
     fit(TinyLM(), [swap], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
 
@@ -283,8 +285,23 @@ def test_resume_with_another_mechanism_warns(tmp_path):
 
     globals()["Other"] = Other
     Other.__qualname__ = "Other"
-    with pytest.warns(UserWarning, match="another swap"):
+    with pytest.raises(
+        ValueError, match=r"trained with softmax in net.*, and SwapAttention has .*Other there \(2 layers"
+    ):
         resumed(tmp_path / "one.ckpt", SwapAttention(Other))
+    with pytest.raises(ValueError, match=r"trained with softmax in .*layers\.1.*, and SwapAttention has no swap there"):
+        resumed(tmp_path / "one.ckpt", SwapAttention("softmax", layers=[0]))
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other)])
+    with pytest.warns(UserWarning, match="another swap"):
+        tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+
+
+def test_a_test_logs_what_acts_in_which_layers(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    runner = pl.Trainer(accelerator="cpu", logger=logger, callbacks=[SwapAttention("symmetric", layers=[1])])
+    runner.test(TinyLM(), batches(1), verbose=False)
+    (plan,) = yaml.safe_load((tmp_path / "hparams.yaml").read_text())["swapped_attention"]
+    assert (plan["mechanism"], plan["layers"]) == ("symmetric", ["net.encoder.layers.1.self_attn"])
 
 
 def test_two_callbacks_on_one_layer_are_an_error():

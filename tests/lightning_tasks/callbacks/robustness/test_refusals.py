@@ -81,7 +81,7 @@ def test_batches_of_another_kind_are_named(tmp_path):
             images, labels = random_images(4, 12, 0)
             return DataLoader(TensorDataset(images * 4 - 2, labels))
 
-    with pytest.raises(ValueError, match=r"needs batches \(images, labels\).* is given dict"):
+    with pytest.raises(ValueError, match=r"needs batches \(images, labels\).* is given a dict of image: give"):
         evaluate(tmp_path, TinyClassifier(), Dicts())
     with pytest.raises(ValueError, match=r"give them in \[0, 1\], and let the model normalize"):
         evaluate(tmp_path, TinyClassifier(), Normalized())
@@ -103,6 +103,20 @@ def test_an_adaptive_attack_on_a_model_without_such_mechanisms_is_refused_before
     ):
         evaluate(tmp_path, TinyClassifier(), attacks=attacks)
     assert not list(tmp_path.rglob("robustness_rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"attacks": "pgd"}, r"attacks must be a list, got 'pgd': give \['pgd'\]"),
+        ({"eps": "4/255"}, r"eps must be a list, got '4/255'"),
+        ({"attacks": [{"steps": 3}]}, r"the attack \{'steps': 3\} has no name"),
+        ({"corruptions": ["fog"], "severities": []}, "severities is empty"),
+    ],
+)
+def test_a_text_for_a_list_and_an_empty_list_are_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        RobustnessEvaluation(**given)
 
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):

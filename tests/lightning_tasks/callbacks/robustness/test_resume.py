@@ -1,9 +1,12 @@
 """A killed evaluation continues; rows of other weights, settings or data are not used."""
 
+import importlib
 import inspect
 import json
+import linecache
 import os
 import signal
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -20,7 +23,7 @@ from lightning_tasks.runs import measurements as suite
 from lightning_tasks.runs.measurements import fingerprint
 from lightning_tasks.runs.robustness import read_csv
 from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
-from tests.lightning_tasks.robustness.modules import TinyImages
+from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages
 
 
 def test_a_killed_run_goes_on_with_what_is_done(tmp_path, module, counted):
@@ -142,3 +145,34 @@ def test_a_buffer_that_no_checkpoint_holds_makes_another_fingerprint():
     assert fingerprint(module, []) == before
     module.mean += 0.5
     assert fingerprint(module, []) != before
+
+
+class Shifted(TinyClassifier):
+    shift = 0.0
+
+    def forward(self, images):
+        return super().forward(images - self.shift)
+
+
+def test_rows_of_another_forward_pass_are_not_used(tmp_path):
+    module = Shifted()
+    identity = fingerprint(module, [])
+    module.shift = 0.25
+    assert fingerprint(module, []) != identity, "a number that is in no state"
+    assert fingerprint(Shifted(), []) == identity
+
+
+def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):
+    path = tmp_path / "changing_model.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for scale in ("2.0", "3.0"):
+        path.write_text(
+            "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, images):\n"
+            f"        return images * {scale}\n"
+        )
+        linecache.checkcache()
+        sys.modules.pop("changing_model", None)
+        importlib.invalidate_caches()
+        found.append(fingerprint(importlib.import_module("changing_model").Net(), []))
+    assert found[0] != found[1]

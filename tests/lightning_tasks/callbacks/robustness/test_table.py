@@ -295,3 +295,51 @@ def test_perplexities_that_are_nan_or_infinite_are_said():
     assert row.is_measured
     assert figure(row) == "NaN"
     assert figure(Row("mean corruption", "", "", "accuracy", math.nan, note="no baseline")) == "not measured"
+
+
+class InPlace(TinyClassifier):
+    def forward(self, images):
+        return super().forward(images.sub_(0.5))
+
+
+def test_a_model_that_changes_its_images_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"InPlace changes its images in place .*: compute a new tensor"):
+        evaluate(tmp_path, InPlace())
+    attacked, labels = random_images(4, 12, seed=0)
+    with pytest.raises(ValueError, match="changes its images in place"):
+        square(InPlace().forward, attacked, labels, eps=0.1, queries=2)
+
+
+class Logs(TinyClassifier):
+    def forward(self, images):
+        found = super().forward(images)
+        self.log("norm", found.norm(dim=1).mean())
+        return found
+
+
+def test_what_forward_logs_is_of_the_test_alone(tmp_path):
+    alone = trainer(tmp_path / "alone").test(Logs(), TinyImages(), verbose=False)[0]["norm"]
+    module = Logs()
+    both = trainer(tmp_path / "both", RobustnessEvaluation(**QUICK)).test(module, TinyImages(), verbose=False)
+    assert both[0]["norm"] == alone
+    assert module.log.__self__ is module
+
+
+class Rounds(TinyClassifier):
+    def forward(self, images):
+        return super().forward((images * 255).round() / 255)
+
+
+def test_a_gradient_that_is_zero_is_noted(tmp_path):
+    notes = {row.name: row.note for row in evaluate(tmp_path, Rounds())}
+    assert notes["fgsm"] == "the input gradient is zero: an attack by it says nothing"
+    assert notes["square"] == ""
+
+
+def test_a_module_that_was_swapped_before_is_told(tmp_path):
+    module = TinyClassifier()
+    swap_attention(module, "symmetric", layers=[0])
+    evaluate(tmp_path, module)
+    assert "swapped_attention:" in (tmp_path / "demo" / "version_0" / "hparams.yaml").read_text()
+    evaluate(tmp_path, TinyClassifier())
+    assert "swapped_attention:" not in (tmp_path / "demo" / "version_1" / "hparams.yaml").read_text()
