@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from attention_modules.hosts.report import swapped_mechanisms
 from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.callbacks.swap import log_acting
-from lightning_tasks.robustness.evaluation import Batch, Kind, Plan
+from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
+from lightning_tasks.robustness.evaluation import Batch, Kind, Plan, nan_where_given
 from lightning_tasks.robustness.images import ImageKind
 from lightning_tasks.robustness.masks import MaskKind
 from lightning_tasks.robustness.scores import with_means
@@ -27,9 +30,10 @@ from lightning_tasks.robustness.text import TextKind
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
-from lightning_tasks.runs.robustness import SHOWN, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.robustness import GIVES_NAN, SHOWN, TABLE, Row, markdown, write_csv
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
+_HALF = ("16-true", "bf16-true")
 
 
 class RobustnessEvaluation(Callback):
@@ -77,7 +81,8 @@ class RobustnessEvaluation(Callback):
         ood_fit_images: to how many, evenly chosen; all where None.
 
     Raises:
-        ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything runs.
+        ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything
+            runs; when the test starts, in ``16-true`` and ``bf16-true``.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
 
     Example:
@@ -136,8 +141,13 @@ class RobustnessEvaluation(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, self, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
+        half = _half_precision(trainer, pl_module)
         if stage != "test":
+            if half:
+                rank_zero_warn(f"a test will be refused: {half}")
             return
+        if half:
+            raise ValueError(half)
         if trainer.world_size > 1:
             raise ValueError(
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"
@@ -165,8 +175,15 @@ class RobustnessEvaluation(Callback):
             raise ValueError("RobustnessEvaluation saw no test batch: the first test loader is empty")
         with torch.inference_mode(False), torch.no_grad(), unlogged(pl_module):
             seen, self._seen = self._seen, []
-            plan = _kind_of(pl_module).plan(self.settings, InPrecision(pl_module, trainer), pl_module, trainer, seen)
-            self._run(trainer, pl_module, plan)
+            model = InPrecision(pl_module, trainer)
+            try:
+                plan = _kind_of(pl_module).plan(self.settings, model, pl_module, trainer, seen)
+                plan.one_pass()  # the first one also prepares what later ones find ready
+            except NonFiniteLogitsError as error:
+                rank_zero_warn(f"nothing is measured: {error}")
+                self._write(_folder_of(trainer), [Row("clean", "", "", "accuracy", math.nan, note=GIVES_NAN)])
+            else:
+                self._run(trainer, pl_module, plan)
         for row in self.table:
             if row.is_measured:
                 pl_module.log(row.label, row.value)
@@ -177,9 +194,13 @@ class RobustnessEvaluation(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._seen = []
 
+    def _write(self, folder: Path, table: list[Row]) -> None:
+        self.table = table
+        write_csv(table, folder / TABLE)
+        (folder / MARKDOWN).write_text(markdown(table), encoding="utf-8")
+
     def _run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, plan: Plan) -> None:
-        folder = Path(run_folder(trainer) or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _folder_of(trainer)
         store = RowStore(self.rows or _beside_runs(folder, loggers_named(trainer, "WandbLogger")) / ROWS, Row)
         settings = [
             dict(getattr(pl_module, "hparams", {})),
@@ -188,27 +209,43 @@ class RobustnessEvaluation(Callback):
             self.settings.seed,
         ]
         identity = fingerprint(pl_module, settings, *plan.data)
-        plan.one_pass()  # the first one also prepares what later ones find ready
         started = time.monotonic()
         plan.one_pass()
         seconds = (time.monotonic() - started) * plan.count / min(plan.count, plan.batch_size)
 
         def write(rows: list[Row]) -> None:
-            self.table = [*with_means(rows, self.settings.baseline, f"against {self.baseline_of}"), *plan.unmeasured]
-            write_csv(self.table, folder / TABLE)
-            (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
+            means = with_means(rows, self.settings.baseline, f"against {self.baseline_of}")
+            self._write(folder, [*means, *plan.unmeasured])
 
         def end_when_asked() -> None:
             if trainer.received_sigterm:  # which Lightning notes, and heeds between training batches alone
                 raise SIGTERMException
 
         show = trainer.progress_bar_callback is not None
-        run_suite(plan.measurements, identity, store, seconds, show, write, between=end_when_asked)
+        measurements = [nan_where_given(each, plan.metric) for each in plan.measurements]
+        run_suite(measurements, identity, store, seconds, show, write, between=end_when_asked)
         for logger in trainer.loggers:
             if hasattr(logger, "log_table"):  # W&B's, of either Lightning package
                 data = [[getattr(row, column) for column in SHOWN] for row in self.table]
                 logger.log_table("robustness", columns=list(SHOWN), data=data)
         print(f"\n{markdown(self.table)}\nfiles: {folder / TABLE}, {folder / MARKDOWN}; rows kept in {store.path}")
+
+
+def _half_precision(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    """What speaks against measuring images in the trainer's precision; "" where nothing does."""
+    precision = str(trainer.precision)
+    if precision not in _HALF or isinstance(_kind_of(pl_module), TextKind):
+        return ""
+    return (
+        f"trainer.precision is {precision}, in which images too are of half precision, and RobustnessEvaluation needs "
+        f"them in float32: use {precision.replace('true', 'mixed')}, or 32-true"
+    )
+
+
+def _folder_of(trainer: pl.Trainer) -> Path:
+    folder = Path(run_folder(trainer) or trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from lightning_tasks.compare.cell import Cell, last_error, run_cell
 from lightning_tasks.errors import reason
+from lightning_tasks.runs.environment import Code, take_code, this_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
@@ -80,7 +81,8 @@ def _run_in_pool(
     others = set(multiprocessing.active_children())
     before = {cell: _last_start(cell) for cell in cells}
     lost: dict[Cell, BaseException] = {}
-    initial = _shared(len(devices)), queue
+    here = this_environment()
+    initial = _shared(len(devices)), queue, (here.commit, here.modified)
     with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
             futures = {pool.submit(run_cell, cell): cell for cell in cells}
@@ -124,14 +126,15 @@ def start_context() -> BaseContext:
     return context
 
 
-def start_worker(environment: Mapping[str, str], devices: Any) -> None:
-    """Take over the `environment`, and the next of the `devices` before CUDA is initialized; end with the parent.
+def start_worker(environment: Mapping[str, str], devices: Any, code: Code) -> None:
+    """Take over `environment`, `code` and the next of `devices`, before CUDA is initialized; end with the parent.
 
     Interrupts are left to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; Lightning makes it the end of a fit
     os.environ.clear()
     os.environ.update(environment)  # a server keeps that of its own start
+    take_code(code)
     # Else data loaders too would start theirs from a server of their own, which outlives a worker that is killed.
     multiprocessing.set_start_method(None, force=True)
     if (device := devices.get()) is not None:

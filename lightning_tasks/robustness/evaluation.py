@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.settings import RobustnessSettings
-from lightning_tasks.runs.measurements import Measurement
-from lightning_tasks.runs.robustness import Row
+from lightning_tasks.runs.measurements import Advance, Measurement
+from lightning_tasks.runs.robustness import GIVES_NAN, Row
 
 Batch = tuple[Tensor, Tensor]
 
@@ -26,6 +29,7 @@ class Plan:
         batch_size: samples a batch.
         data: all samples, which the measurements depend on.
         unmeasured: rows that say what cannot be measured.
+        metric: of the rows of attacks and corruptions.
     """
 
     measurements: Sequence[Measurement[Row]]
@@ -34,6 +38,23 @@ class Plan:
     batch_size: int
     data: Sequence[Tensor]
     unmeasured: Sequence[Row] = ()
+    metric: str = "accuracy"
+
+
+def nan_where_given(measurement: Measurement[Row], metric: str) -> Measurement[Row]:
+    """The same measurement, whose figure is nan where the model's logits are not finite: a result, and no failure."""
+
+    def measure(advance: Advance) -> list[Row]:
+        try:
+            return measurement.measure(advance)
+        except NonFiniteLogitsError as error:
+            what = measurement.what
+            setting = str(what.get("eps", what.get("severity", what.get("at", ""))))
+            row = Row(str(what["test"]), str(what.get("name", "")), setting, metric, math.nan, note=GIVES_NAN)
+            rank_zero_warn(f"{row.label} is nan: {error}")
+            return [row]
+
+    return replace(measurement, measure=measure)
 
 
 class Kind(Protocol):

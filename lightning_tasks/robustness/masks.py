@@ -165,4 +165,4 @@ class MaskKind:
         def one_pass() -> None:
             subject.scores(images[:batch_size], lambda share: None)
 
-        return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks])
+        return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks], metric=METRICS["miou"])

@@ -17,7 +17,7 @@ from torchmetrics.functional.classification import (
 
 from attention_modules.precision import to_float64
 from lightning_tasks.robustness.corruptions import CORRUPTIONS
-from lightning_tasks.runs.robustness import TABLE, Row, read_csv
+from lightning_tasks.runs.robustness import GIVES_NAN, TABLE, Row, read_csv
 
 Errors = Mapping[tuple[str, int], float]
 """Error rate in [0, 1] by (corruption, severity)."""
@@ -127,6 +127,7 @@ def _mean_row(rows: Sequence[Row]) -> list[Row]:
     names = {row.name for row in measured}
     note = f"{len(names)} of 15 corruptions, severities {', '.join(sorted({row.setting for row in measured}))}"
     mean = sum(row.value for row in measured) / len(measured)
+    note = GIVES_NAN if math.isnan(mean) else note
     return [Row("mean corruption", "", "", measured[0].metric, mean, measured[0].samples, note=note)]
 
 

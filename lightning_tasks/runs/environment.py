@@ -41,19 +41,30 @@ class Environment:
         return (self.commit[:10] or f"version {version}") + (" with changes" if self.modified else "")
 
 
+Code = tuple[str, bool]
+"""A commit, and whether tracked files were changed."""
+_taken: list[Code] = []  # by `take_code`
+
+
+def take_code(code: Code) -> None:
+    """Go on as a worker with the code of its parent, whose modules it has: the checkout may have another by now."""
+    _taken[:] = [code]
+    this_environment.cache_clear()
+
+
 @lru_cache(maxsize=1)  # a process goes on with the code that it has imported
 def this_environment() -> Environment:
     """That of this process, found at the first call."""
     import attention_modules  # here, as who reads records of environments needs no torch
     from lightning_tasks.runs.measurements import library_versions
 
-    commit, modified = commit_of(Path(attention_modules.__file__))
+    commit, modified = _taken[0] if _taken else commit_of(Path(attention_modules.__file__))
     versions = {"attnswap": attention_modules.__version__, "python": platform.python_version()}
     found = {name: version for name, version in library_versions(LIBRARIES).items() if version}
     return Environment(commit, modified, _hardware(), {**versions, **found})
 
 
-def commit_of(file: Path) -> tuple[str, bool]:
+def commit_of(file: Path) -> Code:
     """The commit of the checkout that tracks a file, "" of none, and whether tracked files there were changed."""
     try:
         _git(file.parent, "ls-files", "--error-unmatch", file.name)

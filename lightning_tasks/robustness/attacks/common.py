@@ -142,12 +142,17 @@ def detached(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return images.detach().clone(), labels.detach().clone()
 
 
+class NonFiniteLogitsError(ValueError):
+    """A model gave logits that are nan or infinite."""
+
+
 def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Tensor:
     """The model's logits ``[B, classes]``; where labels are masks, ``[B, classes, H, W]``.
 
     Raises:
-        ValueError: if they have another shape or fewer than two classes, are nan or infinite (minus infinity, as for
-            classes that are left out, is allowed), a label is outside of the classes, or the model changed the images.
+        NonFiniteLogitsError: if they are nan or infinite (minus infinity, as of classes that are left out, is allowed).
+        ValueError: if they have another shape or fewer than two classes, a label is outside of the classes, or the
+            model changed the images.
     """
     version = None if images.is_inference() else images._version
     logits = model(images)
@@ -171,7 +176,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
         )
     wrong = (logits.isnan() | (logits == torch.inf)).flatten(1).any(1)
     if wrong.any():  # every comparison with nan fails: the image would count as it stands
-        raise ValueError(
+        raise NonFiniteLogitsError(
             f"{_name(model)} gives logits that are not finite (nan or inf) for {int(wrong.sum())} of {len(images)} "
             "images; check its weights, and its precision"
         )

@@ -152,3 +152,11 @@ def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path, both):
         with pytest.raises(ValueError, match="the trainer has 2 callbacks RobustnessEvaluation"):
             run(TinyClassifier(), TinyImages())
     assert not list(tmp_path.rglob("robustness.*"))
+
+
+def test_half_precision_of_images_is_refused_and_a_fit_warns(tmp_path):
+    runner = trainer(tmp_path, RobustnessEvaluation(corruptions=[]), precision="bf16-true", max_steps=1)
+    with pytest.warns(UserWarning, match="a test will be refused: trainer.precision is bf16-true"):
+        runner.fit(TinyClassifier(), TinyImages())
+    with pytest.raises(ValueError, match=r"trainer\.precision is bf16-true, .*: use bf16-mixed, or 32-true"):
+        runner.test(TinyClassifier(), TinyImages())

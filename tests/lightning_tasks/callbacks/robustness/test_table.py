@@ -23,7 +23,7 @@ from lightning_tasks.robustness.text import (
     swap_words,
     word_swap_measurement,
 )
-from lightning_tasks.runs.robustness import Row, figure, read_csv, write_csv
+from lightning_tasks.runs.robustness import GIVES_NAN, Row, figure, read_csv, write_csv
 from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText
 from tests.lightning_tasks.robustness.modules import CLASSES, TinyClassifier, TinyImages, random_images
@@ -343,3 +343,31 @@ def test_a_module_that_was_swapped_before_is_told(tmp_path):
     assert "swapped_attention:" in (tmp_path / "demo" / "version_0" / "hparams.yaml").read_text()
     evaluate(tmp_path, TinyClassifier())
     assert "swapped_attention:" not in (tmp_path / "demo" / "version_1" / "hparams.yaml").read_text()
+
+
+class Diverged(TinyClassifier):
+    """Gives nan for every image, or for those that are bright."""
+
+    limit = -1.0
+
+    def forward(self, images):
+        bright = images.flatten(1).mean(1, keepdim=True) > self.limit
+        return super().forward(images).masked_fill(bright, float("nan"))
+
+
+def test_a_model_whose_logits_are_nan_has_a_table_of_nan(tmp_path):
+    with pytest.warns(UserWarning, match="nothing is measured: Diverged gives logits that are not finite"):
+        (row,) = evaluate(tmp_path / "all", Diverged())
+    assert (row.test, row.note) == ("clean", GIVES_NAN)
+    assert math.isnan(row.value)
+    assert "| clean |  | accuracy | NaN |" in (tmp_path / "all/demo/version_0/robustness.md").read_text()
+
+    some = Diverged()
+    first, second = (each.flatten(1).mean(1) for each in random_images(24, 12, seed=1)[0].split([10, 14]))
+    some.limit = (first.max().item() + second.max().item()) / 2
+    assert first.max() < some.limit < second.max(), "the first batch tells nothing"
+    with pytest.warns(UserWarning, match="robustness/clean/accuracy is nan: Diverged gives logits"):
+        table = evaluate(tmp_path / "some", some, attacks=["fgsm"], batch_size=10)
+    assert {(row.value != row.value, row.note) for row in table} == {(True, GIVES_NAN)}
+    names = {(row.test, row.name, row.setting) for row in table}
+    assert ("attack", "fgsm", "4/255") in names
