@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.checkpoints.resume import gather_random_states, refuse_other_settings, set_random_state
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
+from lightning_tasks.checkpoints.swaps import warn_of_other_attention
 from lightning_tasks.checkpoints.weights import read_checkpoint, refuse_other_layout
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.optimization import (
@@ -155,6 +156,7 @@ class BaseTask(LightningModule):
         if self._trainer is not None:
             refuse_other_layout(self._trainer, self, checkpoint)
             refuse_other_settings(self._trainer, self, checkpoint)
+            warn_of_other_attention(self._trainer, self, checkpoint)
         self._random_states = checkpoint.get("random_states")
         reopen_cut_epoch(checkpoint)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from attention_modules.hosts.report import swapped_mechanisms
 from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.callbacks.swap import log_acting
+from lightning_tasks.checkpoints.swaps import warn_of_other_attention
 from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.evaluation import Batch, Kind, Plan, nan_where_given
 from lightning_tasks.robustness.images import ImageKind
@@ -153,6 +154,14 @@ class RobustnessEvaluation(Callback):
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"
             )
         _kind_of(pl_module).check(self.settings)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        from lightning_tasks.base import BaseTask  # with the tasks come timm and their metrics
+
+        if not isinstance(pl_module, BaseTask):  # which warns itself
+            warn_of_other_attention(trainer, pl_module, checkpoint)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen = []

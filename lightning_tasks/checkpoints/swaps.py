@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from attention_modules.function import is_attention_function
@@ -16,6 +17,8 @@ from lightning_tasks.training.trust import check_kind
 
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
+PLAIN = "softmax"
+_ATTENTION = ("attention", "attention_options", "attention_layers", "other_attention")  # of the tasks
 _PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 
@@ -24,6 +27,30 @@ def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
     states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
     plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
     return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
+
+
+def warn_of_other_attention(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Warn where a checkpoint is tested with attention that it was not trained with, though its weights fit.
+
+    A fit refuses it. A test may be meant, as with fewer passes of RPC-Attention.
+    """
+    if trainer.state.fn == "fit":
+        return
+    saved, given = checkpoint.get("hyper_parameters") or {}, pl_module.hparams
+    for key in _ATTENTION:
+        if key in saved and key in given and (saved[key] or None) != (given[key] or None):
+            rank_zero_warn(
+                f"the checkpoint was trained with {key} {saved[key]!r}, and is used with {given[key]!r}: leave it out "
+                "of the configuration, so that the checkpoint brings its own, or give the config.yaml of its run"
+            )
+    present = swapped_mechanisms(pl_module)
+    plans = [plan for plan in saved_plans(checkpoint) if plan["mechanism"] != PLAIN]
+    lost = [f"{plan['mechanism']} in {layer}" for plan in plans for layer in plan["layers"] if layer not in present]
+    if lost:
+        rank_zero_warn(
+            f"the checkpoint was trained with SwapAttention ({', '.join(lost)}), and these layers have softmax "
+            "attention now: add the same SwapAttention to the trainer's callbacks, or load the module by load_swapped"
+        )
 
 
 def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """The command: what a checkpoint brings, what beats it, and what is refused."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -218,3 +219,24 @@ def test_init_from_runs_no_code_of_the_file(demo, tmp_path):
 def test_init_from_with_nothing_to_take(demo, arguments):
     with pytest.raises(SystemExit):
         main(["fit", "--config", demo, *arguments])
+
+
+def test_a_test_with_other_attention_than_the_checkpoint_s_warns(trained, capsys):
+    path = trained[3]
+    test = ["test", "--config", "lm.yaml", "--ckpt_path", path]
+
+    def warned(*more):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            main([*test, *more])
+        return [str(each.message) for each in caught if "the checkpoint was trained with" in str(each.message)]
+
+    assert warned() == []
+    (said,) = warned("--model.attention=twicing")
+    assert re.search(r"trained with attention '?softmax.*and is used with .*twicing.*: leave it out", said)
+
+    main(["fit", "--config", "lm.yaml", "--trainer.callbacks+=SwapAttention", "--trainer.callbacks.mechanism=twicing"])
+    test[-1] = str(checkpoint("lm"))
+    (said,) = warned()
+    assert re.search(r"with SwapAttention \(twicing in .*\), and these layers have softmax attention now", said)
+    assert warned("--trainer.callbacks+=SwapAttention", "--trainer.callbacks.mechanism=twicing") == []
