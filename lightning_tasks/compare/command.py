@@ -20,7 +20,14 @@ from lightning_tasks.compare.plan import (
     summary_metrics,
     summary_references,
 )
-from lightning_tasks.compare.record import environment_of, record_of, write_record
+from lightning_tasks.compare.record import (
+    Record,
+    changed_endpoints,
+    environment_of,
+    read_record,
+    record_of,
+    write_record,
+)
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
 from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_comparisons
 from lightning_tasks.compare.tables import write_tables
@@ -171,6 +178,10 @@ def with_references(
 def _run_and_write(comparison: Comparison, jobs: int) -> None:
     for cell in (*comparison.selection, *comparison.cells):
         cell.refuse_links()
+    changed = changed_endpoints(_record_before(comparison.output), comparison.endpoints)
+    for text in changed:
+        print(f"attnswap: warning: changed after cells had finished: {text}", file=sys.stderr)
+    comparison = replace(comparison, endpoints=replace(comparison.endpoints, changed=changed))
     comparison.write_record()
     _print_plan([*comparison.to_select, *comparison.cells])
     failures: list[tuple[Cell, str]] = []
@@ -201,6 +212,14 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     if undecided:
         lines = "".join(f"\n  {text}" for text in undecided)
         raise SystemExit(f"`select` chose nothing for some variants, which are not run; give them other values:{lines}")
+
+
+def _record_before(output: Path) -> Record | None:
+    """What an earlier command wrote; None where it wrote nothing, or what is damaged, which is written anew."""
+    try:
+        return read_record(output)
+    except UsageError:
+        return None
 
 
 def _print_plan(cells: Sequence[Cell]) -> None:

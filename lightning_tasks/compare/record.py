@@ -81,6 +81,7 @@ class Record:
         comparisons: how many differences were asked for of each metric, also between variants that are not here; 0
             where an earlier version wrote the record.
         selection: the cells by which values are chosen; their variants are named by what each tries.
+        changed: sentences on a primary endpoint or margins that were others when cells had finished already.
     """
 
     variants: list[VariantRecord]
@@ -95,11 +96,12 @@ class Record:
     environments: list[Environment] = field(default_factory=list)
     comparisons: int = 0
     selection: list[CellRecord] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
     @property
     def endpoints(self) -> Endpoints:
         """What the summary is told of its metrics."""
-        return Endpoints(self.primary, self.margins, self.comparisons)
+        return Endpoints(self.primary, self.margins, self.comparisons, tuple(self.changed))
 
     @property
     def configs(self) -> list[str]:
@@ -142,7 +144,23 @@ def record_of(
         environments,
         endpoints.comparisons if endpoints else 0,
         [*map(recorded, selection)],
+        [*endpoints.changed] if endpoints else [],
     )
+
+
+def changed_endpoints(before: Record | None, now: Endpoints) -> list[str]:
+    """What was said otherwise of the metrics when cells had finished, in the words of earlier commands and of now."""
+    if before is None:
+        return []
+    said = [*before.changed]
+    if any(cell.state == FINISHED for cell in before.cells):
+        if before.primary != now.primary:
+            said.append(f"the primary endpoint was {before.primary or 'none'}, and is {now.primary or 'none'}")
+        for metric in sorted({*before.margins, *now.margins}):
+            was, given = before.margins.get(metric), now.margins.get(metric)
+            if was != given:
+                said.append(f"the margin of {metric} was {was or 'none'}, and is {given or 'none'}")
+    return said
 
 
 def environment_of(cell: Cell) -> Environment | None:
@@ -203,6 +221,7 @@ def _checked(given: Any) -> Record:
         [parse_environment(each) for each in list_of(given.get("environments", []), dict)],
         _count(given.get("comparisons", 0)),
         [_cell(each) for each in list_of(given.get("selection", []), dict)],
+        list_of(given.get("changed", []), str),
     )
     names = set(found.configs)
     if len(names) < len(found.variants):

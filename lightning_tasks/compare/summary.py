@@ -119,11 +119,13 @@ class Endpoints:
         margins: by metric, the difference below which two configurations count as equivalent.
         comparisons: how many differences were asked for of each metric, whether they have a result or not; 0 where
             nobody said: then those between the configurations of the summary count.
+        changed: sentences on a primary endpoint or margins that were others when cells had finished already.
     """
 
     primary: str = ""
     margins: Mapping[str, float] = field(default_factory=dict)
     comparisons: int = 0
+    changed: Sequence[str] = ()
 
 
 def references_of(config: str, configs: Sequence[str], references: Mapping[str, Sequence[str]] | None) -> list[str]:

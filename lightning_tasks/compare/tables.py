@@ -90,6 +90,7 @@ def write_tables(
         return None
     logged = sorted({row["metric"] for row in rows})
     remarks = {
+        "Changed after cells had finished": endpoints.changed if endpoints else [],
         "Chosen": choices,
         "Diverged": [f"{config} seed {seed}: {text}" for (config, seed), text in diverged_cells(rows).items()],
         "Not paired": unpaired_seeds(cells),

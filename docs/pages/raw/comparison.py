@@ -84,6 +84,7 @@ class Comparison:
             for each in finished
         ]
         return {
+            "Changed after cells had finished": list(self.endpoints.changed),
             "Chosen": list(map(str, self.choices)),
             "Diverged": [f"{name} seed {seed}: {text}" for (name, seed), text in diverged_cells(self.rows).items()],
             "Not paired": unpaired(paired),

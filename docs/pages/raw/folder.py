@@ -41,13 +41,17 @@ class Raw:
         name = str(file) if file.is_file() else recipe
         return self.once(("comparison", place, recipe), lambda: read_comparison(self.folder / place, name))
 
-    def with_earlier(self, found: Comparison) -> tuple[Comparison, Comparison]:
+    def with_earlier(self, found: Comparison, place: str = "") -> tuple[Comparison, Comparison]:
         """The same of the seeds that ran before, of which earlier.csv keeps some metrics, and of all seeds together.
+
+        Args:
+            found: the comparison.
+            place: its folder, where earlier.csv is too.
 
         Raises:
             PageError: there is no such file, it is damaged, or a seed is in both.
         """
-        path = self.folder / "earlier.csv"
+        path = self.folder / place / "earlier.csv"
         earlier = replace(found, rows=with_stops(read_results(path)), cells=(), images=())
         if twice := {*earlier.seeds} & {*found.seeds}:
             raise PageError(f"{path} has seed {min(twice)}, which is one of {RESULTS} too")

@@ -15,6 +15,7 @@ from lightning_tasks.compare.choice import parse_choice
 from lightning_tasks.compare.formats import IMAGES
 from lightning_tasks.compare.plan import summary_endpoints, summary_metrics, summary_references
 from lightning_tasks.compare.summary import Endpoints, ImageInterval, count_comparisons
+from lightning_tasks.json_values import list_of
 from lightning_tasks.recipes import find_recipe, read_settings
 from lightning_tasks.runs.divergence import Row, with_stops
 from lightning_tasks.runs.environment import parse_environment
@@ -112,6 +113,7 @@ def _as_asked(folder: Path, recipe: str) -> Comparison:
             for name, margin in endpoints.margins.items():
                 if not 0 < margin < math.inf:
                     raise ValueError(f"the margin of {name} is {margin}, and must be above 0 and finite")
+        endpoints = replace(endpoints, changed=list_of(asked.get("changed", []), str))
         if "comparisons" in asked:
             endpoints = replace(endpoints, comparisons=asked["comparisons"])
         # Those of the selection alone come last, and are not the table's.
