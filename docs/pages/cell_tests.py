@@ -5,6 +5,7 @@ Beside it, in seed_N.json, may stand where the test ran (`environment.json` of i
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ def _rows(path: Path, test: str) -> dict[str, Row]:
         for row in rows:
             if row.right and abs(right_from_text(row.right, row.samples).mean() - row.value) * row.samples > 0.5:
                 raise ValueError(f"{row.label} is {row.value}, and its images say something else")
-    except ValueError as error:
+    except (ValueError, TypeError, csv.Error) as error:  # a line is too short or too long, a field too large
         raise PageError(f"{path} is damaged: {error}") from error
     named = {f"{row.name}/{row.setting}/{row.metric}": row for row in rows}
     if not rows or len(named) < len(rows):

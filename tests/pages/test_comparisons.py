@@ -8,8 +8,9 @@ import pytest
 
 from docs.pages import __main__ as command
 from docs.pages.errors import PageError
+from docs.pages.list_of_pages import RESULTS
 from docs.pages.numbers import number
-from docs.pages.raw import Comparison
+from docs.pages.raw import Comparison, asked_of
 from docs.pages.results import zoo
 from docs.pages.results.locater import mean
 from docs.pages.results.rpc import language_modeling_rates
@@ -231,3 +232,18 @@ def test_where_runs_ran_is_said_of_all_of_them():
             ran(0, place).ran_in()
     with pytest.raises(PageError, match="no finished cell of kde"):
         ran(0).ran_in("kde")
+
+
+@pytest.mark.parametrize(
+    ("page", "place", "recipe"),
+    [(page, place, recipe) for page in RESULTS for place, recipe in page.summaries.items()],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_a_comparison_has_the_endpoints_that_its_recipe_names(page, place, recipe):
+    """The recipe's history is what shows that they were named before."""
+    path = page.raw(ROOT).folder / place / "comparison.json"
+    if not path.is_file() or "primary" not in (asked := json.loads(path.read_text())):
+        pytest.skip("of an earlier version, or an analysis")
+    named = asked_of(str(ROOT / recipe) if (ROOT / recipe).is_file() else recipe)
+    assert (asked["primary"], asked["margins"]) == (named.primary, dict(named.margins))
+    assert not asked.get("changed")

@@ -56,9 +56,13 @@ def mean_at(found: list[Row], length: int, name: str = "value") -> float:
 
 
 def ends(found: list[Row], name: str) -> tuple[float, float]:
-    """The means at the least and at the largest length."""
-    first, *_, last = lengths(found)
-    return mean_at(found, first, name), mean_at(found, last, name)
+    """The means at the least and at the largest length.
+
+    Raises:
+        PageError: none was measured.
+    """
+    measured = lengths(found) or [0]
+    return mean_at(found, measured[0], name), mean_at(found, measured[-1], name)
 
 
 def slope(found: Fit, digits: int = 3) -> str:

@@ -143,6 +143,7 @@ def run_autoattack(
             raise ValueError(f"AutoAttack needs a model of at least 4 classes (its DLR loss), got {classes}")
         right = torch.cat(parts).argmax(1) == labels
         standing, flags, attacked = {"clean": right.clone()}, [], images.clone()
+        idle: list[str] = []  # attacks that no image was left for, and whose checks did not run
 
         def logits(points: Tensor) -> Tensor:
             found = logits_of(model, points)
@@ -150,6 +151,7 @@ def run_autoattack(
 
         for name in attacks:
             places = right.nonzero().squeeze(1)
+            idle += [] if len(places) else [name]
             if len(places):
                 with _warnings_of_library() as said, _no_trace_is_lost(), torch.enable_grad():
                     run = library.AutoAttack(
@@ -164,6 +166,7 @@ def run_autoattack(
                 right[places] = torch.cat(parts).argmax(1) == labels[places]
             standing[name] = right.clone()
             advance(1 / len(attacks))
+        flags += [f"no image was left for {', '.join(idle)}"] if idle else []
         found = Survivors(attacked, standing, ())
         with _warnings_of_library() as said:
             library.checks.check_square_sr(found.accuracies, logger=logging.getLogger(_LOGGER))

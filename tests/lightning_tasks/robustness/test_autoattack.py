@@ -130,6 +130,7 @@ def test_few_classes_and_images_that_are_wrong_from_the_first():
     images, labels = right_from_the_first(model, 4)
     result = run_autoattack(model, images, (labels + 1) % CLASSES, eps=EPS, queries=QUERIES)
     assert result.accuracies == dict.fromkeys(("clean", *STANDARD), 0)
+    assert [*result.flags] == [f"no image was left for {', '.join(STANDARD)}"], "no check has run"
     assert torch.equal(result.images, images)
 
 

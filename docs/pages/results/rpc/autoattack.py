@@ -270,13 +270,15 @@ def filled(raw: Raw) -> dict[str, str]:
     shares, environments = [], []
     for seed, top1 in read(raw).by_seed(TOP1, RPC).items():
         name = f"filled/seed_{seed}"
-        (logged,) = raw.rows(f"{name}.csv")
+        logged, *others = raw.rows(f"{name}.csv")
+        environment = environment_of(raw.folder / f"{name}.json")
+        if others or environment is None:
+            raise PageError(f"{raw.folder / name} needs one row in .csv, and a .json: copy both of one test there")
         if not math.isclose(float(logged[TOP1]), top1, rel_tol=1e-5):
             raise PageError(f"{name}.csv has {logged[TOP1]} where {RESULTS} has {top1} for {TOP1}: test last.ckpt anew")
         shares.append(100 * float(logged[LAST_PASS]))
-        environments.append(environment_of(raw.folder / f"{name}.json"))
-    known = [each for each in environments if each is not None]
-    return {"filled": f"{least_to_most(shares, 0)}%", "filled-ran": by_machine(known)}
+        environments.append(environment)
+    return {"filled": f"{least_to_most(shares, 0)}%", "filled-ran": by_machine(environments)}
 
 
 @PAGE.numbers

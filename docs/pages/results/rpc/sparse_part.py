@@ -63,7 +63,8 @@ def claims(raw: Raw) -> list[Claim]:
     return [
         Claim(
             "RPC-Attention classifies better than softmax attention (Teo and Nguyen, NeurIPS 2024), S filled",
-            f"CIFAR-10, lam 1 and 0.75: test accuracy {accuracies}% against {top1['softmax']}%",
+            f"CIFAR-10, lam 1 and 0.75: test accuracy {accuracies}% against {top1['softmax']}%, "
+            f"{listed(difference(row, 1, 100) for row in clean)} points",
             verdict("higher", *clean),
         ),
         Claim("... and S has a part in it", f"{points(twin)} points to RPC without S", verdict("higher", *twin)),
