@@ -59,7 +59,11 @@ class RunSummary(Callback):
     @rank_zero_only
     def on_fit_end(self, trainer, pl_module) -> None:
         """Print, and draw."""
-        print("\n".join(["", self.text(pl_module, _csv_folder(trainer)), *divergence_of(trainer, self.metric)]))
+        lines = ["", self.text(pl_module, _csv_folder(trainer)), *divergence_of(trainer, self.metric)]
+        if self.before is None and self.after is None:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            lines.append(f"{self.metric} was not logged in a validation; logged was {logged}: give one as metric=")
+        print("\n".join(lines))
 
     def text(self, model: nn.Module, folder: Path | None) -> str:
         """The summary; `folder` is that of the CSV log, None where there is none."""
@@ -68,8 +72,8 @@ class RunSummary(Callback):
             f"swapped layers: {', '.join(swapped_layers(model)) or 'none'}",
         ]
         if folder is None:
-            return "\n".join([*lines, "files: none (the trainer has no CSV logger)"])
-        figure = draw_run(run_panels(read_curves(folder / "metrics.csv")), folder / FIGURE)
+            return "\n".join([*lines, "files of the log: none (the trainer has no CSV logger)"])
+        figure = draw_run(run_panels(read_curves(folder / "metrics.csv"), self.metric), folder / FIGURE)
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         # W&B keeps dozens of files of its own there.
         files = sorted({"wandb/" if path.parts[0] == "wandb" else path.as_posix() for path in paths})

@@ -4,6 +4,7 @@ import csv
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,22 @@ def test_a_log_with_words_and_torn_lines_tells_of_divergence(tmp_path):
     log = tmp_path / "metrics.csv"
     log.write_text("step,train/loss,note\n1,0.5,warm\n,nan,\n2,nan,x,more\n3,")
     assert first_non_finite(log) == {"train/loss": 2}
+
+
+def test_the_metric_of_a_project_and_its_losses_have_panels(tmp_path):
+    write_log(tmp_path / "metrics.csv", [{"step": step, "val_acc": 0.5, "train_loss": 2.0} for step in (0, 1)])
+    curves = read_curves(tmp_path / "metrics.csv")
+    assert [(title, [*shown]) for title, shown in run_panels(curves, "val_acc")] == [
+        ("val_acc", ["val_acc"]),
+        ("loss [nats]", ["train_loss"]),
+    ]
+    assert len(run_panels(curves, "train_loss")) == 1, "the panel of losses has it"
+    assert len(run_panels(curves, "val/top1")) == 1, "nothing of it was logged"
+
+
+def test_a_metric_that_was_not_logged_is_named_with_those_that_were(capsys):
+    summary = RunSummary("val/loss")
+    trainer = SimpleNamespace(callback_metrics={"val_loss": torch.tensor(1.0)}, loggers=[])
+    summary.on_fit_end(trainer, nn.Identity())
+    said = "val/loss was not logged in a validation; logged was val_loss: give one as metric="
+    assert said in capsys.readouterr().out
