@@ -28,6 +28,7 @@ from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
 from lightning_tasks.runs.robustness import SHOWN, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.safe_files import written_whole
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
 
@@ -131,13 +132,14 @@ class RobustnessEvaluation(Callback):
         self.baseline_of = baseline
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
-        """The rows of the last test."""
+        """The rows of the last test; none where it ended before any was measured."""
         self._seen: list[Batch] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
+        check_alone(trainer, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
         if stage != "test":
             return
+        self.table = []  # of an earlier test, which would stay where this one fails or has no batch
         if trainer.world_size > 1:
             raise ValueError(
                 f"RobustnessEvaluation measures in one process, got {trainer.world_size}; test with trainer.devices=1"
@@ -196,7 +198,8 @@ class RobustnessEvaluation(Callback):
         def write(rows: list[Row]) -> None:
             self.table = [*with_means(rows, self.settings.baseline, f"against {self.baseline_of}"), *plan.unmeasured]
             write_csv(self.table, folder / TABLE)
-            (folder / MARKDOWN).write_text(markdown(self.table), encoding="utf-8")
+            with written_whole(folder / MARKDOWN) as partial:
+                partial.write_text(markdown(self.table), encoding="utf-8")
 
         def end_when_asked() -> None:
             if trainer.received_sigterm:  # which Lightning notes, and heeds between training batches alone
