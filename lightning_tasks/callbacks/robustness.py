@@ -79,6 +79,7 @@ class RobustnessEvaluation(Callback):
 
     Raises:
         ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything runs.
+        UsageError: when the test ends, if the file ``rows`` is a link out of its folder.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
 
     Example:
