@@ -6,11 +6,15 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.errors import reason
+
 _MOST_ENTRIES = 1_000_000
 
 
 class BoundedLoader(yaml.SafeLoader):
     """PyYAML's safe loader without the two ways in which a small file takes all memory, or cannot be printed.
+
+    A value that is not of the kind that its tag names, as `!!bool x`, is an error of YAML.
 
     Each merge key (`<<`) copies the entries of what it names, so that a few lines stand for any number of them. An
     integer of many hexadecimal digits is read, and fails where it becomes text.
@@ -19,6 +23,20 @@ class BoundedLoader(yaml.SafeLoader):
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._entries = 0
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node.
+
+        Raises:
+            ConstructorError: it is none of the node's tag; PyYAML's own error may be any.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, AttributeError, ArithmeticError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"it is no {kind} ({reason(error)})", node.start_mark
+            ) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Resolve the merge keys of a mapping; called for what they name, too."""

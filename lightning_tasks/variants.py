@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
     COMPARISON_KEYS,
@@ -251,7 +252,7 @@ def _read(value: Any) -> str:
     """A value as the command line reads it, in one spelling: "1e-3" is 0.001, and so is 1.0e-3; true is not 1."""
     if isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
+            value = yaml.load(value, Loader=BoundedLoader)
         except yaml.YAMLError:
             return value
         with contextlib.suppress(ValueError, TypeError):  # YAML takes 1e-3, without a point, for a text

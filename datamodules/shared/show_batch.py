@@ -28,7 +28,7 @@ def draw_batch(images: Sequence[Tensor], titles: Sequence[str], path: Path) -> P
     for axes, image, title in zip(panels, images, titles, strict=False):
         pixels = image.permute(1, 2, 0).numpy()
         axes.imshow(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels, cmap="gray", vmin=0, vmax=1)
-        axes.set_title(title[:22], fontsize=8)
+        axes.set_title(title[:22], fontsize=8, parse_math=False)  # a name of a folder may be no formula
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     return path

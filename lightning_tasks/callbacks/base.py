@@ -50,26 +50,24 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def check_alone(trainer: pl.Trainer, callback: pl.Callback, kind: type | None = None) -> None:
+def check_alone(trainer: pl.Trainer, kind: type) -> None:
     """Check that the trainer has no second callback of a class, or of one derived from it; nor the same one twice.
 
     Args:
         trainer: whose callbacks these are.
-        callback: the one that asks.
-        kind: the class; that of ``callback`` where None.
+        kind: the class: that which writes and logs under these names, not one that a user derives from it.
 
     Raises:
         ValueError: if it has; the text says how the options of one that a recipe brings are changed.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-    count = sum(isinstance(each, kind or type(callback)) for each in callbacks)
+    count = sum(isinstance(each, kind) for each in callbacks)
     if count > 1:
-        name = (kind or type(callback)).__name__
         raise ValueError(
-            f"the trainer has {count} callbacks {name}, which would log the same names and write the same files, if "
-            "any: keep one, with the options of both. Where a recipe has it already, change its options there: in a "
-            "copy of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is the whole "
-            f"list and replaces that of RECIPE (--trainer.callbacks+={name} adds to the list, and "
+            f"the trainer has {count} callbacks {kind.__name__}, which would log the same names and write the same "
+            "files, if any: keep one, with the options of both. Where a recipe has it already, change its options "
+            "there: in a copy of the recipe, or with --config RECIPE --config FILE, where trainer.callbacks in FILE is "
+            f"the whole list and replaces that of RECIPE (--trainer.callbacks+={kind.__name__} adds to the list, and "
             "--trainer.callbacks.init_args... changes its last callback only)"
         )
 

@@ -46,7 +46,7 @@ class PredictionTable(BasePredictionWriter):
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a second one."""
         super().setup(trainer, pl_module, stage)
-        check_alone(trainer, self)
+        check_alone(trainer, PredictionTable)
 
     def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Find the place of the table, the same one in every process."""

@@ -32,6 +32,7 @@ from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
 from lightning_tasks.runs.robustness import GIVES_NAN, SHOWN, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.safe_files import written_whole
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
 _HALF = ("16-true", "bf16-true")
@@ -84,6 +85,7 @@ class RobustnessEvaluation(Callback):
     Raises:
         ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything
             runs; when the test starts, in ``16-true`` and ``bf16-true``.
+        UsageError: when the test ends, if the file ``rows`` is a link out of its folder.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
 
     Example:
@@ -137,16 +139,17 @@ class RobustnessEvaluation(Callback):
         self.baseline_of = baseline
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
-        """The rows of the last test."""
+        """The rows of the last test; none where it ended before any was measured."""
         self._seen: list[Batch] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
+        check_alone(trainer, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
         half = _half_precision(trainer, pl_module)
         if stage != "test":
             if half:
                 rank_zero_warn(f"a test will be refused: {half}")
             return
+        self.table = []  # of an earlier test, which would stay where this one fails or has no batch
         if half:
             raise ValueError(half)
         if trainer.world_size > 1:
@@ -206,7 +209,8 @@ class RobustnessEvaluation(Callback):
     def _write(self, folder: Path, table: list[Row]) -> None:
         self.table = table
         write_csv(table, folder / TABLE)
-        (folder / MARKDOWN).write_text(markdown(table), encoding="utf-8")
+        with written_whole(folder / MARKDOWN) as partial:
+            partial.write_text(markdown(table), encoding="utf-8")
 
     def _run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, plan: Plan) -> None:
         folder = _folder_of(trainer)

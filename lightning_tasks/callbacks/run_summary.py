@@ -44,7 +44,7 @@ class RunSummary(Callback):
 
     def setup(self, trainer, pl_module, stage) -> None:
         """Refuse a second one."""
-        check_alone(trainer, self)
+        check_alone(trainer, RunSummary)
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Keep the first value as "before" and the newest as "after"."""

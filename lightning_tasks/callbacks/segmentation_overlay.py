@@ -43,7 +43,7 @@ class SegmentationOverlay(Callback):
         self._seen: list[tuple[Tensor, Tensor | None, Tensor]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        check_alone(trainer, self)
+        check_alone(trainer, SegmentationOverlay)
         self._seen = []  # of a run that ended before it could draw
 
     def on_validation_batch_end(

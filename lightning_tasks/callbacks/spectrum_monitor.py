@@ -84,7 +84,7 @@ class SpectrumMonitor(Callback):
         self._warnings = CollapseWarnings("SpectrumMonitor", SPECTRUM_SIGNS)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self)
+        check_alone(trainer, SpectrumMonitor)
         if stage == "fit":
             refuse_flat_shards(trainer, "SpectrumMonitor cannot read weights")
 

@@ -97,7 +97,7 @@ def data_in(text: str) -> Any:
             yaml.compose(text)
         if "*" not in text or not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             return jsonargparse.get_loader("yaml")(text)
-    except (yaml.YAMLError, ValueError):  # it is no YAML; a date that does not exist is a ValueError
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, ArithmeticError):  # no YAML, or `!!bool x`
         return text
     except RecursionError:
         pass

@@ -100,7 +100,6 @@ def write_tables(
     }
     rows = with_stops(rows)
     remarks["Not logged"] = not_logged(rows, metrics)
-    write_curves(rows, names, metrics, output / CURVES)
     summary = summarize(rows, names, metrics, references, endpoints)
     finished = [cell for cell in cells if cell.is_finished()]
     results = ImageResults({(cell.name, cell.seed): cell.folder for cell in finished}, output)
@@ -110,4 +109,5 @@ def write_tables(
     if absent := [metric for metric in metrics if metric not in logged]:
         near = "".join(did_you_mean(metric, logged) for metric in absent)
         print(f"never logged: {', '.join(absent)};{near} --metrics takes {', '.join(logged)}", file=sys.stderr)
+    write_curves(rows, names, metrics, output / CURVES)  # last: no error of a figure costs the tables
     return summary

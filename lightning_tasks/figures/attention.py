@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from lightning_tasks.figures.names import plain_names
+
 _TITLE_LETTERS = 13  # an inch
 _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
 
@@ -27,6 +29,7 @@ def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | N
     return None
 
 
+@plain_names()
 def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns: Sequence[str], title: str) -> Any:
     """A Matplotlib figure: a sample and query a row; the image, then the map of each head over it.
 
@@ -60,6 +63,7 @@ def draw_over_images(images: Tensor, maps: Tensor, rows: Sequence[str], columns:
     return figure
 
 
+@plain_names()
 def draw_token_maps(maps: Tensor, rows: Sequence[int], columns: Sequence[str], title: str) -> Any:
     """A Matplotlib figure: a row per sample, a column per head; queries downwards, keys to the right.
 
@@ -108,7 +112,7 @@ def _panels(rows: int, columns: int, ratio: float, title: str) -> Any:
     lines = textwrap.wrap(title, int(width * _TITLE_LETTERS))
     height = (2.1 * ratio + 0.35) * rows + 0.35 + 0.15 * len(lines)
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle("\n".join(lines), fontsize=9, parse_math=False)
+    figure.suptitle("\n".join(lines), fontsize=9)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:
         axes.set_xticks([])

@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_tasks.figures.names import plain_names
+
 _MOST_NAMES = 40
 
 
+@plain_names()
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> Any:
     """A Matplotlib figure of counts ``[C, C]``, a row a true class, as shares of the row."""
     from matplotlib.figure import Figure

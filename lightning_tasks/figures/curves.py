@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.figures.names import draw_legend, plain_names
+
 Look = tuple[str, tuple[float, ...]]  # a color, `#rrggbb`, and lengths of dashes and gaps, () for a whole line
 _LARGEST = 1e100  # that an axis takes: differences and squares are finite too
 
@@ -28,15 +30,20 @@ def looks(count: int) -> list[Look]:
     return [(to_hex(table(index % table.N)), dashes[index // table.N]) for index in range(count)]
 
 
-def draw_curve(axes: Any, rows: Sequence[dict[str, Any]], metric: str, config: str, look: Look) -> None:
-    """Draw the means of a configuration over the steps, and their standard deviations over seeds as a band."""
+def draw_curve(axes: Any, rows: Sequence[dict[str, Any]], metric: str, config: str, look: Look) -> list[Any]:
+    """Draw the means of a configuration over the steps, and their standard deviations over seeds as a band.
+
+    Returns:
+        The line of the means; none where the metric was not logged.
+    """
     steps, means, spreads = curve(rows, metric, config)
-    if len(steps):
-        color, dashes = look
-        marker = "o" if len(steps) < 30 else None
-        style = (0, dashes) if dashes else "-"
-        axes.plot(steps, means, label=config, color=color, linestyle=style, linewidth=1.4, marker=marker, markersize=3)
-        axes.fill_between(steps, means - spreads, means + spreads, color=color, alpha=0.15)
+    if not len(steps):
+        return []
+    color, dashes = look
+    marker = "o" if len(steps) < 30 else None
+    style = (0, dashes) if dashes else "-"
+    axes.fill_between(steps, means - spreads, means + spreads, color=color, alpha=0.15)
+    return list(axes.plot(steps, means, color=color, linestyle=style, linewidth=1.4, marker=marker, markersize=3))
 
 
 def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,10 +56,14 @@ def curve(rows: Sequence[dict[str, Any]], metric: str, config: str) -> tuple[np.
         if row["metric"] == metric and row["config"] == config:
             by_step.setdefault(row["step"], []).append(row["value"])
     steps = sorted(by_step)
-    means = [float(np.mean(by_step[step])) for step in steps]
     spreads = [_spread(by_step[step]) for step in steps]
-    shown = np.abs(means) < _LARGEST
-    return np.array(steps), np.where(shown, means, np.nan), np.where(shown, spreads, np.nan)
+    means = drawable([float(np.mean(by_step[step])) for step in steps])
+    return np.array(steps), means, np.where(np.isfinite(means), spreads, np.nan)
+
+
+def drawable(values: Any) -> np.ndarray:
+    """The values, an array, with nan in the place of what is not finite or too large for an axis."""
+    return np.where(np.abs(values) < _LARGEST, values, np.nan)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -75,6 +86,7 @@ def paired_differences(rows: Sequence[dict[str, Any]], first: str) -> list[dict[
     ]
 
 
+@plain_names()
 def draw_comparison(
     rows: Sequence[dict[str, Any]], configs: Sequence[str], metrics: Sequence[str], remarks: Mapping[str, str]
 ) -> Any:
@@ -94,16 +106,16 @@ def draw_comparison(
     differences = paired_differences(rows, configs[0])
     kinds = [(rows, ""), *([(differences, f", difference to {configs[0]}")] if differences else [])]
     figure = Figure(figsize=(5 * len(shown), 3.8 * len(kinds)), layout="constrained")
+    drawn: dict[str, list[Any]] = {config: [] for config in configs}
     for (values, kind), line in zip(kinds, figure.subplots(len(kinds), len(shown), squeeze=False), strict=True):
         for axes, metric in zip(line, shown, strict=True):
             for config, look in zip(configs, looks(len(configs)), strict=True):
-                draw_curve(axes, values, metric, config, look)
+                drawn[config] += draw_curve(axes, values, metric, config, look)
             axes.set_xlabel("step")
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{metric}{kind}", loc="left", fontsize="medium")
             if kind:
                 axes.axhline(0.0, color="0.5", linewidth=0.8, linestyle=":")
-    legend = figure.axes[0].legend(fontsize="small", frameon=False)
-    for text in legend.get_texts():
-        text.set_text(f"{text.get_text()}{remarks.get(text.get_text(), '')}")
+    entries = [(f"{config}{remarks.get(config, '')}", lines[0]) for config, lines in drawn.items() if lines]
+    draw_legend(figure.axes[0], entries, fontsize="small", frameon=False)  # of all panels: not each has every curve
     return figure

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.figures.names import plain_names
+
 MOST_PANELS = 6
 
 
+@plain_names()
 def draw_heads(steps: Sequence[int], layers: Sequence[int], values: np.ndarray, label: str) -> Any:
     """A Matplotlib figure: a panel per step (up to six, from the first to the last), heads to the right, layers down.
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.figures.names import draw_legend, plain_names
+
 _MOST_NAMED = 24
 
 
+@plain_names()
 def draw_masks(images: Sequence[np.ndarray], masks: Mapping[str, Sequence[np.ndarray]], names: Sequence[str]) -> Any:
     """A Matplotlib figure: a row per image, the image and its masks painted over it, and a legend.
 
@@ -38,8 +41,8 @@ def draw_masks(images: Sequence[np.ndarray], masks: Mapping[str, Sequence[np.nda
             panel.axis("off")
     present = set().union(*(np.unique(mask).tolist() for of_title in masks.values() for mask in of_title))
     shown = sorted(present & set(range(len(names))))
-    patches = [Patch(color=palette(index), label=names[index]) for index in shown[:_MOST_NAMED]]
+    entries = [(names[index], Patch(color=palette(index))) for index in shown[:_MOST_NAMED]]
     if len(shown) > _MOST_NAMED:
-        patches.append(Patch(color="none", label=f"and {len(shown) - _MOST_NAMED} more"))
-    figure.legend(handles=patches, loc="outside right upper", fontsize=7)
+        entries.append((f"and {len(shown) - _MOST_NAMED} more", Patch(color="none")))
+    draw_legend(figure, entries, loc="outside right upper", fontsize=7)
     return figure

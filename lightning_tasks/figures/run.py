@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lightning_tasks.figures.names import plain_names
+
 Curve = tuple[list[int], list[float]]
 
 
+@plain_names()
 def draw_run(panels: Sequence[tuple[str, Mapping[str, Curve]]], path: Path) -> Path | None:
     """Draw panels, each with a title and curves by name; return the file written, None where there are none."""
     if not panels:

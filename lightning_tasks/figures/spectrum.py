@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tasks.figures.names import plain_names
+
 _BINS = 64
 
 
+@plain_names()
 def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> Any:
     """A Matplotlib figure: histograms side by side, one per step, in a panel per layer; white where nothing is finite.
 
@@ -44,7 +47,7 @@ def draw_spectra(steps: Sequence[int], spectra: Sequence[Sequence[np.ndarray]], 
         places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
         axes.set_xticks(places + 0.5, [f"{steps[place]:,}" for place in places], fontsize=7)
         axes.tick_params(axis="y", labelsize=7)
-        axes.set_title(name, fontsize=8, parse_math=False)
+        axes.set_title(name, fontsize=8)
     panels[0, 0].set_ylabel("eigenvalue (real part)", fontsize=8)
     panels[-1, 0].set_xlabel("step", fontsize=8)
     bar = figure.colorbar(image, ax=panels, fraction=0.15 / columns, pad=0.01)

@@ -16,7 +16,7 @@ from lightning_tasks.compare.reading import Read
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.errors import UsageError
-from lightning_tasks.figures.curves import looks
+from lightning_tasks.figures.curves import drawable, looks
 from lightning_tasks.report.arguments import parser
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
@@ -102,6 +102,8 @@ def _robust(rows: Sequence[Any]) -> str:
     for row in rows:
         if math.isnan(row.value):
             return figure(row)
+    if not np.isfinite(values).all():
+        return "not finite"
     text = figure(replace(rows[0], value=float(np.mean(values))))
     if len(values) == 1:
         return text
@@ -113,8 +115,8 @@ def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[An
     found, logged = [], by_metric(rows)
     for name, metrics in islice(layer_metrics(sorted(logged)).items(), MOST_CURVES):
         of_these = [row for metric in metrics for row in logged[metric]]
-        finite = [row["value"] for row in of_these if math.isfinite(row["value"])]
-        limits = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        values = drawable([row["value"] for row in of_these])
+        limits = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0.0, 1.0)
         maps = []
         for config in configs:
             steps, values = heat_map([row for row in of_these if row["config"] == config], metrics)
@@ -124,11 +126,11 @@ def heat_maps(rows: Sequence[dict[str, Any]], configs: Sequence[str]) -> list[An
     return found
 
 
-def _drawable(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
-    """By metric, the rows whose difference and interval are numbers."""
+def drawable_rows(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
+    """By metric, the rows whose difference and interval are numbers that an axis takes."""
     found: dict[str, list[SummaryRow]] = {}
     for row in summary:
-        if row.pairs and all(map(math.isfinite, (row.difference, row.low, row.high))):
+        if row.pairs and np.isfinite(drawable([row.difference, row.low, row.high])).all():
             found.setdefault(row.metric, []).append(row)
     return dict(islice(found.items(), MOST_CURVES))
 
@@ -172,7 +174,7 @@ def page(read: Read) -> str:
         differences=differences(settings),
         final=final_table(rows, configs, plain, diverged),
         summary=read.summary,
-        forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in _drawable(read.summary).items()],
+        forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in drawable_rows(read.summary).items()],
         curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs, diverged),

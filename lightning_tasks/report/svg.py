@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_tasks.compare.summary import SummaryRow
-from lightning_tasks.figures.curves import curve, draw_curve, looks
+from lightning_tasks.figures.curves import curve, draw_curve, drawable, looks
 from lightning_tasks.runs.metric_names import MetricName
 
 _HOVERED = 24
@@ -92,7 +92,7 @@ def heat_map(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> tuple[li
     wanted = set(metrics)
     steps = sorted({step for metric, step in values if metric in wanted})
     found = [[float(np.mean(values.get((metric, step), [np.nan]))) for step in steps] for metric in metrics]
-    return steps, np.array(found)
+    return steps, drawable(found)
 
 
 def heat_svg(

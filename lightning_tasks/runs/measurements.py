@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -22,12 +22,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_modules import __version__
+from lightning_tasks.json_values import number_of, of_kind, text_of
+from lightning_tasks.runs.safe_files import refuse_foreign
 
 _LIBRARIES = (
     *("torch", "torchvision", "timm", "transformers", "torchmetrics", "numpy", "pillow"),
     *("mmsegmentation", "mmengine", "mmcv", "mmcv-lite"),
 )
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
+_MOST_BYTES = 1 << 32  # of the rows of all runs of a recipe
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -68,18 +71,26 @@ class RowStore(Generic[R]):
     Args:
         path: the file; it is made with the first rows.
         row: their class.
+
+    Raises:
+        UsageError: the file is a link out of its folder, no plain file, or too large to be read.
     """
 
     def __init__(self, path: Path, row: type[R]) -> None:
         self.path = path
         self._done: dict[str, list[R]] = {}
+        if path.exists() or path.is_symlink():
+            refuse_foreign(path, path.parent, _MOST_BYTES)
         lines = path.read_bytes().splitlines() if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)
-                self._done[content["key"]] = [row(**each) for each in content["rows"]]
-            except (ValueError, KeyError, TypeError):  # a run that was killed while it wrote
-                rank_zero_warn(f"{path}, line {number}, is cut short or of another version: measured again")
+                self._done[content["key"]] = [_row_of(row, each) for each in content["rows"]]
+            except (ValueError, KeyError, TypeError, RecursionError):  # a run that was killed while it wrote
+                rank_zero_warn(
+                    f"{path}, line {number}, is cut short or of another version, or has values of other types: "
+                    "measured again"
+                )
 
     def rows(self, key: str) -> list[R] | None:
         """The rows under a key, None where there are none."""
@@ -98,6 +109,23 @@ class RowStore(Generic[R]):
             file.write(f"{line}\n".encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def _row_of(kind: type[R], content: Mapping[str, Any]) -> R:
+    """The row of these fields.
+
+    Raises:
+        TypeError: one is missing, unknown, or of another type than the class says.
+        ValueError: a text in it cannot be written, or a whole number is too large for a float.
+    """
+    types = get_type_hints(kind)
+    return kind(**{name: _of_type(types.get(name), value) for name, value in content.items()})
+
+
+def _of_type(kind: Any, value: Any) -> Any:
+    if kind is float:
+        return number_of(value)
+    return text_of(value) if kind is str else of_kind(value, kind)
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:

@@ -86,24 +86,30 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
             raise TypeError(f"seed is {found['seed']!r}, and an integer is needed")
         if type(found.get("seconds", 0.0)) not in (int, float):
             raise TypeError(f"seconds is {type(found['seconds']).__name__}, and a number is needed")
+        float(found.get("seconds", 0.0))  # of a whole number: it may be too large
         if not isinstance(found["rows"], list):
             raise TypeError(f"rows are {type(found['rows']).__name__}, and a list is needed")
-        for row in found["rows"]:
-            _check_row(row)
+        found["rows"] = [_row(each) for each in found["rows"]]
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
     return found
 
 
-def _check_row(row: Any) -> None:
-    """Check a logged value: its step, its metric, a number."""
+def _row(row: Any) -> dict[str, Any]:
+    """A logged value: its step, its metric, and a float, as tables and figures take no whole number of any size.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: the step is more than any run takes, or the metric cannot be written.
+        OverflowError: the value is a whole number that no float holds.
+    """
     if not isinstance(row, dict) or row.keys() != {"step", "metric", "value"}:
         raise TypeError("a row has other keys than step, metric and value")
     if type(row["step"]) is not int or type(row["value"]) not in (int, float) or type(row["metric"]) is not str:
         raise TypeError(f"a row has the types {', '.join(f'{key} {type(row[key]).__name__}' for key in row)}")
     row["metric"].encode()
     as_step(row["step"])
-    float(row["value"])  # of an integer: it may be too large
+    return {**row, "value": float(row["value"])}
 
 
 def as_step(given: str | int, what: str = "it") -> int:

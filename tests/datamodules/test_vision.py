@@ -9,6 +9,7 @@ import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
 from attnswap.datamodules.shared.images import ArrayImages, FileImages, ImageDataset
+from attnswap.datamodules.shared.show_batch import draw_batch
 from attnswap.datamodules.vision import VisionDataModule
 from lightning.pytorch import seed_everything
 from PIL import Image
@@ -268,6 +269,10 @@ def test_workers_end_with_their_loader():
         assert not set(active_children()) - before
     finally:
         gc.enable()
+
+
+def test_the_name_of_a_class_is_no_formula(tmp_path):
+    assert draw_batch([torch.rand(3, 4, 4)], ["$\\frac{$"], tmp_path / "batch.png").is_file()
 
 
 def test_show_batch_draws_a_png(tmp_path):

@@ -268,7 +268,7 @@ def test_truth_and_prediction_are_painted_in_their_own_panels():
     image, truth, predicted = torch.rand(3, 4, 4), torch.zeros(4, 4).long(), torch.full((4, 4), 2)
     truth[0, 0] = -1
     masks = {"truth": [truth.numpy()], "prediction": [predicted.numpy()]}
-    figure = draw_masks([image.permute(1, 2, 0).numpy()], masks, ["sky", "tree", "road"])
+    figure = draw_masks([image.permute(1, 2, 0).numpy()], masks, ["_sky$", "tree", "road$"])
     panels = {axes.get_title(): axes.images for axes in figure.axes}
     assert [(title, len(drawn)) for title, drawn in panels.items()] == [("image", 1), ("truth", 2), ("prediction", 2)]
     for drawn in panels.values():
@@ -278,7 +278,7 @@ def test_truth_and_prediction_are_painted_in_their_own_panels():
     assert (colors["truth"][0, 1] == colors["truth"][3, 3]).all()
     assert [panels[name][1].get_alpha() for name in colors] == [0.6, 0.6]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["sky", "road"]
+    assert [text.get_text() for text in legend.get_texts()] == ["_sky$", "road$"]
     for patch, name in zip(legend.get_patches(), colors, strict=True):
         assert patch.get_facecolor()[:3] == pytest.approx(tuple(colors[name][3, 3, :3]))
 

@@ -87,7 +87,7 @@ class DriftMonitor(Callback):
             )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self)
+        check_alone(trainer, DriftMonitor)
         refuse_flat_shards(trainer, f"{type(self).__name__} cannot compare layers")
         self._forget()
         self._sums = EpochSums()

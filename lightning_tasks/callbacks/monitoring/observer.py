@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
@@ -30,9 +30,18 @@ class LayerObserver(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if ``layers`` are no integers; when a trainer starts, if it has a second such callback, or the
-            strategy is FSDP1 or DeepSpeed.
+        ValueError: if ``layers`` are no integers; when a trainer starts, if it has a second such callback, also of a
+            class derived from it, or the strategy is FSDP1 or DeepSpeed.
     """
+
+    monitor: ClassVar[type[LayerObserver]]
+    """The class that observes, also of one that a user derives from it: a trainer has one of it."""
+
+    def __init_subclass__(cls, shared: bool = False, **options: Any) -> None:
+        """Note which class observes: the first below those that are ``shared`` bases of several."""
+        super().__init_subclass__(**options)
+        if not shared and not hasattr(cls, "monitor"):
+            cls.monitor = cls
 
     def __init__(self, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
         super().__init__()
@@ -40,7 +49,7 @@ class LayerObserver(Callback):
         self._hooks: ExitStack | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self)
+        check_alone(trainer, self.monitor)
         refuse_flat_shards(trainer, f"{type(self).__name__} cannot observe layers")
         self._close_unread()  # of a trainer that ended before it could tell
 
@@ -88,7 +97,7 @@ def is_watched(layer: nn.Module) -> bool:
     return isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED
 
 
-class MechanismObserver(LayerObserver):
+class MechanismObserver(LayerObserver, shared=True):
     """Hooks mechanisms; plain layers have softmax attention, which changes no output, while the trainer runs.
 
     It is put in after the model is built, and taken out at the trainer's end, also where that is an exception, by the

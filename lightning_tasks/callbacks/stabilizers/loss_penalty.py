@@ -26,7 +26,7 @@ class _Call:
     entered: int = 0
 
 
-class LossPenalty(QueryKeyObserver):
+class LossPenalty(QueryKeyObserver, shared=True):
     """Adds weight · Σ over layers and calls of a penalty to the loss of each training batch: see :meth:`_attach`.
 
     The gradient is added in the backward pass of the loss itself, so that accumulation, gradient scaling, clipping,

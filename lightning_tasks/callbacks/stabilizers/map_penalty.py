@@ -12,7 +12,7 @@ from lightning_tasks.callbacks.stabilizers.loss_penalty import LossPenalty
 from lightning_tasks.callbacks.stabilizers.observer import layers_with_own_logits
 
 
-class MapPenalty(LossPenalty):
+class MapPenalty(LossPenalty, shared=True):
     """Adds weight · Σ over layers and calls of :meth:`_penalty` to the loss of each training batch."""
 
     of = "neither queries nor keys"

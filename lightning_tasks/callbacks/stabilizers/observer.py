@@ -14,7 +14,7 @@ from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 
 
-class QueryKeyObserver(MechanismObserver):
+class QueryKeyObserver(MechanismObserver, shared=True):
     """Reads q, k and the logits' other arguments in the training batches for which a subclass calls :meth:`_open`."""
 
     def __init__(self, *choice: Any) -> None:

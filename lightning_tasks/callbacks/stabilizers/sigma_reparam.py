@@ -88,7 +88,7 @@ class SigmaReparam(Callback):
         self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self)
+        check_alone(trainer, SigmaReparam)
         refuse_flat_shards(trainer, "SigmaReparam cannot read weights")
         if is_strategy(trainer, "ModelParallelStrategy"):
             raise ValueError("SigmaReparam cannot take singular vectors of weights that FSDP2 shards: use DDP")

@@ -1,8 +1,11 @@
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
+from lightning_tasks.figures.confusion import draw_confusion
 from lightning_tasks.figures.curves import curve, draw_comparison, draw_curve, looks, paired_differences
+from lightning_tasks.figures.run import draw_run
 
 ROWS = [
     {"config": config, "seed": seed, "step": step, "metric": "val/loss", "value": 3.0 - step / 10 + seed}
@@ -31,6 +34,33 @@ def test_what_was_logged_once_is_no_curve(rows, panels):
     once = [{**row, "metric": "test/loss"} for row in ROWS if row["step"] == 5]
     figure = draw_comparison([*rows, *once], ["a", "b"], ["val/loss", "test/loss"], {})
     assert [axes.get_title("left") for axes in figure.axes] == [*panels, f"{panels[0]}, difference to a"]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("name", ["$x", "$\\frac{$", "$\\foo$"])
+def test_names_are_no_formulas(tmp_path, name):
+    rows = [{**row, "config": name, "metric": name} for row in ROWS if row["config"] == "a"]
+    figure = draw_comparison([*rows, *({**row, "metric": name} for row in ROWS)], [name, "a"], [name], {})
+    figure.savefig(tmp_path / "curves.png")
+    assert legend(figure) == [name, "a"]
+    assert figure.axes[1].get_title("left") == f"{name}, difference to {name}"
+    draw_run([(name, {name: ([0, 1], [0.0, 1.0])})], tmp_path / "run.png")
+    draw_confusion(torch.eye(2), [name, "b"]).savefig(tmp_path / "confusion.png")
+
+
+def test_the_legend_has_every_variant_that_is_drawn_anywhere():
+    rows = [
+        {"config": config, "seed": 0, "step": step, "metric": metric, "value": 1.0}
+        for config, metric in (("_a", "m"), ("b", "n"))
+        for step in (0, 1)
+    ]
+    figure = draw_comparison(rows, ["_a", "b", "absent"], ["m", "n"], {"_a": " (1 of 1 diverged)"})
+    assert legend(figure) == ["_a (1 of 1 diverged)", "b"]
+    colors = [line.get_color() for line in figure.axes[0].get_legend().get_lines()]
+    assert colors == [color for color, _ in looks(2)]
 
 
 def test_no_figure_without_a_known_metric():

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare import tables
 from lightning_tasks.compare.cell import RESULT, run_cell
 from lightning_tasks.compare.formats import markdown
 from lightning_tasks.compare.plan import plan_cells
@@ -96,6 +97,17 @@ def test_a_cut_result_is_named_before_anything_is_lost(done, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     assert f"{path} is damaged" in refusal(command, capsys)
     assert (tmp_path / "out" / "results.csv").read_bytes() == table
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_table(done, tmp_path, monkeypatch):
+    def fails(*given):
+        raise RuntimeError("no figure")
+
+    monkeypatch.setattr(tables, "draw_comparison", fails)
+    cells, _ = done
+    with pytest.raises(RuntimeError, match="no figure"):
+        write_tables(cells, ["val/loss"], {}, tmp_path / "out")
+    assert (tmp_path / "out" / "summary.md").is_file()
 
 
 @pytest.mark.parametrize("name", ["comparison.json", "results.csv", "summary.csv", "summary.md", "curves.png"])

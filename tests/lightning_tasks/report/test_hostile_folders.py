@@ -7,11 +7,14 @@ import re
 import pytest
 
 import lightning_tasks.report.page as report_module
+from lightning_tasks.analyses.inputs import mechanism_options
+from lightning_tasks.checkpoints.stored_text import data_in
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
 from lightning_tasks.compare.tables import write_curves, write_results
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.heads import read_heads, write_heads
+from lightning_tasks.runs.safe_files import read_result
 from lightning_tasks.variants import read_variants
 from tests.lightning_tasks.report.report_folders import report, run_folder
 
@@ -87,6 +90,7 @@ def test_a_folder_that_is_a_link_itself_and_links_within_it_are_read(tmp_path):
         ("[]", "it holds no result"),
         (json.dumps({**CELL, "rows": "abc"}), "rows are str"),
         (json.dumps({**CELL, "seed": 1.5}), "seed is 1.5"),
+        (json.dumps({**CELL, "seconds": 10**400}), "too large"),
         (json.dumps({**CELL, "config": [1]}), "config is list"),
         (json.dumps({**CELL, "config": "\ud800"}), "surrogates"),
         *(
@@ -103,7 +107,7 @@ def test_a_folder_that_is_a_link_itself_and_links_within_it_are_read(tmp_path):
             ]
         ),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_result_that_no_cell_wrote_is_named_with_the_cure(tmp_path, capsys, content, says):
     path = cell(tmp_path / "out", content)
@@ -131,6 +135,11 @@ def test_two_results_of_one_cell_are_named(tmp_path, capsys):
         ("run/config.yaml", f"a: 0x{'f' * 6000}\n", "4300 digits"),
         ("run/config.yaml", "a: 1\n" * 300_000, "1,500,000 bytes, and at most 1,048,576"),
         ("run/config.yaml", "[" * 1500, "recursion"),
+        ("run/config.yaml", "a: !!bool foo", "it is no bool .KeyError: 'foo'.*line 1, column 4"),
+        ("run/config.yaml", "a: !!timestamp foo", "it is no timestamp"),
+        ("run/config.yaml", "a: !!int ''", "it is no int"),
+        ("run/config.yaml", f"a: {'59:' * 300}59.5", "it is no float .OverflowError"),
+        ("run/config.yaml", "a: 2024-99-99", "it is no timestamp .ValueError: month"),
         ("run/attention_heads.csv", HEADS + f"{10**30},x,0,1\n", "the step"),
         ("run/attention_heads.csv", HEADS + "".join(f"{i},x,{i},1\n" for i in range(900)), "900 steps, 900 layers"),
         ("run/attention_heads.csv", HEADS + "0,x\n", "line 2 has another number"),
@@ -142,7 +151,7 @@ def test_two_results_of_one_cell_are_named(tmp_path, capsys):
         ("summary.csv", f"{SUMMARY}\nval/loss,a,1,3\n", "KeyError: 'difference'"),
         ("summary.csv", f"{SUMMARY}\nval/loss,a\n", "row 1 has another number of values"),
     ],
-    ids=range(14),
+    ids=range(19),
 )
 def test_a_file_that_no_run_wrote_is_named(tmp_path, capsys, file, content, says):
     out = tmp_path / "out"
@@ -207,6 +216,22 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
     assert not any(
         (out / name).is_symlink() for name in ("results.csv", "summary.csv", "summary.md", "tables.tex", "curves.png")
     )
+
+
+@pytest.mark.parametrize("value", ["!!bool foo", "2024-99-99"])
+def test_a_value_that_is_none_of_its_tag_is_named_wherever_yaml_is_read(tmp_path, value):
+    (tmp_path / "c.yaml").write_text(f"variants:\n  a: {value}\n")
+    with pytest.raises(UsageError, match=r"c\.yaml is no YAML: it is no (?s:.*)line 2, column 6"):
+        read_variants(str(tmp_path / "c.yaml"))
+    with pytest.raises(UsageError, match=r"--options .* is neither JSON nor YAML: it is no"):
+        mechanism_options(f"a: {value}")
+    assert data_in(value) == value
+
+
+def test_a_whole_number_beyond_64_bits_is_a_value_like_others(tmp_path):
+    path = cell(tmp_path / "out", json.dumps({**CELL, "rows": [{**ROW, "value": 10**30}]}))
+    assert read_result(path)["rows"] == [{**ROW, "value": 1e30}]
+    assert "val/loss 1e+30" in report(tmp_path, tmp_path / "out")[1].rows
 
 
 def test_merge_keys_of_a_comparison_file_are_bounded(tmp_path):

@@ -1,6 +1,7 @@
 """`attnswap report`: what the page says of runs, that it needs no network, and what it refuses."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -275,6 +276,13 @@ def test_the_score_of_a_run_that_diverged_is_no_number():
     found = final_table(rows, ["a"], ["val/top1"], diverged_cells(rows))
     assert found == [("val/top1", [("not finite", 3)])]
     assert final_table(rows, ["a"], ["val/top1"]) == [("val/top1", [("0.45 ± 0.35", 3)])]
+
+
+def test_a_perplexity_that_is_infinite_in_one_run_has_no_mean(tmp_path):
+    rows = [Row("clean", "", "", "perplexity", value) for value in (math.inf, 20.0)]
+    runs = [Run("a", seed, tmp_path, [], None, [row]) for seed, row in enumerate(rows)]
+    assert robustness_table(runs, ["a"]) == [(("clean", "", "", "perplexity"), ["not finite"])]
+    assert robustness_table(runs[:1], ["a"])[0][1] == ["not finite"]
 
 
 def test_the_robustness_of_a_run_that_diverged_is_no_number(tmp_path):

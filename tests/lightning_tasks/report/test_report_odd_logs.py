@@ -1,10 +1,13 @@
 """Logs that were cut, are damaged or very large: shown as far as they are true, or refused by name."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 import lightning_tasks.report.page as report_module
+from lightning_tasks.compare.summary import SummaryRow
+from lightning_tasks.report.page import drawable_rows
 from lightning_tasks.runs.log import read_metrics
 from tests.lightning_tasks.report.report_folders import report, run_folder
 
@@ -56,6 +59,19 @@ def test_what_is_not_finite_or_too_large_to_draw_is_said(tmp_path):
     _, found = report(tmp_path, write(tmp_path / "run", HEAD + lines))
     assert "val/loss not finite" in found.rows
     assert "train/x not finite" in found.rows
+
+
+def test_layers_with_values_that_are_too_large_to_draw_end_no_report(tmp_path):
+    """The color bar's limits, and their distance, must be finite."""
+    head = "step,a/layer_0,a/layer_1,b/layer_0\n"
+    text, _ = report(tmp_path, write(tmp_path / "run", f"{head}0,1.7e308,1,-1.7e308\n1,-1.7e308,2,1e200\n"))
+    assert text.count("<image") == 4  # two heat maps, and their color bars
+
+
+def test_a_difference_that_is_too_large_to_draw_is_in_the_table_alone():
+    small = SummaryRow("m", "b", 2, 1.0, 0.1, "a", 2, 0.0, -1.0, 1.0)
+    huge = replace(small, config="c", difference=1.7e308, low=-1.7e308, high=1.7e308)
+    assert drawable_rows([small, huge]) == {"m": [small]}
 
 
 def test_of_very_many_metrics_the_first_are_drawn_and_all_are_in_the_table(tmp_path, monkeypatch):

@@ -7,15 +7,19 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks.callbacks import (
+    AttentionDiversification,
     AttentionMapLogger,
     AttentionMonitor,
     DriftMonitor,
+    EntropyRegularizer,
     Heal,
     LipschitzMonitor,
+    LogitMonitor,
     PredictionTable,
     PursuitMonitor,
     RunSummary,
     SegmentationOverlay,
+    SigmaReparam,
     SpectrumMonitor,
     SwapAttention,
 )
@@ -48,11 +52,11 @@ def test_heat_maps_of_heads_name_the_layers():
 
 
 @pytest.mark.parametrize("kind", MONITORS)
-@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("derived", [0, 1, 2])
 def test_a_second_monitor_of_a_kind_is_refused(tmp_path, kind, derived):
-    second = type("Derived", (kind,), {}) if derived else kind
+    first, second = (type(name, (kind,), {}) if place < derived else kind for place, name in enumerate("AB"))
     module = TinyLM()
-    callbacks = [SwapAttention("rpc"), second(layers=[1]), kind(layers=[0])]
+    callbacks = [SwapAttention("rpc"), first(layers=[1]), second(layers=[0])]
     with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, .*--config RECIPE --config FILE"):
         fit(module, callbacks, batches(1), batches(1), logger=CSVLogger(tmp_path, name="", version=""))
     assert "configure_model" not in vars(module)
@@ -86,10 +90,24 @@ def test_who_acts_in_training_too_says_no_such_thing(recwarn, make, loader):
     assert not any("at validations alone" in str(warning.message) for warning in recwarn)
 
 
+def test_two_classes_derived_from_one_penalty_or_one_that_trains_weights_are_refused():
+    for kind, given in ((EntropyRegularizer, (0.1, 0.5)), (SigmaReparam, ()), (DriftMonitor, ())):
+        callbacks = [type(name, (kind,), {})(*given) for name in "AB"]
+        with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, "):
+            fit(TinyLM(), [SwapAttention("softmax"), *callbacks], batches(1))
+
+
+def test_different_penalties_and_monitors_of_one_base_go_together():
+    callbacks = [EntropyRegularizer(0.1, 0.5), AttentionDiversification(0.1), LogitMonitor(), AttentionMonitor()]
+    fit(TinyLM(), [SwapAttention("softmax"), *callbacks], batches(1))
+
+
 @pytest.mark.parametrize("kind", [RunSummary, PredictionTable, SegmentationOverlay])
 def test_a_second_callback_that_writes_the_same_files_is_refused(kind):
-    with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, "):
-        fit(TinyLM(), [kind(), kind()], batches(1), batches(1))
+    derived = [type(name, (kind,), {})() for name in "AB"]
+    for callbacks in ([kind(), kind()], derived):
+        with pytest.raises(ValueError, match=f"2 callbacks {kind.__name__}, "):
+            fit(TinyLM(), callbacks, batches(1), batches(1))
 
 
 class Spoilt(TinyLM):

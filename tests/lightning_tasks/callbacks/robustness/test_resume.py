@@ -7,6 +7,7 @@ import linecache
 import os
 import signal
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 
 import pytest
@@ -16,12 +17,13 @@ from PIL import Image
 
 from attention_modules import swap_attention
 from lightning_tasks.callbacks import RobustnessEvaluation
+from lightning_tasks.errors import UsageError
 from lightning_tasks.robustness.attacks.table import ATTACKS
 from lightning_tasks.robustness.images import corruption_measurement
 from lightning_tasks.robustness.subject import Subject
 from lightning_tasks.runs import measurements as suite
-from lightning_tasks.runs.measurements import fingerprint
-from lightning_tasks.runs.robustness import read_csv
+from lightning_tasks.runs.measurements import RowStore, fingerprint
+from lightning_tasks.runs.robustness import Row, read_csv
 from tests.lightning_tasks.callbacks.robustness.evaluations import QUICK, evaluate, trainer, values
 from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages
 
@@ -123,6 +125,68 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path, module, counted):
         evaluate(tmp_path, module, rows=str(rows))
     assert calls == []
     assert json.loads(rows.read_text().splitlines()[-1])["rows"][0]["name"] == "square"
+
+
+@pytest.mark.parametrize(
+    "change", [{"value": "abc"}, {"value": None}, {"value": True}, {"value": 10**400}, {"samples": "zz"}, {"note": 1}]
+)
+def test_a_row_of_other_types_is_measured_again(tmp_path, change):
+    path, row = tmp_path / "rows.jsonl", Row("clean", "", "", "perplexity", float("inf"), 10)
+    RowStore(path, Row).add("key", [row])
+    assert RowStore(path, Row).rows("key")[0].value == float("inf")
+    path.write_text(json.dumps({"key": "key", "rows": [{**asdict(row), **change}]}) + "\n")
+    with pytest.warns(UserWarning, match="line 1, .* values of other types: measured again"):
+        assert RowStore(path, Row).rows("key") is None
+
+
+def test_a_line_that_is_nested_without_end_is_passed_over(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match="line 1, is cut short"):
+        RowStore(path, Row)
+
+
+@pytest.mark.parametrize("target", ["victim", "absent"])
+def test_kept_rows_are_not_read_or_written_through_a_link(tmp_path, module, target):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (tmp_path / "victim").write_text("mine\n")
+    (folder / "robustness_rows.jsonl").symlink_to(tmp_path / target)
+    with pytest.raises(UsageError, match=r"robustness_rows.jsonl (is a link out of|cannot be read)"):
+        evaluate(tmp_path, module)
+    assert (tmp_path / "victim").read_text() == "mine\n"
+    assert not (tmp_path / "absent").exists()
+
+
+def test_the_tables_replace_links(tmp_path, module):
+    (tmp_path / "victim").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("robustness.csv", "robustness.md"):
+        (run / name).symlink_to(tmp_path / "victim")
+    trainer(run, RobustnessEvaluation(**QUICK), logger=False).test(module, TinyImages(), verbose=False)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (run / "robustness.md").read_text().startswith("| test |")
+
+
+def test_a_test_that_fails_or_has_no_batch_leaves_no_table_of_an_earlier_one(tmp_path, module, monkeypatch):
+    evaluation = RobustnessEvaluation(**{**QUICK, "attacks": []})
+
+    def fails(*batch):
+        raise RuntimeError("no test")
+
+    def measure(**options):
+        trainer(tmp_path, evaluation, **options).test(module, TinyImages(), verbose=False)
+
+    measure()
+    assert evaluation.table
+    measure(limit_test_batches=0)
+    assert evaluation.table == []
+    measure()
+    monkeypatch.setattr(module, "test_step", fails)
+    with pytest.raises(RuntimeError, match="no test"):
+        measure()
+    assert evaluation.table == []
 
 
 def test_another_version_of_a_library_makes_another_fingerprint(monkeypatch):
