@@ -15,6 +15,7 @@ import pytest
 
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_context, start_worker, worker_devices
+from lightning_tasks.runs.environment import this_environment
 from lightning_tasks.variants import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +35,8 @@ def test_a_killed_comparison_leaves_nobody_at_work():
         "import os, time\nfrom concurrent.futures import ProcessPoolExecutor\n"
         "from lightning_tasks.compare.workers import start_context, start_worker\n"
         "context = start_context()\ncontext.set_forkserver_preload([])\ndevices = context.SimpleQueue()\n"
-        "devices.put(None)\npool = ProcessPoolExecutor(1, context, start_worker, ({**os.environ}, devices))\n"
+        "devices.put(None)\ninitial = {**os.environ}, devices, ('', False)\n"
+        "pool = ProcessPoolExecutor(1, context, start_worker, initial)\n"
         "print(pool.submit(os.getpid).result(), flush=True)\npool.submit(time.sleep, 60).result()\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -69,7 +71,8 @@ def seen_by_a_worker(folder, together):
     while len(list(folder.iterdir())) < together and time.monotonic() < deadline:
         time.sleep(0.01)
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    return os.environ.get(VISIBLE), ignored, multiprocessing.get_start_method(allow_none=True)
+    code = this_environment().code
+    return os.environ.get(VISIBLE), ignored, multiprocessing.get_start_method(allow_none=True), code
 
 
 def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
@@ -78,8 +81,11 @@ def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
     devices = context.SimpleQueue()
     for device in worker_devices(2, 3, os.environ[VISIBLE]):
         devices.put(device)
-    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=({**os.environ}, devices)) as pool:
-        assert set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2)) == {("4", True, None), ("7", True, None)}
+    initial = {**os.environ}, devices, ("0123", True)
+    code = "0123 with changes"  # of the parent, whatever the checkout has by now
+    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=initial) as pool:
+        seen = set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2))
+    assert seen == {("4", True, None, code), ("7", True, None, code)}
     assert os.environ[VISIBLE] == "4,7,9"
 
 
