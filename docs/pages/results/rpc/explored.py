@@ -1,9 +1,13 @@
-"""The exploratory runs on CIFAR-10, one seed each, beside the runs of that seed in the comparison."""
+"""The exploratory runs on CIFAR-10, each beside the runs of its seed in the comparison.
+
+docs/results/rpc_classification/exploratory has the newest seed, and in earlier.csv what is told of the one before.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,14 +59,23 @@ class Runs:
         """By how many points a row is above softmax."""
         return 100 * (self.value(name, metric) - self.value("softmax, the same seed", metric))
 
+    def ratio_to_twin(self) -> float:
+        """By how many points RPC with `ratio` is above RPC without S of the same seed, on clean images."""
+        return 100 * (self.value(WITH_RATIO, TOP1) - self.beside.by_seed(TOP1, "rpc without S")[self.seed])
 
-def read_runs(raw: Raw) -> Runs:
-    """The exploratory runs, and those of their seed.
+
+def read_runs(raw: Raw) -> tuple[Runs, Runs]:
+    """The exploratory runs of the newest seed, and those of the seed before.
 
     Raises:
-        PageError: they are of several seeds, or of one that the comparison has never run.
+        PageError: one of the two has several seeds, or one that the comparison has never run.
     """
     extra = raw.comparison("exploratory", EXPLORATORY)
+    before, _ = raw.with_earlier(extra, "exploratory")
+    return _beside(raw, extra), _beside(raw, before)
+
+
+def _beside(raw: Raw, extra: Comparison) -> Runs:
     found = read(raw)
     earlier, _ = raw.with_earlier(found)
     for each in (found, earlier):
@@ -73,7 +86,7 @@ def read_runs(raw: Raw) -> Runs:
 
 def exploratory(raw: Raw) -> Table:
     """Accuracies in percent, the loss, and the gradient for the image."""
-    runs = read_runs(raw)
+    runs, _ = read_runs(raw)
     metrics = {"clean": (TOP1, 1, 100.0), **{name: (metric, 1, 100.0) for name, metric in ATTACKED.items()}}
     metrics |= {"corrupted": (CORRUPTED, 1, 100.0), "loss": ("test/loss", 3, 1.0)}
     metrics |= {"input gradient": (INPUT_GRADIENT, 2, 1.0)}
@@ -93,8 +106,8 @@ def residuals(found: Comparison, config: str) -> list[float]:
 
 def explored(raw: Raw) -> dict[str, str]:
     """What the exploratory runs have more than softmax, in points, and what S holds in them."""
-    runs, now = read_runs(raw), read(raw)
-    more, extra = runs.more, runs.extra
+    (runs, before), now = read_runs(raw), read(raw)
+    extra = runs.extra
     in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
     share = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)[-1]
     *passes, residual = by_pass(extra, "residual", "rpc with threshold ratio", 4)
@@ -104,32 +117,44 @@ def explored(raw: Raw) -> dict[str, str]:
         all(later < each for each, later in zip(passes, [*passes[1:], residual], strict=True)),
         [*passes, residual],
     )
-    accuracies = [
-        {name: runs.value(name, metric) for name in runs.configs()} for metric in (TOP1, *ATTACKED.values(), CORRUPTED)
-    ]
-    best = sum(max(column, key=column.__getitem__) == MATRIX for column in accuracies)
-    gained = [more(EVERYWHERE, ATTACKED[name]) for name in ("FGSM 4/255", "PGD 4/255")]
-    clean_500 = more(EVERYWHERE, ON_500["clean"])
-    elsewhere = [more(EVERYWHERE, metric) for metric in (*ATTACKED.values(), CORRUPTED)]
-    twin = runs.value(WITH_RATIO, TOP1) - runs.beside.by_seed(TOP1, "rpc without S")[runs.seed]
+    all_accuracies = (TOP1, *ATTACKED.values(), CORRUPTED)
+
+    def both(of: Callable[[Runs], str]) -> str:
+        return f"{of(runs)} (seed {before.seed}: {of(before)})"
+
+    def more(name: str, metric: str) -> str:
+        return both(lambda each: signed(each.more(name, metric)))
+
+    def best(each: Runs) -> str:
+        columns = [{name: each.value(name, metric) for name in each.configs()} for metric in all_accuracies]
+        return f"{sum(max(column, key=column.__getitem__) == MATRIX for column in columns)} of {len(columns)}"
+
+    def above(each: Runs, than: float) -> str:
+        gained = [each.more(EVERYWHERE, metric) for metric in all_accuracies[1:]]
+        return f"{sum(gain > than for gain in gained)} of {len(gained)}"
+
     return {
-        "everywhere-500": number(-clean_500),
-        "everywhere-takes": f"{sum(each > clean_500 for each in elsewhere)} of {len(elsewhere)}",
-        "everywhere-above": f"{sum(each > 0 for each in elsewhere)} of {len(elsewhere)}",
+        "explored-seed": f"{runs.seed}",
+        "explored-before": f"{before.seed}",
+        "explored-ran": extra.ran_in(),
+        "everywhere-clean": more(EVERYWHERE, TOP1),
+        "everywhere-500": more(EVERYWHERE, ON_500["clean"]),
+        "everywhere-fgsm": more(EVERYWHERE, ATTACKED["FGSM 4/255"]),
+        "everywhere-pgd": more(EVERYWHERE, ATTACKED["PGD 4/255"]),
+        "everywhere-above": both(lambda each: above(each, 0.0)),
+        "everywhere-takes": both(lambda each: above(each, each.more(EVERYWHERE, ON_500["clean"]))),
         "everywhere-share": " and ".join(f"{number(100 * each, 0)}%" for each in in_layers[:2]),
         "everywhere-share-rest": " and ".join(f"{number(100 * each, 1)}%" for each in in_layers[2:]),
-        "everywhere-clean": number(-more(EVERYWHERE, TOP1)),
-        "everywhere-gain": " to ".join(number(each) for each in sorted(gained)),
-        "clean-deviations": least_to_most(100 * float(np.std(now.values(TOP1, name), ddof=1)) for name in NAMES),
-        "other-residual": f"{number(math.floor(100 * min(others)), 0)}%",
         "ratio-share": f"{number(100 * share, 0)}%",
         "ratio-residual": f"{number(100 * residual, 0)}%",
-        "ratio-twin": signed(100 * twin),
-        "scalar-clean": signed(more(SCALAR, TOP1)),
-        "matrix-best": f"{best} of the {len(accuracies)}",
-        "matrix-clean": number(more(MATRIX, TOP1)),
-        "matrix-corrupted": number(more(MATRIX, CORRUPTED)),
-        "matrix-transfer": number(more(MATRIX, ATTACKED["transfer 4/255"])),
-        "matrix-square": signed(more(MATRIX, ATTACKED["Square 4/255"])),
-        "corrupted-spread": number(100 * float(np.std(runs.beside.values(CORRUPTED, "softmax"), ddof=1))),
+        "ratio-twin": both(lambda each: signed(each.ratio_to_twin())),
+        "other-residual": f"{number(math.floor(100 * min(others)), 0)}%",
+        "scalar-clean": more(SCALAR, TOP1),
+        "matrix-best": both(best),
+        "matrix-clean": more(MATRIX, TOP1),
+        "matrix-corrupted": more(MATRIX, CORRUPTED),
+        "matrix-transfer": more(MATRIX, ATTACKED["transfer 4/255"]),
+        "matrix-square": more(MATRIX, ATTACKED["Square 4/255"]),
+        "clean-deviations": least_to_most(100 * float(np.std(now.values(TOP1, name), ddof=1)) for name in NAMES),
+        "corrupted-spread": number(100 * float(np.std(now.values(CORRUPTED, "softmax"), ddof=1))),
     }
