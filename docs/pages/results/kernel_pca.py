@@ -8,7 +8,7 @@ import numpy as np
 
 from docs.pages.errors import PageError, check_told
 from docs.pages.figures import Figure
-from docs.pages.numbers import number, signed, significant
+from docs.pages.numbers import in_turn, number, signed, significant
 from docs.pages.page import Claim, Page
 from docs.pages.raw import Raw
 from docs.pages.tables import Table
@@ -129,6 +129,37 @@ def measures(raw: Raw) -> Table:
                 [name if model == "cifar10_vit" else "", called, *values, "" if largest is None else number(largest, 2)]
             )
     return Table(["", "", "own values", "random linear map", "random values", "largest published"], lines)
+
+
+def left(raw: Raw, course: str, epoch: int) -> list[float]:
+    """J = ‖φ(q)‖² − ‖h‖² of each head and sample of a model after so many epochs."""
+    return [row.phi - row.h for row in rows(raw, f"epochs/{course}_{epoch:02d}") if row.values == OWN]
+
+
+@PAGE.table
+def losses(raw: Raw) -> Table:
+    """The median of J, and in how many heads and samples it is at least 0."""
+    lines = []
+    for course, called in COURSES.items():
+        found = [left(raw, course, epoch) for epoch in EPOCHS]
+        cells = [f"{signed(float(np.median(each)), 2)} ({sum(one >= 0 for one in each)})" for each in found]
+        lines.append([called, *cells])
+    return Table(["median of J (at least 0 in)", *(f"epoch {epoch}" for epoch in EPOCHS)], lines)
+
+
+@PAGE.numbers
+def loss_in_training(raw: Raw) -> dict[str, str]:
+    """How large J is before and after training."""
+    sizes = {
+        course: [float(np.median(np.abs(left(raw, course, epoch)))) for epoch in (EPOCHS[0], EPOCHS[-1])]
+        for course in COURSES
+    }
+    check_told("J does not become small in training", all(after > before for before, after in sizes.values()), sizes)
+    return {
+        "loss-before": number(sizes["softmax"][0], 2),
+        "loss-after": in_turn(number(after, 2) for _, after in sizes.values()),
+        "loss-of": str(len(left(raw, "softmax", EPOCHS[0]))),
+    }
 
 
 @PAGE.table
