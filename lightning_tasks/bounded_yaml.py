@@ -6,8 +6,6 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.errors import reason
-
 _MOST_ENTRIES = 1_000_000
 
 
@@ -35,7 +33,7 @@ class BoundedLoader(yaml.SafeLoader):
         except (LookupError, AttributeError, ArithmeticError, ValueError) as error:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"it is no {kind} ({reason(error)})", node.start_mark
+                None, None, f"it is no {kind} ({type(error).__name__}: {error})", node.start_mark
             ) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -136,6 +136,12 @@ def left(raw: Raw, course: str, epoch: int) -> list[float]:
     return [row.phi - row.h for row in rows(raw, f"epochs/{course}_{epoch:02d}") if row.values == OWN]
 
 
+def without_phi(raw: Raw) -> list[float]:
+    """The median of ‖φ(q)‖² / ‖h‖² of each of these models: by so much J is nearer to 0 than −‖h‖²."""
+    found = [rows(raw, f"epochs/{course}_{epoch:02d}") for course in COURSES for epoch in EPOCHS]
+    return [float(np.median([row.phi / row.h for row in each if row.values == OWN])) for each in found]
+
+
 @PAGE.table
 def losses(raw: Raw) -> Table:
     """The median of J, and in how many heads and samples it is at least 0."""
@@ -144,7 +150,7 @@ def losses(raw: Raw) -> Table:
         found = [left(raw, course, epoch) for epoch in EPOCHS]
         cells = [f"{signed(float(np.median(each)), 2)} ({sum(one >= 0 for one in each)})" for each in found]
         lines.append([called, *cells])
-    return Table(["median of J (at least 0 in)", *(f"epoch {epoch}" for epoch in EPOCHS)], lines)
+    return Table(["median of J (count at least 0)", *(f"epoch {epoch}" for epoch in EPOCHS)], lines)
 
 
 @PAGE.numbers
@@ -155,9 +161,12 @@ def loss_in_training(raw: Raw) -> dict[str, str]:
         for course in COURSES
     }
     check_told("J does not become small in training", all(after > before for before, after in sizes.values()), sizes)
+    late = {course: [float(np.median(np.abs(left(raw, course, epoch)))) for epoch in EPOCHS[-2:]] for course in COURSES}
+    check_told("from epoch 9 to 18 J falls somewhat", all(ninth > last for ninth, last in late.values()), late)
     return {
         "loss-before": number(sizes["softmax"][0], 2),
         "loss-after": in_turn(number(after, 2) for _, after in sizes.values()),
+        "loss-is-h": number(100 * max(without_phi(raw)), 1),
         "loss-of": str(len(left(raw, "softmax", EPOCHS[0]))),
     }
 

@@ -360,7 +360,7 @@ def taken_by_attacks(raw: Raw) -> dict[str, str]:
     def on_each(attack: str) -> str:
         here, before, both = (more(attack, "rpc", "softmax", of) for of in (found, earlier, every))
         texts = [difference(row, 1, 100) for row in (here, before, both)]
-        return f"{texts[0]} here, {texts[1]} on seeds 0 to 7 and {texts[2]} on all"
+        return f"{texts[0]} here, {texts[1]} on seeds 0 to 7 and {texts[2]} on all seeds"
 
     gradient = [taken_by(found, metric, "lost").row("lost", "rpc", "softmax") for metric in GRADIENT]
     clean = [each.row(ON_500["clean"], "rpc", "softmax") for each in (found, earlier)]

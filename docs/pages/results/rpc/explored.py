@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from docs.pages.errors import PageError, check_told
-from docs.pages.numbers import least_to_most, number, signed
+from docs.pages.numbers import in_turn, least_to_most, number, signed
 from docs.pages.raw import Comparison, Raw
 from docs.pages.results.rpc.cifar10 import ATTACKED, INPUT_GRADIENT, ON_500, read
 from docs.pages.results.rpc.shared import CORRUPTED, NAMES, TOP1, by_pass
@@ -143,15 +143,18 @@ def explored(raw: Raw) -> dict[str, str]:
         "everywhere-pgd": more(EVERYWHERE, ATTACKED["PGD 4/255"]),
         "everywhere-above": both(lambda each: above(each, 0.0)),
         "everywhere-takes": both(lambda each: above(each, each.more(EVERYWHERE, ON_500["clean"]))),
-        "everywhere-share": " and ".join(f"{number(100 * each, 0)}%" for each in in_layers[:2]),
-        "everywhere-share-rest": " and ".join(f"{number(100 * each, 1)}%" for each in in_layers[2:]),
+        "everywhere-share": in_turn(f"{number(100 * each, 0)}%" for each in in_layers),
         "ratio-share": f"{number(100 * share, 0)}%",
         "ratio-residual": f"{number(100 * residual, 0)}%",
+        "ratio-clean": more(WITH_RATIO, TOP1),
         "ratio-twin": both(lambda each: signed(each.ratio_to_twin())),
         "other-residual": f"{number(math.floor(100 * min(others)), 0)}%",
         "scalar-clean": more(SCALAR, TOP1),
         "matrix-best": both(best),
         "matrix-clean": more(MATRIX, TOP1),
+        "matrix-500": more(MATRIX, ON_500["clean"]),
+        "matrix-fgsm": more(MATRIX, ATTACKED["FGSM 4/255"]),
+        "matrix-pgd": more(MATRIX, ATTACKED["PGD 4/255"]),
         "matrix-corrupted": more(MATRIX, CORRUPTED),
         "matrix-transfer": more(MATRIX, ATTACKED["transfer 4/255"]),
         "matrix-square": more(MATRIX, ATTACKED["Square 4/255"]),
