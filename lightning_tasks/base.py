@@ -156,7 +156,7 @@ class BaseTask(LightningModule):
         if self._trainer is not None:
             refuse_other_layout(self._trainer, self, checkpoint)
             refuse_other_settings(self._trainer, self, checkpoint)
-            warn_of_other_attention(self._trainer, self, checkpoint)
+            warn_of_other_attention(self, checkpoint)
         self._random_states = checkpoint.get("random_states")
         reopen_cut_epoch(checkpoint)
 

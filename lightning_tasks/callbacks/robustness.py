@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.callbacks.swap import log_acting
 from lightning_tasks.checkpoints.swaps import warn_of_other_attention
 from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
-from lightning_tasks.robustness.evaluation import Batch, Kind, Plan, nan_where_given
+from lightning_tasks.robustness.evaluation import Batch, Kind, Plan, nan_rows, nan_where_given
 from lightning_tasks.robustness.images import ImageKind
 from lightning_tasks.robustness.masks import MaskKind
 from lightning_tasks.robustness.scores import with_means
@@ -31,7 +30,7 @@ from lightning_tasks.robustness.text import TextKind
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.measurements import RowStore, fingerprint, run_suite
-from lightning_tasks.runs.robustness import GIVES_NAN, SHOWN, TABLE, Row, markdown, write_csv
+from lightning_tasks.runs.robustness import SHOWN, TABLE, Row, markdown, write_csv
 from lightning_tasks.runs.safe_files import written_whole
 
 MARKDOWN, ROWS = "robustness.md", "robustness_rows.jsonl"
@@ -85,7 +84,7 @@ class RobustnessEvaluation(Callback):
     Raises:
         ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything
             runs; when the test starts, in ``16-true`` and ``bf16-true``.
-        UsageError: when the test ends, if the file ``rows`` is a link out of its folder.
+        UsageError: when the test ends, if robustness_rows.jsonl is a link out of its folder that was not given.
         ImportError: when the test starts, if corruptions are asked for and their library is not installed.
 
     Example:
@@ -145,9 +144,9 @@ class RobustnessEvaluation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, RobustnessEvaluation)  # before a fit too, whose test would find it hours later
         half = _half_precision(trainer, pl_module)
+        if stage == "fit" and half:
+            rank_zero_warn(f"a test will be refused: {half}")
         if stage != "test":
-            if half:
-                rank_zero_warn(f"a test will be refused: {half}")
             return
         self.table = []  # of an earlier test, which would stay where this one fails or has no batch
         if half:
@@ -164,7 +163,7 @@ class RobustnessEvaluation(Callback):
         from lightning_tasks.base import BaseTask  # with the tasks come timm and their metrics
 
         if not isinstance(pl_module, BaseTask):  # which warns itself
-            warn_of_other_attention(trainer, pl_module, checkpoint)
+            warn_of_other_attention(pl_module, checkpoint)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen = []
@@ -188,12 +187,13 @@ class RobustnessEvaluation(Callback):
         with torch.inference_mode(False), torch.no_grad(), unlogged(pl_module):
             seen, self._seen = self._seen, []
             model = InPrecision(pl_module, trainer)
+            plan = _kind_of(pl_module).plan(self.settings, model, pl_module, trainer, seen)
             try:
-                plan = _kind_of(pl_module).plan(self.settings, model, pl_module, trainer, seen)
                 plan.one_pass()  # the first one also prepares what later ones find ready
             except NonFiniteLogitsError as error:
-                rank_zero_warn(f"nothing is measured: {error}")
-                self._write(_folder_of(trainer), [Row("clean", "", "", "accuracy", math.nan, note=GIVES_NAN)])
+                rank_zero_warn(f"all figures are nan: {error}")
+                rows = [row for each in plan.measurements for row in nan_rows(each)]
+                self._write(_folder_of(trainer), [*with_means(rows, None, ""), *plan.unmeasured])
             else:
                 self._run(trainer, pl_module, plan)
         for row in self.table:
@@ -214,7 +214,8 @@ class RobustnessEvaluation(Callback):
 
     def _run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, plan: Plan) -> None:
         folder = _folder_of(trainer)
-        store = RowStore(self.rows or _beside_runs(folder, loggers_named(trainer, "WandbLogger")) / ROWS, Row)
+        kept = _beside_runs(folder, loggers_named(trainer, "WandbLogger")) / ROWS
+        store = RowStore(self.rows.resolve() if self.rows else kept, Row)  # a link that is given is meant
         settings = [
             dict(getattr(pl_module, "hparams", {})),
             str(trainer.precision),
@@ -235,7 +236,7 @@ class RobustnessEvaluation(Callback):
                 raise SIGTERMException
 
         show = trainer.progress_bar_callback is not None
-        measurements = [nan_where_given(each, plan.metric) for each in plan.measurements]
+        measurements = [nan_where_given(each) for each in plan.measurements]
         run_suite(measurements, identity, store, seconds, show, write, between=end_when_asked)
         for logger in trainer.loggers:
             if hasattr(logger, "log_table"):  # W&B's, of either Lightning package

@@ -17,12 +17,22 @@ from attention_modules.mechanism import (
     AttentionSpec,
     build_mechanism,
     check_options,
+    short_name,
 )
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import _PLANS, SWAPPED, Plan, _resolve, acting_plans, overrides, saved_plans
+from lightning_tasks.checkpoints.swaps import (
+    _PLANS,
+    PLAIN,
+    SWAPPED,
+    Plan,
+    _resolve,
+    acting_plans,
+    overrides,
+    saved_plans,
+)
 from lightning_tasks.checkpoints.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
@@ -53,8 +63,8 @@ class SwapAttention(Callback):
         ValueError: if the mechanism is unknown, an option of ours is out of its limits or ``layers`` are no integers;
             when a trainer starts, if nothing matches, a layer cannot take the mechanism, another ``SwapAttention``
             chose the same layer, a weight-averaging callback copied the module before, the strategy trains in spawned
-            or forked processes, or is DeepSpeed's stage 3 where the mechanism drops the query, ``layers=`` counted
-            before the module's ``setup`` built more, or a fit goes on from a checkpoint with other swaps.
+            or forked processes, or is DeepSpeed's stage 3 where the mechanism drops the query, or ``layers=`` counted
+            before the module's ``setup`` built more.
         TypeError: if the mechanism cannot be imported by name, or does not take these options, or they are not plain
             data.
 
@@ -98,19 +108,19 @@ class SwapAttention(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"plan": self._plan}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["plan"]
-        if self._plan is None or saved is None:
-            return
-        if any(saved[key] != self._plan[key] for key in ("mechanism", "options", "layers")):
-            rank_zero_warn(f"the checkpoint was trained with another swap: {saved}, now {self._plan}")
+    def _is_as(self, plan: Plan) -> bool:
+        """Whether a checkpoint's plan, whose mechanism may be spelled in another way, puts the same there."""
+        spelled = {self.mechanism, short_name(self._class), import_path(self._class)}
+        return plan["mechanism"] in spelled and plan["options"] == self.options
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         refuse_other_layout(trainer, pl_module, checkpoint)
-        if self._trains:
-            _refuse_other_swaps(pl_module, checkpoint)
+        callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        swaps = [each for each in callbacks if isinstance(each, SwapAttention)]
+        if swaps[0] is self:  # once for all
+            _warn_of_other_swaps(swaps, checkpoint)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -127,6 +137,8 @@ class SwapAttention(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)
+        for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
+            logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: acting_plans(pl_module)})
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)
@@ -236,34 +248,24 @@ def log_acting(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     plans = acting_plans(pl_module)
     for logger in (*loggers_named(trainer, "CSVLogger"), *loggers_named(trainer, "WandbLogger")):
         logger.log_hyperparams({SWAPPED: plans})
-    for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
-        logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: plans})
 
 
-def _refuse_other_swaps(pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Refuse to go on with the training of a checkpoint in which ``SwapAttention`` had put other mechanisms.
-
-    One without a swap is left to its layout: softmax in its place has the same parameters.
-
-    Raises:
-        ValueError: naming a layer, what it had and what it has.
-    """
-
-    def by_layer(plans: Sequence[Plan]) -> dict[str, tuple[Any, Any]]:
-        return {layer: (plan["mechanism"], plan["options"]) for plan in plans for layer in plan["layers"]}
-
-    saved, now = by_layer(saved_plans(checkpoint)), by_layer(vars(pl_module).get(_PLANS, []))
-    if saved and (changed := sorted(each for each in saved.keys() | now.keys() if saved.get(each) != now.get(each))):
-        first = changed[0]
-        had, has = (
-            "no swap" if found is None else f"{found[0]} {found[1] or ''}".strip()
-            for found in (saved.get(first), now.get(first))
-        )
-        raise ValueError(
-            f"the checkpoint was trained with {had} in {first}, and SwapAttention has {has} there "
-            f"({len(changed)} layers differ): go on with the swap of the checkpoint, or start a new run from its "
-            "weights (load_swapped, or --init_from of the command)"
-        )
+def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, Any]) -> None:
+    """Warn where layers have other mechanisms or options than ``SwapAttention`` had put there for the checkpoint."""
+    now = {layer: swap for swap in swaps if swap._plan is not None for layer in swap._plan["layers"]}
+    saved = {layer: plan for plan in saved_plans(checkpoint) for layer in plan["layers"]}
+    for layer, plan in saved.items():
+        swap = now.get(layer)
+        if swap is None and plan["mechanism"] in PLAIN:
+            continue
+        if swap is None or not swap._is_as(plan):
+            had = f"{plan['mechanism']} {plan['options'] or ''}".strip()
+            has = "none" if swap is None else f"{swap.mechanism} {swap.options or ''}".strip()
+            rank_zero_warn(
+                f"the checkpoint was trained with another swap: {had} in {layer}, where SwapAttention has {has} now. "
+                "To train on with that, start a new run from the weights (load_swapped, or --init_from of the command)"
+            )
+            return
 
 
 def _refuse_compiled(pl_module: pl.LightningModule) -> None:

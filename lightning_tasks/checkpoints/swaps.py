@@ -17,7 +17,7 @@ from lightning_tasks.training.trust import check_kind
 
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
-PLAIN = "softmax"
+PLAIN = ("softmax", "attention_modules.mechanisms.softmax.SoftmaxAttention")
 _ATTENTION = ("attention", "attention_options", "attention_layers", "other_attention")  # of the tasks
 _PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
@@ -29,13 +29,11 @@ def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
     return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
 
 
-def warn_of_other_attention(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Warn where a checkpoint is tested with attention that it was not trained with, though its weights fit.
+def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Warn where a checkpoint is used with attention that it was not trained with, though its weights fit.
 
-    A fit refuses it. A test may be meant, as with fewer passes of RPC-Attention.
+    It may be meant: a test with fewer passes of RPC-Attention, say.
     """
-    if trainer.state.fn == "fit":
-        return
     saved, given = checkpoint.get("hyper_parameters") or {}, pl_module.hparams
     for key in _ATTENTION:
         if key in saved and key in given and (saved[key] or None) != (given[key] or None):
@@ -43,9 +41,10 @@ def warn_of_other_attention(trainer: pl.Trainer, pl_module: pl.LightningModule, 
                 f"the checkpoint was trained with {key} {saved[key]!r}, and is used with {given[key]!r}: leave it out "
                 "of the configuration, so that the checkpoint brings its own, or give the config.yaml of its run"
             )
-    present = swapped_mechanisms(pl_module)
-    plans = [plan for plan in saved_plans(checkpoint) if plan["mechanism"] != PLAIN]
-    lost = [f"{plan['mechanism']} in {layer}" for plan in plans for layer in plan["layers"] if layer not in present]
+    present = {name.replace("_orig_mod.", "") for name in swapped_mechanisms(pl_module)}  # of torch.compile
+    plans = [plan for plan in saved_plans(checkpoint) if plan["mechanism"] not in PLAIN]
+    layers = [(plan["mechanism"], layer) for plan in plans for layer in plan["layers"]]
+    lost = [f"{name} in {layer}" for name, layer in layers if layer.replace("_orig_mod.", "") not in present]
     if lost:
         rank_zero_warn(
             f"the checkpoint was trained with SwapAttention ({', '.join(lost)}), and these layers have softmax "

@@ -109,6 +109,7 @@ def _notes(
 ) -> list[str]:
     """Sentences on cells that have no result, on those that are not shown, and on tables that are older."""
     notes, cells = [f"{folder}: chosen: {choice}" for choice in record.choices], folder / "cells"
+    notes += [f"{folder}: changed after cells had finished: {text}" for text in record.changed]
     begun = {*cells.glob("*/seed_*")}
     if cells.is_dir():
         begun |= {cells / folder_name(cell.variant) / f"seed_{cell.seed}" for cell in record.cells}

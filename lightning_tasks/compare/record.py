@@ -148,12 +148,18 @@ def record_of(
     )
 
 
-def changed_endpoints(before: Record | None, now: Endpoints) -> list[str]:
-    """What was said otherwise of the metrics when cells had finished, in the words of earlier commands and of now."""
+def changed_endpoints(before: Record | None, now: Endpoints, finished: bool) -> list[str]:
+    """What was said otherwise of the metrics when cells had finished, in the words of earlier commands and of now.
+
+    Args:
+        before: what an earlier command wrote, which may have ended before it could write which cells finished.
+        now: what is said now.
+        finished: whether cells are finished now, before anything runs.
+    """
     if before is None:
         return []
     said = [*before.changed]
-    if any(cell.state == FINISHED for cell in before.cells):
+    if finished:
         if before.primary != now.primary:
             said.append(f"the primary endpoint was {before.primary or 'none'}, and is {now.primary or 'none'}")
         for metric in sorted({*before.margins, *now.margins}):

@@ -29,7 +29,6 @@ class Plan:
         batch_size: samples a batch.
         data: all samples, which the measurements depend on.
         unmeasured: rows that say what cannot be measured.
-        metric: of the rows of attacks and corruptions.
     """
 
     measurements: Sequence[Measurement[Row]]
@@ -38,21 +37,23 @@ class Plan:
     batch_size: int
     data: Sequence[Tensor]
     unmeasured: Sequence[Row] = ()
-    metric: str = "accuracy"
 
 
-def nan_where_given(measurement: Measurement[Row], metric: str) -> Measurement[Row]:
-    """The same measurement, whose figure is nan where the model's logits are not finite: a result, and no failure."""
+def nan_rows(measurement: Measurement[Row]) -> list[Row]:
+    """The rows of a measurement of a model that gives nan."""
+    return [Row(*line, math.nan, note=GIVES_NAN) for line in measurement.lines]
+
+
+def nan_where_given(measurement: Measurement[Row]) -> Measurement[Row]:
+    """The same measurement, whose figures are nan where the model's logits are not finite: a result, and no failure."""
 
     def measure(advance: Advance) -> list[Row]:
         try:
             return measurement.measure(advance)
         except NonFiniteLogitsError as error:
-            what = measurement.what
-            setting = str(what.get("eps", what.get("severity", what.get("at", ""))))
-            row = Row(str(what["test"]), str(what.get("name", "")), setting, metric, math.nan, note=GIVES_NAN)
-            rank_zero_warn(f"{row.label} is nan: {error}")
-            return [row]
+            rows = nan_rows(measurement)
+            rank_zero_warn(f"{rows[0].label} is nan: {error}")
+            return rows
 
     return replace(measurement, measure=measure)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks.robustness.attacks.auto import LIBRARY, autoattack_library, autoattack_note, run_autoattack
-from lightning_tasks.robustness.attacks.common import ATTACKS, GRADIENT, check_batch, logits_of
+from lightning_tasks.robustness.attacks.common import ATTACKS, GRADIENT, NonFiniteLogitsError, check_batch, logits_of
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.detection import ood_library
@@ -37,7 +37,7 @@ def clean_measurement(subject: Subject) -> Measurement[Row]:
         logits = subject.logits(subject.images, advance)
         return [Row("clean", "", "", **share_right(logits.argmax(1) == subject.labels))]
 
-    return Measurement({"test": "clean"}, 1.0, measure)
+    return Measurement({"test": "clean"}, 1.0, measure, [("clean", "", "", "accuracy")])
 
 
 def gradient_measurement(subject: Subject, own: bool) -> Measurement[Row]:
@@ -49,7 +49,8 @@ def gradient_measurement(subject: Subject, own: bool) -> Measurement[Row]:
         advance(1)
         return [Row("input gradient", "", at, name, norm, len(subject.labels)) for name, norm in norms]
 
-    return Measurement({"test": "input gradient", "at": at}, GRADIENT, measure)
+    lines = [("input gradient", "", at, norm) for norm in ("l1", "l2")]
+    return Measurement({"test": "input gradient", "at": at}, GRADIENT, measure, lines)
 
 
 def attack_measurement(
@@ -65,6 +66,8 @@ def attack_measurement(
     def measure(advance: Advance) -> list[Row]:
         options = dict(setting.options)
         twin = subject.model if source is None else source()
+        if source is not None:
+            _check_finite(twin, next(subject.batches())[1])
         if setting.on_source is not None:
             attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
             options |= {"source": twin, "attack": attack}
@@ -89,7 +92,7 @@ def attack_measurement(
     what |= {"kind": setting.kind, "options": setting.options, "source": source_digest}
     what |= {"mechanism": dict(setting.mechanism)} if setting.mechanism else {}
     what |= {"versions": library_versions([LIBRARY])} if setting.on_source == "autoattack" else {}
-    return Measurement(what, setting.passes, measure)
+    return Measurement(what, setting.passes, measure, [("attack", setting.label, text, "accuracy")])
 
 
 def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[str, float]) -> Measurement[Row]:
@@ -112,7 +115,9 @@ def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[
 
     what = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
     what |= {"kind": setting.kind, "options": setting.options}
-    return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure)
+    names = [setting.label, *(f"{setting.label} after {name}" for name in setting.options["attacks"])]
+    lines = [("attack", name, text, "accuracy") for name in names]
+    return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure, lines)
 
 
 def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement[Row]:
@@ -125,7 +130,7 @@ def corruption_measurement(subject: Subject, name: str, severity: int) -> Measur
 
     what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
     # To corrupt an image on the CPU takes about as long as a pass or two of a small model.
-    return Measurement(what, 3.0, measure)
+    return Measurement(what, 3.0, measure, [("corruption", name, str(severity), "accuracy")])
 
 
 class ImageKind:
@@ -182,6 +187,19 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
     return measurements
 
 
+def _check_finite(twin: nn.Module, images: Tensor) -> None:
+    """Refuse a twin that gives nan, of which the tested model's figures would tell.
+
+    Raises:
+        ValueError: it does.
+    """
+    try:
+        with held_still(twin, gradients=False):
+            logits_of(twin, images)
+    except NonFiniteLogitsError as error:
+        raise ValueError(f"the source of the transfer attack: {error}") from error
+
+
 def _twin(path: str, task: Any, trainer: Any) -> nn.Module:
     """The module in a checkpoint, swapped as it was there, where the tested one is.
 
@@ -193,7 +211,10 @@ def _twin(path: str, task: Any, trainer: Any) -> nn.Module:
 
 
 def _warn_of_few_classes(subject: Subject) -> None:
-    classes = subject.logits(subject.images[:1]).shape[1]
+    try:
+        classes = subject.logits(subject.images[:1]).shape[1]
+    except NonFiniteLogitsError:  # which the measurements say
+        return
     seen = len(subject.labels.unique())
     if seen < min(classes, len(subject.labels)) / 4:
         rank_zero_warn(

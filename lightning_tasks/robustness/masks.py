@@ -87,7 +87,7 @@ def clean_mask_measurement(subject: MaskedImages) -> Measurement:
         found = subject.scores(subject.images, advance)
         return [Row("clean", "", "", METRICS[name], value, len(subject.images)) for name, value in found.items()]
 
-    return Measurement({"test": "clean"}, 1.0, measure)
+    return Measurement({"test": "clean"}, 1.0, measure, [("clean", "", "", each) for each in METRICS.values()])
 
 
 def attacked_mask_measurement(
@@ -110,7 +110,7 @@ def attacked_mask_measurement(
     what = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}
     what |= {"kind": setting.kind, "options": setting.options}
     what |= {"batch_size": subject.batch_size} if setting.seeded else {}  # the draws of a batch are those of its first
-    return Measurement(what, setting.passes, measure)
+    return Measurement(what, setting.passes, measure, [("attack", setting.label, text, METRICS["miou"])])
 
 
 def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) -> Measurement:
@@ -121,7 +121,7 @@ def corrupted_mask_measurement(subject: MaskedImages, name: str, severity: int) 
         return [Row("corruption", name, str(severity), METRICS["miou"], found["miou"], len(subject.images))]
 
     what = {"test": "corruption", "name": name, "severity": severity, "versions": library_versions(LIBRARIES)}
-    return Measurement(what, 3.0, measure)
+    return Measurement(what, 3.0, measure, [("corruption", name, str(severity), METRICS["miou"])])
 
 
 class MaskKind:
@@ -165,4 +165,4 @@ class MaskKind:
         def one_pass() -> None:
             subject.scores(images[:batch_size], lambda share: None)
 
-        return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks], metric=METRICS["miou"])
+        return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks])

@@ -51,7 +51,7 @@ def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[st
         return [Row("shift", name, "", **share_right(logits[:, classes].argmax(1) == labels), note=note)]
 
     what = {"test": "shift", "name": name, "files": files, "classes": classes}
-    return Measurement(what, len(images) / len(subject.images), measure)
+    return Measurement(what, len(images) / len(subject.images), measure, [("shift", name, "", "accuracy")])
 
 
 def ood_measurement(
@@ -110,7 +110,9 @@ def ood_measurement(
     if told_by is not None:
         versions = library_versions([LIBRARY, "scikit-learn"])  # whose neighbors `knn` has
         what |= {"scores": told_by.scores, "fit": told_by.digest(), "versions": versions}
-    return Measurement(what, 1 + len(images) / len(subject.images), measure)
+    settings = [""] if told_by is None else told_by.scores
+    lines = [("out of distribution", name, setting, metric) for setting in settings for metric in OOD_METRICS]
+    return Measurement(what, 1 + len(images) / len(subject.images), measure, lines)
 
 
 class ToldBy:

@@ -78,12 +78,14 @@ def read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row]
     """The rows of a baseline's table.
 
     Raises:
-        ValueError: if there is none, it lacks a corruption or severity, or has no error at all under a corruption.
+        ValueError: if there is none, it lacks a corruption or severity, has nan, or no error at all under a corruption.
     """
     file = path / TABLE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
     rows = read_csv(file)
+    if nan := [row.label for row in rows if row.test in ("clean", "corruption") and math.isnan(row.value)]:
+        raise ValueError(f"baseline {path}: {nan[0]} is nan, and so would be each ratio to it; give another run's")
     mean_corruption_error(dict.fromkeys(corrupted, 0.0), corruption_errors(rows)[1])
     return rows
 
@@ -115,6 +117,7 @@ def _with_errors(
             value, said = compute(), note
         except ValueError as error:  # a corruption that does the baseline no harm, at the severities measured so far
             value, said = math.nan, str(error)
+        said = GIVES_NAN if math.isnan(means[0].value) else said
         result.append(Row("mean corruption", "", "", metric, value, samples, note=said))
     return result
 

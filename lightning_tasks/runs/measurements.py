@@ -58,11 +58,13 @@ class Measurement(Generic[R]):
         what: the settings that they depend on, plain data; they make up the key under which the rows are kept.
         passes: about how many forward passes over all samples it takes.
         measure: does it.
+        lines: what names its rows, before they are measured; empty where nobody needs it.
     """
 
     what: Mapping[str, Any]
     passes: float
     measure: Callable[[Advance], list[R]]
+    lines: Sequence[tuple[str, str, str, str]] = ()
 
 
 class RowStore(Generic[R]):
@@ -119,7 +121,9 @@ def _row_of(kind: type[R], content: Mapping[str, Any]) -> R:
         ValueError: a text in it cannot be written, or a whole number is too large for a float.
     """
     types = get_type_hints(kind)
-    return kind(**{name: _of_type(types.get(name), value) for name, value in content.items()})
+    if strange := of_kind(content, dict).keys() - types.keys():
+        raise TypeError(f"{min(strange)} is no field of a row")
+    return kind(**{name: _of_type(types[name], value) for name, value in content.items()})
 
 
 def _of_type(kind: Any, value: Any) -> Any:
@@ -143,11 +147,12 @@ def _version(name: str) -> str:
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries.
 
-    It changes with the code of classes that are in no installed library, and with numbers, texts and truths that are
-    public attributes of modules, too.
+    It changes with the code of classes that are in no installed library (not of functions that they call), and with
+    numbers, texts and truths that are public attributes of modules, too.
     """
     digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES)]).encode())
-    code = [_source(kind) for kind in dict.fromkeys(map(type, module.modules()))]
+    kinds = dict.fromkeys(base for part in module.modules() for base in type(part).__mro__)
+    code = [_source(kind) for kind in kinds]
     plain = [(name, _plain_attributes(part)) for name, part in module.named_modules()]
     for text in (type(module).__qualname__, repr(module), repr(settings), *code, repr(plain)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
@@ -165,7 +170,7 @@ def _source(kind: type) -> str:
     try:
         file = inspect.getsourcefile(kind)
         return "" if file is None or "site-packages" in Path(file).parts else inspect.getsource(kind)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):  # no file, none of Python, or one that is being edited
         return ""
 
 

@@ -24,6 +24,8 @@ ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces th
 class LayerObserver(Callback):
     """Hooks what subclasses choose, without compiled code, until :meth:`_unhook`, a trainer's end or an exception.
 
+    A base of several monitors, which may stand side by side, is declared with ``shared=True``.
+
     Args:
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
@@ -49,7 +51,7 @@ class LayerObserver(Callback):
         self._hooks: ExitStack | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_alone(trainer, self.monitor)
+        check_alone(trainer, getattr(self, "monitor", type(self)))
         refuse_flat_shards(trainer, f"{type(self).__name__} cannot observe layers")
         self._close_unread()  # of a trainer that ended before it could tell
 

@@ -159,7 +159,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
     if version is not None and images._version != version:  # later passes would see what this one left
         raise ValueError(
             f"{_name(model)} changes its images in place (as x.sub_(mean) or normalize(..., inplace=True) does): "
-            "compute a new tensor, (x - mean) / std"
+            "compute a new tensor, as (x - mean) / std or x.clamp(0, 1)"
         )
     rest = labels.shape[1:] if labels is not None else ()
     if not isinstance(logits, Tensor) or (len(logits), *logits.shape[2:]) != (len(images), *rest) or logits.ndim < 2:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -276,7 +277,7 @@ def test_resuming_a_plain_run_under_the_same_parameters(tmp_path):
     torch.testing.assert_close(swapped, weights_of(straight), atol=1e-6, rtol=1e-5)
 
 
-def test_resume_with_another_mechanism_is_refused_and_a_test_warns(tmp_path):
+def test_going_on_with_another_swap_warns(tmp_path):
     swap = SwapAttention("softmax")
     fit(TinyLM(), [swap], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
 
@@ -285,15 +286,36 @@ def test_resume_with_another_mechanism_is_refused_and_a_test_warns(tmp_path):
 
     globals()["Other"] = Other
     Other.__qualname__ = "Other"
-    with pytest.raises(
-        ValueError, match=r"trained with softmax in net.*, and SwapAttention has .*Other there \(2 layers"
+    with pytest.warns(
+        UserWarning, match=r"another swap: softmax in net.*, where SwapAttention has .*Other now\. To train"
     ):
         resumed(tmp_path / "one.ckpt", SwapAttention(Other))
-    with pytest.raises(ValueError, match=r"trained with softmax in .*layers\.1.*, and SwapAttention has no swap there"):
-        resumed(tmp_path / "one.ckpt", SwapAttention("softmax", layers=[0]))
-    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other)])
-    with pytest.warns(UserWarning, match="another swap"):
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other, layers=[1])])
+    with pytest.warns(UserWarning, match=r"another swap: softmax in .*layers\.1"):
         tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+    fit(TinyLM(), [SwapAttention("twicing", layers=[0])], max_epochs=1).save_checkpoint(tmp_path / "two.ckpt")
+    with pytest.warns(UserWarning, match=r"another swap: twicing in .*layers\.0.*, where SwapAttention has none now"):
+        resumed(tmp_path / "two.ckpt", SwapAttention("twicing", layers=[1]))
+
+
+@pytest.mark.parametrize("again", [SoftmaxAttention, "attention_modules.mechanisms.softmax.SoftmaxAttention"])
+def test_the_same_swap_in_another_spelling_and_over_a_swapped_module_is_the_same(tmp_path, again):
+    fit(TinyLM(), [SwapAttention("softmax")], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    fit(TinyLM(), [SwapAttention("twicing", layers=[0])], max_epochs=1).save_checkpoint(tmp_path / "two.ckpt")
+    over = load_swapped(TinyLM, tmp_path / "two.ckpt")
+    fit(over, [SwapAttention("sink", layers=[1])], max_epochs=1).save_checkpoint(tmp_path / "three.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed(tmp_path / "one.ckpt", SwapAttention(again))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            max_epochs=2,
+            callbacks=[SwapAttention("sink", layers=[1])],
+        )
+        trainer.fit(load_swapped(TinyLM, tmp_path / "two.ckpt"), batches(), ckpt_path=tmp_path / "three.ckpt")
+    assert not [each for each in caught if "another swap" in str(each.message)]
 
 
 def test_a_test_logs_what_acts_in_which_layers(tmp_path):

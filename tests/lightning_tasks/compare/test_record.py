@@ -325,11 +325,11 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
 def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path, capsys):
     first = Endpoints("val/top1", {"val/top1": 0.02})
     now = Endpoints("val/loss", {"val/loss": 0.5})
-    assert changed_endpoints(None, now) == []
-    assert changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now) == [], "nothing has run"
+    assert changed_endpoints(None, now, True) == []
+    assert changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now, False) == []
     for cell in planned:
         finish(cell, 1.0)
-    said = changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now)
+    said = changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now, True)
     assert said == [
         "the primary endpoint was val/top1, and is val/loss",
         "the margin of val/loss was none, and is 0.5",
@@ -340,7 +340,7 @@ def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path,
     write_record(record, tmp_path)
     kept = read_record(tmp_path)
     assert [*kept.endpoints.changed] == said
-    assert changed_endpoints(kept, now) == said, "once is enough"
+    assert changed_endpoints(kept, now, True) == said, "once is enough"
     write_tables(planned, ["val/loss"], {}, tmp_path, endpoints=told)
     text = (tmp_path / "summary.md").read_text()
     assert "Changed after cells had finished:\n\n- the primary endpoint was val/top1, and is val/loss\n" in text
