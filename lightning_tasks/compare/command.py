@@ -178,8 +178,8 @@ def with_references(
 def _run_and_write(comparison: Comparison, jobs: int) -> None:
     for cell in (*comparison.selection, *comparison.cells):
         cell.refuse_links()
-    finished = any(cell.is_finished() for cell in comparison.planned)
-    changed = changed_endpoints(_record_before(comparison.output), comparison.endpoints, finished)
+    has_results = any(cell.is_finished() for cell in comparison.planned)
+    changed = changed_endpoints(_record_before(comparison.output), comparison.endpoints, has_results)
     for text in changed:
         print(f"attnswap: warning: changed after cells had finished: {text}", file=sys.stderr)
     comparison = replace(comparison, endpoints=replace(comparison.endpoints, changed=changed))

@@ -128,7 +128,16 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path, module, counted):
 
 
 @pytest.mark.parametrize(
-    "change", [{"value": "abc"}, {"value": None}, {"value": True}, {"value": 10**400}, {"samples": "zz"}, {"note": 1}]
+    "change",
+    [
+        {"value": "abc"},
+        {"value": None},
+        {"value": True},
+        {"value": 10**400},
+        {"samples": "zz"},
+        {"note": 1},
+        {"of_a_later_version": 1},
+    ],
 )
 def test_a_row_of_other_types_is_measured_again(tmp_path, change):
     path, row = tmp_path / "rows.jsonl", Row("clean", "", "", "perplexity", float("inf"), 10)
@@ -137,6 +146,9 @@ def test_a_row_of_other_types_is_measured_again(tmp_path, change):
     path.write_text(json.dumps({"key": "key", "rows": [{**asdict(row), **change}]}) + "\n")
     with pytest.warns(UserWarning, match="line 1, .* values of other types: measured again"):
         assert RowStore(path, Row).rows("key") is None
+    path.write_text('{"key": "key", "rows": ["x"]}\n')
+    with pytest.warns(UserWarning, match="line 1, .* values of other types: measured again"):
+        RowStore(path, Row)
 
 
 def test_a_line_that_is_nested_without_end_is_passed_over(tmp_path):
