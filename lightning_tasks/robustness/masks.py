@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from attention_modules.precision import to_float64
-from lightning_tasks.robustness.attacks.common import IGNORED
+from lightning_tasks.robustness.attacks.common import IGNORED, NonFiniteLogitsError
 from lightning_tasks.robustness.attacks.gradient import input_gradient_norms
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
@@ -163,6 +163,21 @@ class MaskKind:
             rank_zero_warn(f"no corruption is measured: {too_small(small[0])}")
 
         def one_pass() -> None:
+            _check_finite(task)
             subject.scores(images[:batch_size], lambda share: None)
 
         return Plan(measurements, one_pass, len(images), batch_size, [*images, *masks])
+
+
+def _check_finite(task: nn.Module) -> None:
+    """Tell a network of nan by its weights, as its masks are numbers all the same.
+
+    Raises:
+        NonFiniteLogitsError: a weight is nan or infinite.
+    """
+    bad = [name for name, weight in task.named_parameters() if not weight.isfinite().all()]
+    if bad:
+        raise NonFiniteLogitsError(
+            f"{type(task).__name__} has weights that are not finite (nan or inf), {bad[0]} the first of {len(bad)}, and "
+            "its masks mean nothing"
+        )

@@ -420,6 +420,17 @@ def test_robustness_of_images_of_different_sizes(tmp_path):
     assert [callback.table[-1].gradient_l1, callback.table[-1].gradient_l2] == pytest.approx(expected)
 
 
+def test_robustness_of_a_segmenter_whose_weights_are_nan_is_nan(tmp_path):
+    callback = RobustnessEvaluation(attacks=["fgsm"], eps=["8/255"], corruptions=[])
+    run, module = trainer(tmp_path, callbacks=[callback]), built()
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    with pytest.warns(UserWarning, match=r"all figures are nan: SegmentationTask has weights that are not finite"):
+        run.test(module, DataLoader([pair(1)], batch_size=None), verbose=False)
+    assert [row.metric for row in callback.table] == ["mIoU", "mean accuracy", "overall accuracy", "mIoU"]
+    assert {row.note for row in callback.table} == {"the model gives nan"}
+
+
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
