@@ -265,16 +265,15 @@ def _folder_of(trainer: pl.Trainer) -> Path:
 @contextmanager
 def unlogged(pl_module: pl.LightningModule) -> Iterator[None]:
     """Nothing that the module logs in its ``forward`` counts meanwhile: it would be of attacked images."""
-    own = {name: vars(pl_module)[name] for name in ("log", "log_dict") if name in vars(pl_module)}
+    names = [name for name in ("log", "log_dict") if callable(getattr(type(pl_module), name, None))]
+    own = {name: vars(pl_module)[name] for name in names if name in vars(pl_module)}
     try:
-        for name in ("log", "log_dict"):
-            setattr(pl_module, name, lambda *given, **options: None)
+        vars(pl_module).update(dict.fromkeys(names, lambda *given, **options: None))
         yield
     finally:
-        for name in ("log", "log_dict"):
-            delattr(pl_module, name)
-            if name in own:
-                setattr(pl_module, name, own[name])
+        for name in names:
+            del vars(pl_module)[name]
+        vars(pl_module).update(own)
 
 
 def _kind_of(task: Any) -> Kind:

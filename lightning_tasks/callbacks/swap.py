@@ -120,7 +120,7 @@ class SwapAttention(Callback):
         callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
         swaps = [each for each in callbacks if isinstance(each, SwapAttention)]
         if swaps[0] is self:  # once for all
-            _warn_of_other_swaps(swaps, checkpoint)
+            _warn_of_other_swaps(swaps, checkpoint, self._trains)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -250,22 +250,24 @@ def log_acting(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         logger.log_hyperparams({SWAPPED: plans})
 
 
-def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, Any]) -> None:
+def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, Any], trains: bool) -> None:
     """Warn where layers have other mechanisms or options than ``SwapAttention`` had put there for the checkpoint."""
     now = {layer: swap for swap in swaps if swap._plan is not None for layer in swap._plan["layers"]}
     saved = {layer: plan for plan in saved_plans(checkpoint) for layer in plan["layers"]}
-    for layer, plan in saved.items():
-        swap = now.get(layer)
-        if swap is None and plan["mechanism"] in PLAIN:
+    found = []
+    for layer in {**saved, **now}:
+        plan, swap = saved.get(layer), now.get(layer)
+        if plan is not None and swap is not None and swap._is_as(plan):
             continue
-        if swap is None or not swap._is_as(plan):
-            had = f"{plan['mechanism']} {plan['options'] or ''}".strip()
-            has = "none" if swap is None else f"{swap.mechanism} {swap.options or ''}".strip()
-            rank_zero_warn(
-                f"the checkpoint was trained with another swap: {had} in {layer}, where SwapAttention has {has} now. "
-                "To train on with that, start a new run from the weights (load_swapped, or --init_from of the command)"
-            )
-            return
+        had, has = (
+            "none" if each is None else f"{each[0]} {each[1] or ''}".strip()
+            for each in (plan and (plan["mechanism"], plan["options"]), swap and (swap.mechanism, swap.options))
+        )
+        if {had, has} - {"none", *PLAIN}:  # softmax attention is what a layer has without a swap
+            found.append(f"{had} in {layer}, where SwapAttention has {has} now")
+    if found:
+        cure = "; to train on with this one, start a new run from the weights (load_swapped, or --init_from)"
+        rank_zero_warn(f"the checkpoint was trained with another swap: {'; '.join(found)}{cure if trains else ''}")
 
 
 def _refuse_compiled(pl_module: pl.LightningModule) -> None:

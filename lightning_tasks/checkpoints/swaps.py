@@ -26,7 +26,8 @@ def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
     """The plans in a checkpoint, of :class:`SwapAttention` and its subclasses, in the order of the callbacks."""
     states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
     plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
-    return [plan for plan in plans if {"mechanism", "options", "selection", "layers"} <= plan.keys()]
+    kinds = {"mechanism": str, "options": dict, "selection": str, "layers": list}
+    return [plan for plan in plans if all(isinstance(plan.get(key), kind) for key, kind in kinds.items())]
 
 
 def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -35,12 +36,16 @@ def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str,
     It may be meant: a test with fewer passes of RPC-Attention, say.
     """
     saved, given = checkpoint.get("hyper_parameters") or {}, pl_module.hparams
-    for key in _ATTENTION:
-        if key in saved and key in given and (saved[key] or None) != (given[key] or None):
-            rank_zero_warn(
-                f"the checkpoint was trained with {key} {saved[key]!r}, and is used with {given[key]!r}: leave it out "
-                "of the configuration, so that the checkpoint brings its own, or give the config.yaml of its run"
-            )
+    changed = [
+        f"{key} {saved[key]!r}, and is used with {given[key]!r}"
+        for key in _ATTENTION
+        if key in saved and key in given and (saved[key] or None) != (given[key] or None)
+    ]
+    if changed:
+        rank_zero_warn(
+            f"the checkpoint was trained with {'; with '.join(changed)}: leave it out of the configuration, so that "
+            "the checkpoint brings its own, or give the config.yaml of its run"
+        )
     present = {name.replace("_orig_mod.", "") for name in swapped_mechanisms(pl_module)}  # of torch.compile
     plans = [plan for plan in saved_plans(checkpoint) if plan["mechanism"] not in PLAIN]
     layers = [(plan["mechanism"], layer) for plan in plans for layer in plan["layers"]]

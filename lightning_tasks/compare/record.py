@@ -148,6 +148,10 @@ def record_of(
     )
 
 
+UNKNOWN = "perhaps the primary endpoint and margins: what was said before is in no comparison.json that can be read"
+_MOST_CHANGES, _MOST_LETTERS = 1_000, 1_000
+
+
 def changed_endpoints(before: Record | None, now: Endpoints, finished: bool) -> list[str]:
     """What was said otherwise of the metrics when cells had finished, in the words of earlier commands and of now.
 
@@ -157,15 +161,15 @@ def changed_endpoints(before: Record | None, now: Endpoints, finished: bool) -> 
         finished: whether cells are finished now, before anything runs.
     """
     if before is None:
-        return []
+        return [UNKNOWN] if finished else []
     said = [*before.changed]
-    if finished:
+    if finished or any(cell.state == FINISHED for cell in before.cells):
         if before.primary != now.primary:
-            said.append(f"the primary endpoint was {before.primary or 'none'}, and is {now.primary or 'none'}")
+            said.append(f"the primary endpoint, from {before.primary or 'none'} to {now.primary or 'none'}")
         for metric in sorted({*before.margins, *now.margins}):
             was, given = before.margins.get(metric), now.margins.get(metric)
             if was != given:
-                said.append(f"the margin of {metric} was {was or 'none'}, and is {given or 'none'}")
+                said.append(f"the margin of {metric}, from {was or 'none'} to {given or 'none'}")
     return said
 
 
@@ -227,7 +231,7 @@ def _checked(given: Any) -> Record:
         [parse_environment(each) for each in list_of(given.get("environments", []), dict)],
         _count(given.get("comparisons", 0)),
         [_cell(each) for each in list_of(given.get("selection", []), dict)],
-        list_of(given.get("changed", []), str),
+        _changes(given.get("changed", [])),
     )
     names = set(found.configs)
     if len(names) < len(found.variants):
@@ -256,6 +260,13 @@ def _cell(given: Any) -> CellRecord:
     texts["checkpoint"] = text_of(given.get("checkpoint", ""))
     seconds, place = number_of(given["seconds"]), of_kind(given.get("environment", -1), int)
     return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place)
+
+
+def _changes(values: Any) -> list[str]:
+    found = [text_of(each) for each in list_of(values, str)]
+    if len(found) > _MOST_CHANGES or any(len(each) > _MOST_LETTERS or not each.isprintable() for each in found):
+        raise ValueError(f"changed must be at most {_MOST_CHANGES:,} lines of {_MOST_LETTERS:,} letters that print")
+    return found
 
 
 def _margin(value: Any) -> float:

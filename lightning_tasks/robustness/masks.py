@@ -178,6 +178,6 @@ def _check_finite(task: nn.Module) -> None:
     bad = [name for name, weight in task.named_parameters() if not weight.isfinite().all()]
     if bad:
         raise NonFiniteLogitsError(
-            f"{type(task).__name__} has weights that are not finite (nan or inf), {bad[0]} the first of {len(bad)}: its "
+            f"{type(task).__name__} has weights that are not finite (nan or inf), {bad[0]} first of {len(bad)}: its "
             "masks mean nothing"
         )

@@ -33,6 +33,7 @@ from lightning_tasks.robustness.outside import Outside
 from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detection_metrics
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.subject import Subject, share_right
+from lightning_tasks.robustness.tested_model import held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 
@@ -205,7 +206,8 @@ def other_data(asked: RobustnessSettings, subject: Subject, trainer: Any) -> lis
 
 
 def _wnids(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[str] | None:
-    classes = subject.logits(subject.images[:1]).shape[1]
+    with held_still(subject.model, gradients=False):  # the count alone: whether they are finite, measurements say
+        classes = subject.model(subject.images[:1].to(subject.device)).shape[1]
     own = getattr(trainer.datamodule, "wnids", None) if asked.wnids is None else read_wnids(asked.wnids)
     if own is None:
         return imagenet_wnids() if classes == 1000 else None

@@ -117,7 +117,8 @@ def _with_errors(
             value, said = compute(), note
         except ValueError as error:  # a corruption that does the baseline no harm, at the severities measured so far
             value, said = math.nan, str(error)
-        said = GIVES_NAN if math.isnan(means[0].value) else said
+        if math.isnan(means[0].value):
+            value, said = math.nan, GIVES_NAN
         result.append(Row("mean corruption", "", "", metric, value, samples, note=said))
     return result
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
 import torch
@@ -31,6 +32,8 @@ _LIBRARIES = (
 )
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _MOST_BYTES = 1 << 32  # of the rows of all runs of a recipe
+_PLAIN = (bool, int, float, str)
+_STANDARD = f"python{sys.version_info.major}.{sys.version_info.minor}"  # the folder of Python's own modules
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -150,9 +153,9 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     It changes with the code of classes that are in no installed library (not of functions that they call), and with
     numbers, texts and truths that are public attributes of modules, too.
     """
-    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES)]).encode())
+    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES), sys.version]).encode())
     kinds = dict.fromkeys(base for part in module.modules() for base in type(part).__mro__)
-    code = [_source(kind) for kind in kinds]
+    code = [text for kind in kinds for text in _code_of(kind)]
     plain = [(name, _plain_attributes(part)) for name, part in module.named_modules()]
     for text in (type(module).__qualname__, repr(module), repr(settings), *code, repr(plain)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
@@ -165,18 +168,43 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _source(kind: type) -> str:
-    """The code of a class; "" where it is that of an installed library, whose version counts, or cannot be read."""
-    try:
-        file = inspect.getsourcefile(kind)
-        return "" if file is None or "site-packages" in Path(file).parts else inspect.getsource(kind)
-    except (OSError, TypeError, SyntaxError):  # no file, none of Python, or one that is being edited
-        return ""
+def _code_of(kind: type) -> list[str]:
+    """What a class runs, as it was imported; nothing of an installed library, whose version counts, or of Python."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", "")  # none of a notebook or a command line
+    if kind.__module__ == "builtins" or (file and not {"site-packages", _STANDARD}.isdisjoint(Path(file).parts)):
+        return []
+    found = []
+    for name, value in sorted(vars(kind).items()):
+        wrapped = [getattr(value, part, None) for part in ("__func__", "fget", "fset")]  # class methods, properties
+        for function in (value, *wrapped):
+            code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+            if isinstance(code, CodeType):
+                found.append(f"{kind.__qualname__}.{name} {_of_code(code)}")
+        if not name.startswith("_") and isinstance(value, _PLAIN):
+            found.append(f"{kind.__qualname__}.{name} = {_as_text(value)}")
+    return found
 
 
-def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+def _of_code(code: CodeType) -> str:
+    """Instructions, names and constants of code, and of functions in it: the same text in every process."""
+    parts = [code.co_code.hex(), str(code.co_names), str(code.co_varnames)]
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            parts.append(_of_code(value))
+        elif isinstance(value, frozenset):
+            parts.append(str(sorted(map(repr, value))))
+        else:
+            parts.append(_as_text(value))
+    return " ".join(parts)
+
+
+def _as_text(value: Any) -> str:
+    return hex(value) if isinstance(value, int) else repr(value)  # of any length
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
     found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return {name: value for name, value in sorted(found.items()) if isinstance(value, (bool, int, float, str))}
+    return {name: _as_text(value) for name, value in sorted(found.items()) if isinstance(value, _PLAIN)}
 
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:

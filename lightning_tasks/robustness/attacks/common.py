@@ -143,7 +143,7 @@ def detached(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NonFiniteLogitsError(ValueError):
-    """A model gave logits that are nan or infinite."""
+    """A model gave logits, or a gradient, that are nan or infinite."""
 
 
 def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -174,7 +174,7 @@ def logits_of(model: Model, images: Tensor, labels: Tensor | None = None) -> Ten
             f"labels are in {counted.min().item()} to {counted.max().item()}: the model has classes 0 to "
             f"{logits.shape[1] - 1}"
         )
-    wrong = (logits.isnan() | (logits == torch.inf)).flatten(1).any(1)
+    wrong = (logits.isnan() | (logits == torch.inf)).flatten(1).any(1) | (logits == -torch.inf).flatten(1).all(1)
     if wrong.any():  # every comparison with nan fails: the image would count as it stands
         raise NonFiniteLogitsError(
             f"{_name(model)} gives logits that are not finite (nan or inf) for {int(wrong.sum())} of {len(images)} "
@@ -203,7 +203,8 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
     Nothing of the model is touched: no ``.grad`` is filled.
 
     Raises:
-        ValueError: if the model has no gradient for its input, or one that is not finite.
+        NonFiniteLogitsError: if the model's logits or gradient are not finite.
+        ValueError: if the model has no gradient for its input.
     """
     points = points.detach().requires_grad_()
     try:
@@ -225,7 +226,9 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
             "no_grad; use an attack that needs none, square or spsa"
         )
     if not gradient.isfinite().all():
-        raise ValueError(f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf")
+        raise NonFiniteLogitsError(
+            f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf"
+        )
     return losses.detach(), gradient
 
 

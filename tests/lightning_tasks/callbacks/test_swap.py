@@ -286,16 +286,20 @@ def test_going_on_with_another_swap_warns(tmp_path):
 
     globals()["Other"] = Other
     Other.__qualname__ = "Other"
-    with pytest.warns(
-        UserWarning, match=r"another swap: softmax in net.*, where SwapAttention has .*Other now\. To train"
-    ):
+    said = r"another swap: softmax in net.*layers\.0.* has .*Other now; softmax in .*layers\.1.* has .*Other now"
+    with pytest.warns(UserWarning, match=rf"{said}; to train on with this one, start a new run"):
         resumed(tmp_path / "one.ckpt", SwapAttention(Other))
-    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other, layers=[1])])
-    with pytest.warns(UserWarning, match=r"another swap: softmax in .*layers\.1"):
+    tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other)])
+    with pytest.warns(UserWarning, match=rf"{said}$"):
         tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "one.ckpt", verbose=False)
     fit(TinyLM(), [SwapAttention("twicing", layers=[0])], max_epochs=1).save_checkpoint(tmp_path / "two.ckpt")
-    with pytest.warns(UserWarning, match=r"another swap: twicing in .*layers\.0.*, where SwapAttention has none now"):
+    with pytest.warns(
+        UserWarning, match=r"twicing in .*layers\.0.* has none now; none in .*layers\.1.* has twicing now"
+    ):
         resumed(tmp_path / "two.ckpt", SwapAttention("twicing", layers=[1]))
+    fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.warns(UserWarning, match=r"none in .*layers\.1.*, where SwapAttention has twicing now"):
+        resumed(tmp_path / "plain.ckpt", SwapAttention("twicing", layers=[1]))
 
 
 @pytest.mark.parametrize("again", [SoftmaxAttention, "attention_modules.mechanisms.softmax.SoftmaxAttention"])

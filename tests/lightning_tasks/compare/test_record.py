@@ -15,6 +15,7 @@ from lightning_tasks.compare.choice import Choice, Tried
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import guessed_record, read_comparison
 from lightning_tasks.compare.record import (
+    UNKNOWN,
     CellRecord,
     Record,
     VariantRecord,
@@ -325,15 +326,16 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
 def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path, capsys):
     first = Endpoints("val/top1", {"val/top1": 0.02})
     now = Endpoints("val/loss", {"val/loss": 0.5})
-    assert changed_endpoints(None, now, True) == []
+    assert changed_endpoints(None, now, False) == []
+    assert changed_endpoints(None, now, True) == [UNKNOWN]
     assert changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now, False) == []
     for cell in planned:
         finish(cell, 1.0)
     said = changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now, True)
     assert said == [
-        "the primary endpoint was val/top1, and is val/loss",
-        "the margin of val/loss was none, and is 0.5",
-        "the margin of val/top1 was 0.02, and is none",
+        "the primary endpoint, from val/top1 to val/loss",
+        "the margin of val/loss, from none to 0.5",
+        "the margin of val/top1, from 0.02 to none",
     ]
     told = replace(now, changed=said)
     record = record_of(planned, ["val/loss"], {}, endpoints=told)
@@ -343,4 +345,13 @@ def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path,
     assert changed_endpoints(kept, now, True) == said, "once is enough"
     write_tables(planned, ["val/loss"], {}, tmp_path, endpoints=told)
     text = (tmp_path / "summary.md").read_text()
-    assert "Changed after cells had finished:\n\n- the primary endpoint was val/top1, and is val/loss\n" in text
+    assert "Changed after cells had finished:\n\n- the primary endpoint, from val/top1 to val/loss\n" in text
+
+
+@pytest.mark.parametrize("changed", [["x"] * 1001, ["x" * 1001], ["\x1b]0;x"], "x", [1]])
+def test_changes_that_are_none_make_the_record_damaged(planned, tmp_path, changed):
+    write_record(record_of(planned, ["val/loss"], {}), tmp_path)
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "changed": changed}))
+    with pytest.raises(UsageError, match=r"comparison\.json is damaged"):
+        read_record(tmp_path)

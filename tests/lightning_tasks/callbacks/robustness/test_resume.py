@@ -230,7 +230,7 @@ class Shifted(TinyClassifier):
         return super().forward(images - self.shift)
 
 
-def test_rows_of_another_forward_pass_are_not_used(tmp_path):
+def test_rows_of_another_forward_pass_are_not_used():
     module = Shifted()
     identity = fingerprint(module, [])
     module.shift = 0.25

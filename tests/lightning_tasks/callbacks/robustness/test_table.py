@@ -376,3 +376,22 @@ def test_a_model_whose_logits_are_nan_has_a_table_of_nan(tmp_path):
         table = evaluate(tmp_path / "some", some, batch_size=10)
     assert lines(table) == finite
     assert {(math.isnan(row.value), row.note) for row in table} == {(True, GIVES_NAN)}
+
+
+def test_a_gradient_that_is_not_finite_is_a_figure_of_nan(tmp_path):
+    module = TinyClassifier()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(1e6)
+    with pytest.warns(UserWarning, match=r"robustness/fgsm/4_255/accuracy is nan: .* a gradient that is not finite"):
+        table = evaluate(tmp_path, module)
+    notes = {(row.test, row.name): row.note for row in table}
+    assert (notes["clean", ""], notes["attack", "square"]) == ("", "")
+    assert notes["attack", "fgsm"] == notes["input gradient", ""] == GIVES_NAN
+
+
+def test_log_is_left_alone_where_it_is_no_method(tmp_path):
+    class OwnLog(TinyClassifier):
+        log = property(lambda self: lambda *given, **options: None)
+
+    assert evaluate(tmp_path, OwnLog(), logger=False)[0].test == "clean"
