@@ -259,10 +259,8 @@ def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, A
         plan, swap = saved.get(layer), now.get(layer)
         if plan is not None and swap is not None and swap._is_as(plan):
             continue
-        had, has = (
-            "none" if each is None else f"{each[0]} {each[1] or ''}".strip()
-            for each in (plan and (plan["mechanism"], plan["options"]), swap and (swap.mechanism, swap.options))
-        )
+        had = "none" if plan is None else f"{plan['mechanism']} {plan['options'] or ''}".strip()
+        has = "none" if swap is None else f"{swap.mechanism} {swap.options or ''}".strip()
         if {had, has} - {"none", *PLAIN}:  # softmax attention is what a layer has without a swap
             found.append(f"{had} in {layer}, where SwapAttention has {has} now")
     if found:
