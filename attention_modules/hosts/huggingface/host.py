@@ -81,12 +81,12 @@ class SwappedHuggingFace(Swapped):
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The cache that the layer is called with, for our attention function, where its forward passes it on."""
         call = _call_of(self)
-        given = {**dict(zip(call.parameters, args, strict=False)), **kwargs}
+        given = _named(call, args, kwargs)
         cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
         return {CACHE: cache} if cache is not None and call.passes_on else {}
 
     def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(_call_of(self).parameters, args, strict=False)), **kwargs}
+        given = _named(_call_of(self), args, kwargs)
         other = [name for name in _OTHER_SEQUENCE if given.get(name) is not None]
         if other:
             raise RuntimeError(
@@ -103,6 +103,12 @@ def _call_of(layer: nn.Module) -> InterfaceCall:
     call = interface_call(_kind(layer))
     assert isinstance(call, InterfaceCall)
     return call
+
+
+def _named(call: InterfaceCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = call.parameters[: len(args)]  # no `zip(..., strict=...)`, which torch 2.6 cannot compile
+    return {**{name: args[place] for place, name in enumerate(names)}, **kwargs}
 
 
 def _value(layer: nn.Module, source: str) -> object:
