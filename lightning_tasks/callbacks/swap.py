@@ -254,7 +254,7 @@ def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, A
     """Warn where layers have other mechanisms or options than ``SwapAttention`` had put there for the checkpoint."""
     now = {layer: swap for swap in swaps if swap._plan is not None for layer in swap._plan["layers"]}
     saved = {layer: plan for plan in saved_plans(checkpoint) for layer in plan["layers"]}
-    found = []
+    found: dict[tuple[str, str], list[str]] = {}
     for layer in {**saved, **now}:
         plan, swap = saved.get(layer), now.get(layer)
         if plan is not None and swap is not None and swap._is_as(plan):
@@ -262,10 +262,15 @@ def _warn_of_other_swaps(swaps: Sequence[SwapAttention], checkpoint: dict[str, A
         had = "none" if plan is None else f"{plan['mechanism']} {plan['options'] or ''}".strip()
         has = "none" if swap is None else f"{swap.mechanism} {swap.options or ''}".strip()
         if {had, has} - {"none", *PLAIN}:  # softmax attention is what a layer has without a swap
-            found.append(f"{had} in {layer}, where SwapAttention has {has} now")
+            found.setdefault((had, has), []).append(layer)
     if found:
+        texts = [
+            f"{had} in {', '.join(layers)}, where SwapAttention has {has} now" for (had, has), layers in found.items()
+        ]
         cure = "; to train on with this one, start a new run from the weights (load_swapped, or --init_from)"
-        rank_zero_warn(f"the checkpoint was trained with another swap: {'; '.join(found)}{cure if trains else ''}")
+        rank_zero_warn(
+            f"the checkpoint records another swap by SwapAttention: {'; '.join(texts)}{cure if trains else ''}"
+        )
 
 
 def _refuse_compiled(pl_module: pl.LightningModule) -> None:

@@ -170,7 +170,7 @@ def changed_endpoints(before: Record | None, now: Endpoints, finished: bool) -> 
             was, given = before.margins.get(metric), now.margins.get(metric)
             if was != given:
                 said.append(f"the margin of {metric}, from {was or 'none'} to {given or 'none'}")
-    return said
+    return ["".join(letter if letter.isprintable() else " " for letter in each)[:_MOST_LETTERS] for each in said]
 
 
 def environment_of(cell: Cell) -> Environment | None:

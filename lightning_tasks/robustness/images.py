@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,6 @@ def attack_measurement(
     def measure(advance: Advance) -> list[Row]:
         options = dict(setting.options)
         twin = subject.model if source is None else source()
-        if source is not None:
-            _check_finite(twin, next(subject.batches())[1])
         if setting.on_source is not None:
             attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
             options |= {"source": twin, "attack": attack}
@@ -77,7 +75,7 @@ def attack_measurement(
                 options["seed"] = subject.seed + first
             with other_options(mechanisms_of(twin), setting.mechanism):
                 note = surrogate_note(twin) if by_gradient else ""
-                attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
+                attacked = _attacked(setting, subject.model, images, labels, radius, options, source is not None)
             with held_still(subject.model, gradients=False):
                 right.append(logits_of(subject.model, attacked).argmax(1) == labels)
             advance(len(images) / len(subject.images))
@@ -187,17 +185,26 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
     return measurements
 
 
-def _check_finite(twin: nn.Module, images: Tensor) -> None:
-    """Refuse a twin that gives nan, of which the tested model's figures would tell.
+def _attacked(
+    setting: AttackSetting,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    radius: float,
+    options: Mapping[str, Any],
+    has_source: bool,
+) -> Tensor:
+    """What an attack makes of images.
 
     Raises:
-        ValueError: it does.
+        ValueError: another model, which they are made with, gives nan: no figure of the tested one tells of that.
     """
     try:
-        with held_still(twin, gradients=False):
-            logits_of(twin, images)
+        return setting.attack.function(model, images, labels, eps=radius, **options)
     except NonFiniteLogitsError as error:
-        raise ValueError(f"the source of the transfer attack: {error}") from error
+        if has_source:
+            raise ValueError(f"the source of the transfer attack: {error}") from error
+        raise
 
 
 def _twin(path: str, task: Any, trainer: Any) -> nn.Module:

@@ -170,12 +170,17 @@ class MaskKind:
 
 
 def _check_finite(task: nn.Module) -> None:
-    """Tell a network of nan by its weights, as its masks are numbers all the same.
+    """Tell a network of nan by its weights and running statistics, as its masks are numbers all the same.
 
     Raises:
-        NonFiniteLogitsError: a weight is nan or infinite.
+        NonFiniteLogitsError: a trained weight is nan or infinite, or anything else nan.
     """
-    bad = [name for name, weight in task.named_parameters() if not weight.isfinite().all()]
+    bad = [name for name, weight in task.named_parameters() if weight.requires_grad and not weight.isfinite().all()]
+    others = [
+        *task.named_buffers(),
+        *((name, each) for name, each in task.named_parameters() if not each.requires_grad),
+    ]
+    bad += [name for name, each in others if each.is_floating_point() and each.isnan().any()]  # a mask may be -inf
     if bad:
         raise NonFiniteLogitsError(
             f"{type(task).__name__} has weights that are not finite (nan or inf), {bad[0]} first of {len(bad)}: its "

@@ -7,14 +7,17 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
 import torch
@@ -33,7 +36,6 @@ _LIBRARIES = (
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _MOST_BYTES = 1 << 32  # of the rows of all runs of a recipe
 _PLAIN = (bool, int, float, str)
-_STANDARD = f"python{sys.version_info.major}.{sys.version_info.minor}"  # the folder of Python's own modules
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -153,7 +155,7 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     It changes with the code of classes that are in no installed library (not of functions that they call), and with
     numbers, texts and truths that are public attributes of modules, too.
     """
-    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES), sys.version]).encode())
+    digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES), platform.python_version()]).encode())
     kinds = dict.fromkeys(base for part in module.modules() for base in type(part).__mro__)
     code = [text for kind in kinds for text in _code_of(kind)]
     plain = [(name, _plain_attributes(part)) for name, part in module.named_modules()]
@@ -169,19 +171,52 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
 
 
 def _code_of(kind: type) -> list[str]:
-    """What a class runs, as it was imported; nothing of an installed library, whose version counts, or of Python."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", "")  # none of a notebook or a command line
-    if kind.__module__ == "builtins" or (file and not {"site-packages", _STANDARD}.isdisjoint(Path(file).parts)):
+    """What a class runs, as it was imported, and its text; nothing of installed libraries and of Python."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", "") or ""  # none of a notebook or a command line
+    if kind.__module__ == "builtins" or _is_installed(file):
         return []
-    found = []
+    found = [_source(kind)]
     for name, value in sorted(vars(kind).items()):
-        wrapped = [getattr(value, part, None) for part in ("__func__", "fget", "fset")]  # class methods, properties
-        for function in (value, *wrapped):
-            code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-            if isinstance(code, CodeType):
-                found.append(f"{kind.__qualname__}.{name} {_of_code(code)}")
-        if not name.startswith("_") and isinstance(value, _PLAIN):
+        for function in _functions_of(value):
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            texts = [_of_code(function.__code__), *(_as_text(each) for each in defaults if isinstance(each, _PLAIN))]
+            found.append(f"{kind.__qualname__}.{name} {' '.join(texts)}")
+        if not name.startswith("__") and isinstance(value, _PLAIN):
             found.append(f"{kind.__qualname__}.{name} = {_as_text(value)}")
+    return found
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of an installed library or of Python itself, whose versions count."""
+    path = Path(file)
+    return bool(file) and (
+        not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        or path.is_relative_to(sysconfig.get_path("stdlib"))
+    )
+
+
+def _source(kind: type) -> str:
+    """The text of a class, which says what its code does not, as a decorator's arguments; "" where it has none."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError, SyntaxError, MemoryError, RecursionError, ValueError):  # or a file that is edited
+        return ""
+
+
+def _functions_of(value: object) -> list[FunctionType]:
+    """The functions in an attribute of a class: a method, those of a property, and what they wrap."""
+    parts: list[object] = [value]
+    if isinstance(value, (staticmethod, classmethod)):
+        parts = [value.__func__]
+    elif isinstance(value, property):
+        parts = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, cached_property):
+        parts = [value.func]
+    found: list[FunctionType] = []
+    for part in parts:
+        while isinstance(part, FunctionType) and part not in found:
+            found.append(part)
+            part = vars(part).get("__wrapped__")
     return found
 
 

@@ -286,7 +286,7 @@ def test_going_on_with_another_swap_warns(tmp_path):
 
     globals()["Other"] = Other
     Other.__qualname__ = "Other"
-    said = r"another swap: softmax in net.*layers\.0.* has .*Other now; softmax in .*layers\.1.* has .*Other now"
+    said = r"another swap by SwapAttention: softmax in net.*layers\.0.*, net.*layers\.1.*, where .* has .*Other now"
     with pytest.warns(UserWarning, match=rf"{said}; to train on with this one, start a new run"):
         resumed(tmp_path / "one.ckpt", SwapAttention(Other))
     tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(Other)])

@@ -1,5 +1,6 @@
 """A killed evaluation continues; rows of other weights, settings or data are not used."""
 
+import functools
 import importlib
 import inspect
 import json
@@ -238,17 +239,38 @@ def test_rows_of_another_forward_pass_are_not_used():
     assert fingerprint(Shifted(), []) == identity
 
 
+class Odd(dict):
+    __getattr__ = dict.__getitem__  # raises what getattr does not expect
+
+
+class WithOddAttributes(TinyClassifier):
+    settings = Odd(a=1)
+    scale = property(lambda self: 1.0)
+
+    @functools.cached_property
+    def kept(self):
+        return 2.0
+
+    @functools.lru_cache
+    def remembered(self, default=1.0):
+        return default
+
+
+def test_the_code_of_odd_classes_is_read():
+    assert fingerprint(WithOddAttributes(), []) == fingerprint(WithOddAttributes(), []) != fingerprint(Shifted(), [])
+
+
 def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):
     path = tmp_path / "changing_model.py"
     monkeypatch.syspath_prepend(tmp_path)
     found = []
-    for scale in ("2.0", "3.0"):
+    for scale, default in (("2.0", "1"), ("3.0", "1"), ("3.0", "2")):
         path.write_text(
-            "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, images):\n"
-            f"        return images * {scale}\n"
+            f"import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, images, more={default}):\n"
+            f"        return images * {scale} * more\n"
         )
         linecache.checkcache()
         sys.modules.pop("changing_model", None)
         importlib.invalidate_caches()
         found.append(fingerprint(importlib.import_module("changing_model").Net(), []))
-    assert found[0] != found[1]
+    assert len({*found}) == 3
