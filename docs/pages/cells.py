@@ -23,7 +23,7 @@ from docs.pages.raw import RESULTS, read_results
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Tried
 from lightning_tasks.compare.plan import plan_cells
-from lightning_tasks.compare.record import FINISHED, Record, read_record
+from lightning_tasks.compare.record import FINISHED, Record, read_record, write_record
 from lightning_tasks.compare.selection import candidates, chosen, plan_selection, read_select
 from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import read_variants
@@ -43,6 +43,8 @@ def restore(recipe: str, raw: Path, output: Path) -> int:
     for cell, result in results:
         cell.folder.mkdir(parents=True, exist_ok=True)
         (cell.folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    if results:
+        write_record(record, output)  # the command that goes on sees which endpoints were named
     return len(results)
 
 

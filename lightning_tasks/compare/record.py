@@ -163,7 +163,8 @@ def changed_endpoints(before: Record | None, now: Endpoints, finished: bool) -> 
     if before is None:
         return [UNKNOWN] if finished else []
     said = [*before.changed]
-    if finished or any(cell.state == FINISHED for cell in before.cells):
+    says = before.primary or before.margins or before.comparisons  # earlier versions wrote none of these
+    if says and (finished or any(cell.state == FINISHED for cell in before.cells)):
         if before.primary != now.primary:
             said.append(f"the primary endpoint, from {before.primary or 'none'} to {now.primary or 'none'}")
         for metric in sorted({*before.margins, *now.margins}):

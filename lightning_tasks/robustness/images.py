@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def attack_measurement(
                 options["seed"] = subject.seed + first
             with other_options(mechanisms_of(twin), setting.mechanism):
                 note = surrogate_note(twin) if by_gradient else ""
-                attacked = _attacked(setting, subject.model, images, labels, radius, options, source is not None)
+                attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
             with held_still(subject.model, gradients=False):
                 right.append(logits_of(subject.model, attacked).argmax(1) == labels)
             advance(len(images) / len(subject.images))
@@ -183,28 +183,6 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
             source = cache(lambda path=setting.source: _twin(path, task, trainer))
         measurements += [attack_measurement(subject, setting, eps, source, digest) for eps in asked.eps]
     return measurements
-
-
-def _attacked(
-    setting: AttackSetting,
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    radius: float,
-    options: Mapping[str, Any],
-    has_source: bool,
-) -> Tensor:
-    """What an attack makes of images.
-
-    Raises:
-        ValueError: another model, which they are made with, gives nan: no figure of the tested one tells of that.
-    """
-    try:
-        return setting.attack.function(model, images, labels, eps=radius, **options)
-    except NonFiniteLogitsError as error:
-        if has_source:
-            raise ValueError(f"the source of the transfer attack: {error}") from error
-        raise
 
 
 def _twin(path: str, task: Any, trainer: Any) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.class_folders import (
     class_subset,
     files_digest,
@@ -206,9 +207,11 @@ def other_data(asked: RobustnessSettings, subject: Subject, trainer: Any) -> lis
 
 
 def _wnids(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[str] | None:
-    with held_still(subject.model, gradients=False):  # the count alone: whether they are finite, measurements say
-        logits = subject.model(subject.images[:1].to(subject.device))
-    classes = logits.shape[1] if isinstance(logits, Tensor) else subject.logits(subject.images[:1]).shape[1]
+    try:
+        classes = subject.logits(subject.images[:1]).shape[1]
+    except NonFiniteLogitsError:  # which the measurements say; the count is known all the same
+        with held_still(subject.model, gradients=False):
+            classes = subject.model(subject.images[:1].to(subject.device)).shape[1]
     own = getattr(trainer.datamodule, "wnids", None) if asked.wnids is None else read_wnids(asked.wnids)
     if own is None:
         return imagenet_wnids() if classes == 1000 else None

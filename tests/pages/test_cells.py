@@ -7,6 +7,7 @@ import yaml
 
 from docs.pages.cells import main
 from lightning_tasks.compare.command import Comparison
+from lightning_tasks.compare.record import changed_endpoints, read_record
 from lightning_tasks.compare.selection import read_select
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.variants import full_name, read_variants
@@ -73,6 +74,7 @@ def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
     main([str(recipe), str(raw), str(tmp_path / "again")])
     again = compared(recipe, tmp_path / "again")
     assert again.choices == first.choices
+    assert changed_endpoints(read_record(again.output), again.endpoints, True) == [], "they were named before"
     assert [cell.is_finished() for cell in again.cells] == [True, True, True, False]
     for cell, other in zip(again.cells[:3], first.cells[:3], strict=True):
         for key in ("rows", "initial_weights", "training_data", "seconds", "fingerprint"):

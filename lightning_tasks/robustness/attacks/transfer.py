@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tasks.robustness.attacks.common import check_batch, logits_of, register_attack
+from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError, check_batch, logits_of, register_attack
 from lightning_tasks.robustness.attacks.gradient import pgd
 from lightning_tasks.robustness.tested_model import Model, held_still
 
@@ -35,16 +35,24 @@ def transfer(
         ``[B, C, H, W]``, in [0, 1] and within ``eps``.
 
     Raises:
-        ValueError: if the two models differ in their number of classes; as the attack.
+        ValueError: if the two models differ in their number of classes, or the source's logits or gradient are not
+            finite, of which no figure of the model tells; as the attack.
     """
     check_batch(images, labels)
-    if len(images):
-        classes = []
-        for each in (model, source):
-            with held_still(each, gradients=False):
-                classes.append(logits_of(each, images[:1].clone()).shape[1])
-        if classes[0] != classes[1]:
-            raise ValueError(
-                f"the model has {classes[0]} classes and the source {classes[1]}: give a twin of the model"
-            )
-    return attack(source, images, labels, eps=eps, **options)
+    own = _classes(model, images)
+    try:
+        if (of_source := _classes(source, images)) != own:
+            raise ValueError(f"the model has {own} classes and the source {of_source}: give a twin of the model")
+        return attack(source, images, labels, eps=eps, **options)
+    except NonFiniteLogitsError as error:
+        if source is model:
+            raise
+        raise ValueError(f"the source of the transfer attack: {error}") from error
+
+
+def _classes(model: Model, images: Tensor) -> int:
+    """How many classes a model has, as it gives them for the first image; 0 where there is none."""
+    if not len(images):
+        return 0
+    with held_still(model, gradients=False):
+        return logits_of(model, images[:1].clone()).shape[1]

@@ -328,6 +328,7 @@ def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path,
     now = Endpoints("val/loss", {"val/loss": 0.5})
     assert changed_endpoints(None, now, False) == []
     assert changed_endpoints(None, now, True) == [UNKNOWN]
+    assert changed_endpoints(record_of(planned, ["val/loss"], {}), now, True) == [], "of an earlier version"
     assert changed_endpoints(record_of(planned, ["val/loss"], {}, endpoints=first), now, False) == []
     for cell in planned:
         finish(cell, 1.0)

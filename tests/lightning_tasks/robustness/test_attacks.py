@@ -19,6 +19,7 @@ from lightning_tasks.robustness import (
     square,
     transfer,
 )
+from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.attacks.square import square_share
 from tests.lightning_tasks.robustness.models import CLASSES, STD, Normalized, batch, convolutional, vit
 
@@ -454,10 +455,22 @@ def test_a_model_that_gives_nan_or_inf_is_an_error(attack, value):
         attack(Diverged(), *batch(), eps=EPS)
 
 
-def test_a_gradient_of_nan_is_an_error():
-    class Rooted(nn.Module):
-        def forward(self, images):
-            return (images * 0).sqrt().flatten(1)[:, :CLASSES]
+class Rooted(nn.Module):
+    def forward(self, images):
+        return (images * 0).sqrt().flatten(1)[:, :CLASSES]
 
-    with pytest.raises(ValueError, match="gradient that is not finite"):
+
+def test_a_gradient_of_nan_is_an_error():
+    with pytest.raises(NonFiniteLogitsError, match="gradient that is not finite"):
         fgsm(Rooted(), *batch(), eps=EPS)
+
+
+def test_of_a_transfer_the_source_is_told_from_the_model():
+    """Figures are of the model: what the source lacks is no nan of theirs."""
+    with pytest.raises(ValueError, match="the source of the transfer attack: Rooted gives a gradient") as caught:
+        transfer(convolutional(), *batch(), eps=EPS, source=Rooted())
+    assert not isinstance(caught.value, NonFiniteLogitsError)
+    both = Rooted()
+    with pytest.raises(NonFiniteLogitsError, match=r"^Rooted gives a gradient"):
+        transfer(both, *batch(), eps=EPS, source=both)
+    transfer(both, *batch(), eps=EPS, source=convolutional(), steps=1)

@@ -289,6 +289,7 @@ def idle(raw: Raw) -> dict[str, str]:
         for eps in EPS:
             left = [each.rows[f"autoattack after {name}/{eps}/accuracy"].value for name in ("apgd-t", "square")]
             counts.append(left[1] < left[0])
+    check_told("APGD alone decides what AutoAttack leaves", not any(counts), f"{sum(counts)} of {len(counts)}")
     return {"after-apgd": f"{sum(counts)} of the {len(counts)}"}
 
 

@@ -59,6 +59,15 @@ class Runs:
         """By how many points a row is above softmax."""
         return 100 * (self.value(name, metric) - self.value("softmax, the same seed", metric))
 
+    def shares(self) -> list[float]:
+        """The share of S that is not 0 in the last pass of each layer, with RPC in all of them."""
+        name, config = "val/pursuit/sparsity/layer_{:02}/pass_2", "rpc in all layers"
+        return [self.extra.mean(name.format(layer), config) for layer in range(4)]
+
+    def twin_to_rpc(self) -> float:
+        """By how many points RPC without S is above RPC of the same seed, on clean images."""
+        return 100 * (self.beside.by_seed(TOP1, "rpc without S")[self.seed] - self.value("RPC, the same seed", TOP1))
+
     def ratio_to_twin(self) -> float:
         """By how many points RPC with `ratio` is above RPC without S of the same seed, on clean images."""
         return 100 * (self.value(WITH_RATIO, TOP1) - self.beside.by_seed(TOP1, "rpc without S")[self.seed])
@@ -108,7 +117,6 @@ def explored(raw: Raw) -> dict[str, str]:
     """What the exploratory runs have more than softmax, in points, and what S holds in them."""
     (runs, before), now = read_runs(raw), read(raw)
     extra = runs.extra
-    in_layers = [extra.mean(f"val/pursuit/sparsity/layer_{layer:02}/pass_2", "rpc in all layers") for layer in range(4)]
     share = by_pass(extra, "sparsity", "rpc with threshold ratio", 4)[-1]
     *passes, residual = by_pass(extra, "residual", "rpc with threshold ratio", 4)
     others = [*residuals(now, "rpc"), *residuals(now, "rpc without S"), *residuals(extra, "rpc in all layers")]
@@ -143,10 +151,11 @@ def explored(raw: Raw) -> dict[str, str]:
         "everywhere-pgd": more(EVERYWHERE, ATTACKED["PGD 4/255"]),
         "everywhere-above": both(lambda each: above(each, 0.0)),
         "everywhere-takes": both(lambda each: above(each, each.more(EVERYWHERE, ON_500["clean"]))),
-        "everywhere-share": in_turn(f"{number(100 * each, 0)}%" for each in in_layers),
+        "everywhere-share": both(lambda each: in_turn(f"{number(100 * share, 1)}%" for share in each.shares())),
         "ratio-share": f"{number(100 * share, 0)}%",
         "ratio-residual": f"{number(100 * residual, 0)}%",
         "ratio-clean": more(WITH_RATIO, TOP1),
+        "twin-rpc": f"{signed(runs.twin_to_rpc(), 2)} (seed {before.seed}: {signed(before.twin_to_rpc(), 2)})",
         "ratio-twin": both(lambda each: signed(each.ratio_to_twin())),
         "other-residual": f"{number(math.floor(100 * min(others)), 0)}%",
         "scalar-clean": more(SCALAR, TOP1),
