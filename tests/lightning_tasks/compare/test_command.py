@@ -14,6 +14,7 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
+from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.recipes import COMPARISON_KEYS
 from lightning_tasks.runs.environment import this_environment
@@ -109,6 +110,14 @@ def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_pat
     main([*command, "--seeds", "3", "--variant", "fast 1e-1"])
     said = (output / "summary.md").read_text().partition("Finished, with other seeds than these tables:")[2]
     assert "- watched: seeds 0, 1" in said, "it has no cell in these tables"
+
+    comparison.write_text(comparison.read_text() + "metrics: [val/loss]\nprimary: val/loss\n")
+    capsys.readouterr()
+    main([*command, "--seeds", "0"])
+    named = "changed after cells had finished: the primary endpoint, from none to val/loss"
+    assert f"warning: {named}" in capsys.readouterr().err
+    assert "Changed after cells had finished:\n\n- the primary endpoint" in (output / "summary.md").read_text()
+    assert any(named in note for note in read_comparison(output).notes)
 
 
 @pytest.mark.costly

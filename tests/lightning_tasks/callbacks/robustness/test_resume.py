@@ -274,3 +274,12 @@ def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         found.append(fingerprint(importlib.import_module("changing_model").Net(), []))
     assert len({*found}) == 3
+
+
+def test_code_without_a_file_as_of_a_notebook_counts():
+    def written(factor):
+        space = {"__name__": "a_notebook", "nn": torch.nn}
+        exec(f"class Net(nn.Module):\n    def forward(self, x):\n        return {factor} * x", space)
+        return fingerprint(space["Net"](), [])
+
+    assert written(2.0) == written(2.0) != written(3.0)
