@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 NEEDS = ("x", "first_value", "previous_value")
+OPAQUE = "torch.nn"  # as a layer's own `__module__`: torch.fx traces into no module of torch.nn
 Cache = Literal["keys and values", "whole sequence"]
 
 
@@ -22,7 +23,7 @@ class AttentionSpec:
         head_dim: width of one head, d (H * d need not equal ``dim``).
         num_tokens: sequence length N where the layer fixes it, else None.
         is_causal: whether the layer hides the future.
-        layer_index: position of the layer among the model's self-attention layers, else None.
+        layer_index: position of the layer among the self-attention layers of its network, else None.
         value_dim: width of one head's value where it is not ``head_dim``, else None.
         layer_name: name of the layer in the model, for messages; else None.
         mixes_heads: whether the layer mixes the maps of its heads by projections of its own, as CaiT's do, which it

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import OPAQUE
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
 from attention_modules.sharing import Link, from_the_layer
 
@@ -94,6 +95,7 @@ class SelfAttention(nn.Module):
         if mechanism_options is not None and isinstance(mechanism, (str, type)):
             check_options(mechanism_class(mechanism), mechanism_options)
         super().__init__()
+        self.__dict__["__module__"] = OPAQUE
         self.num_heads = num_heads
         self.head_dim = attn_head_dim or dim // num_heads
         self.is_causal = is_causal

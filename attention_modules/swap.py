@@ -20,6 +20,7 @@ from attention_modules.hosts.base import (
     acting_mechanism,
     hook_refusal,
     plain_type,
+    query_return_refusal,
     swapped_class,
 )
 from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
@@ -28,7 +29,8 @@ from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.table import loaded_hosts
-from attention_modules.hosts.trained import owned_parameters, remember_made
+from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
+from attention_modules.hosts.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
 
@@ -40,7 +42,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "swap before wrapping the model in DistributedDataParallel",
     "FullyShardedDataParallel": "swap before wrapping the model in FullyShardedDataParallel",
     "OptimizedModule": "swap before torch.compile()",
-    "ScriptModule": "swap before torch.jit.script() or trace()",
+    "ScriptModule": "swap the module that it was made of, and use torch.jit.trace() then",
 }
 
 
@@ -61,6 +63,10 @@ def swap_attention(
     stays the same object. A layer that is swapped already gets the new mechanism; :func:`restore_attention` returns to
     the original.
 
+    New Parameters train where a Parameter of their layer does. A model may hold several networks, such as a student and
+    its teacher: layers that are copies of each other get equal new Parameters, and a frozen network beside one that
+    trains is swapped only with its twin, or where a pattern of ``where`` names it alone.
+
     Args:
         model: a model of any known host, or an attention layer itself.
         mechanism: short name; your own function of ``(q, k, v, ...)`` with the signature of
@@ -70,7 +76,8 @@ def swap_attention(
             gives what it does not take is an error, when the model runs.
         where: glob (``"blocks.*.attn"``), list of globs, or callable ``(name, module) -> bool``; None = every
             self-attention. Cross-attention is swapped only where a pattern spells the last part of its name.
-        layers: positions among the self-attention layers that match, negative ones from the end; None = all.
+        layers: positions among the self-attention layers that match, counted within each network of the model, negative
+            ones from the end; None = all.
         exclude: as ``where``, taken out of the selection.
         **mechanism_options: the mechanism's own arguments, for a function those after q, k and v.
 
@@ -152,7 +159,7 @@ def _swap(
     mechanism_options: dict[str, object],
 ) -> SwapReport:
     found = survey(model)
-    chosen, skipped = select(found, where, layers, exclude)
+    chosen, skipped = select(found, where, layers, exclude, frozen=False)
     plan = _build(model, found, chosen, mechanism, mechanism_options)
     _validate(model, found, chosen, plan)
     before = [_count(layer.module) for layer, _ in plan]
@@ -163,8 +170,11 @@ def _swap(
         for layer, built in plan:
             layer.host.insert(layer.module, built)
         _settle(model, shared or any(map(shares_values, modules.values())))
-    new = remember_made(modules, owned)
-    _warn_of_adapters(model, new)
+        new = [place.name for place in made_parameters(modules, owned)]
+        _warn_of_adapters(model, new)
+        if found.networks[1:]:
+            warn_of_twins(found, plan)
+    remember_made(modules, owned)
     rows = [
         SwapRow(
             layer.name,
@@ -178,7 +188,7 @@ def _swap(
         )
         for (layer, built), count in zip(plan, before, strict=True)
     ]
-    return SwapReport(rows, skipped, new)
+    return SwapReport(rows, skipped, new, found.networks)
 
 
 def swapped(
@@ -231,7 +241,7 @@ def restore_attention(model: nn.Module) -> list[str]:
     for layer in swapped:
         if sharded:
             _raise_for(layer.name, sharded_refusal(layer.module, None))
-        _raise_for(layer.name, layer.host.query_return_refusal(layer.module))
+        _raise_for(layer.name, query_return_refusal(layer.module))
     _restore(model, swapped)
     return [layer.name for layer in swapped]
 
@@ -253,7 +263,7 @@ def _warn_of_adapters(model: nn.Module, new: Sequence[str]) -> None:
             f"{new[0]}{f' and {len(new) - 1} more' if len(new) > 1 else ''} came after the adapters, which are saved "
             "without: swap before get_peft_model() and give it modules_to_save=['mechanism'], or save the whole "
             "state_dict()",
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
@@ -272,9 +282,6 @@ def _refuse_wrapped(model: nn.Module, compiled: bool = True) -> None:
             raise AttentionSwapError(f"{name or 'the model'} is compiled: swap before calling its compile()")
 
 
-Plan = list[tuple[AttentionLayer, AttentionMechanism]]
-
-
 def _build(
     model: nn.Module, found: Survey, chosen: list[Found], mechanism: Mechanism, options: dict[str, object]
 ) -> Plan:
@@ -284,7 +291,11 @@ def _build(
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
-    return [(layer, _alike(built, layer.module)) for layer, built in plan]
+    plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
+    freeze_as_layers(plan)
+    if found.networks[1:]:
+        equalize_copies(found, plan)
+    return plan
 
 
 def _refuse_shared(found: Survey, plan: Plan) -> None:
@@ -353,7 +364,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         if built.uses_query:
             _raise_for(layer.name, host.missing_query(module))
             if swapped:
-                _raise_for(layer.name, host.query_return_refusal(module))
+                _raise_for(layer.name, query_return_refusal(module))
         elif place.cross:
             _raise_for(
                 layer.name,
@@ -365,7 +376,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             parts = host.query_parts(module)
             _raise_for(layer.name, _tied(parts, place, paths))
             for part in parts:
-                _raise_for(layer.name, hook_refusal(module.get_submodule(part.owner)))
+                _raise_for(layer.name, hook_refusal(module.get_submodule(part.owner)) or part.hooked(module))
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:

@@ -25,7 +25,8 @@ def attention_layers(
     Args:
         model: any module.
         where: glob, list of globs, or callable ``(name, module) -> bool``; None = all.
-        layers: positions among the self-attention layers that match (negative: from the end); None = all.
+        layers: positions among the self-attention layers that match, within each network (negative: from the end);
+            None = all.
         exclude: as ``where``, taken out of the selection.
 
     Raises:
@@ -41,13 +42,15 @@ def attention_layers(
 
 
 def describe(found: Survey, layer: Found) -> AttentionLayer:
-    """The layer with its spec; its index counts the model's self-attention layers."""
+    """The layer with its spec, whose index counts the self-attention layers of its network."""
     selves = [other.name for other in found.layers if not other.cross]
-    spec = layer.host.spec(layer.module, None if layer.cross else selves.index(layer.name))
+    network = found.network_of(layer.name)
+    inside = [name for name in selves if name in network.layers]
+    spec = layer.host.spec(layer.module, None if layer.cross else inside.index(layer.name))
     if spec.num_tokens is None:
         parts = layer.name.split(".")
         ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
         spec = dataclasses.replace(spec, num_tokens=layer.host.num_tokens(layer.module, ancestors))
-    return AttentionLayer(
-        layer.name, layer.module, layer.host, dataclasses.replace(spec, layer_name=layer.name or None)
-    )
+    spec = dataclasses.replace(spec, layer_name=layer.name or None)
+    number = None if layer.cross else selves.index(layer.name)
+    return AttentionLayer(layer.name, layer.module, layer.host, spec, number, network.name)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attention_modules.base import OPAQUE
 from attention_modules.hosts.base import Host, Swapped, is_own_forward, plain_linear_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
@@ -91,6 +92,7 @@ class SelfAttentionHost(Host):
         (own,) = layer.__dict__.pop("kept_mechanism")
         weight = layer.proj.weight
         layer.mechanism = own.to(weight.device, weight.dtype).train(layer.training)  # keeps its place among the modules
+        layer.__dict__["__module__"] = OPAQUE
 
 
 HOSTS: tuple[Host, ...] = (SelfAttentionHost(),)

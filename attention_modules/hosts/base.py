@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
+from attention_modules.base import OPAQUE
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
@@ -65,6 +66,18 @@ class Swapped(nn.Module):
         """A checkpoint from before the swap has nothing for the mechanism: it keeps its values."""
         if not any(key.startswith(prefix) for key in state):
             self.mechanism.state_dict(destination=state, prefix=prefix)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by :func:`torch.jit.script`, also of a model that holds the layer.
+
+        Raises:
+            AttentionSwapError: always.
+        """
+        raise AttentionSwapError(
+            f"torch.jit.script() cannot compile a swapped {self.plain_class.__name__}, whose mechanism "
+            f"({type(self.mechanism).__name__}) is no TorchScript: use torch.jit.trace(), torch.export.export() or "
+            "torch.compile(), or call restore_attention() first"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.plain_class.__new__(self.plain_class)  # copied and pickled as its class does it
@@ -211,26 +224,6 @@ class Host(ABC):
         """Why no mechanism with a query can be put into this plain or swapped layer, if so."""
         return None
 
-    def query_return_refusal(self, layer: Any) -> str | None:
-        """Why a swapped layer cannot take its kept query rows back, if so."""
-        for part in layer.dropped_query:
-            owner = layer.get_submodule(part.owner)
-            if wrapped_by_peft(owner):
-                return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
-            if parametrize.is_parametrized(owner, part.tensor):
-                return (
-                    f"its projection {part.key('')!r} is computed at each call (a parametrization such as "
-                    "SigmaReparam): remove that first (torch.nn.utils.parametrize.remove_parametrizations, "
-                    "attention_modules.stabilizers.sigma.remove_sigma_reparam)"
-                )
-            if not part.filled(layer):
-                return (
-                    f"the kept query rows of {part.key('')!r} are gone: the projection was replaced after the swap, or "
-                    "a swapped checkpoint, which holds none, was assigned to a model on the meta device, or "
-                    "load_pretrained read what such a model saved"
-                )
-        return None
-
     def settle(self, model: nn.Module) -> None:
         """Bring what surrounds the layers in line with which of them are swapped."""
         return None
@@ -240,6 +233,7 @@ class Host(ABC):
         if not isinstance(layer, Swapped):
             _set_class(layer, swapped_class(self, plain_type(layer)))
             layer.dropped_query = ()
+            layer.__dict__["__module__"] = OPAQUE
         if mechanism.uses_query:
             self._restore_query(layer)
         elif not layer.dropped_query:
@@ -250,7 +244,8 @@ class Host(ABC):
         """Make a swapped layer plain again."""
         self._restore_query(layer)
         del layer.dropped_query
-        layer.__dict__.pop("link", None)
+        for own in ("link", "__module__"):
+            layer.__dict__.pop(own, None)
         self._take_mechanism(layer)
         _set_class(layer, layer.plain_class)
 
@@ -296,6 +291,40 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
     return None
 
 
+def query_return_refusal(layer: Swapped) -> str | None:
+    """Why a swapped layer cannot take its kept query rows back, if so."""
+    for part in layer.dropped_query:
+        owner, key = layer.get_submodule(part.owner), part.key("")
+        if wrapped_by_peft(owner):
+            return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
+        if parametrize.is_parametrized(owner, part.tensor):
+            return (
+                f"its projection {key!r} is computed at each call (a parametrization such as SigmaReparam): remove "
+                "that first (torch.nn.utils.parametrize.remove_parametrizations, "
+                "attention_modules.stabilizers.sigma.remove_sigma_reparam)"
+            )
+        if not part.filled(layer):
+            return (
+                f"the kept query rows of {key!r} are gone: the projection was replaced after the swap, or a swapped "
+                "checkpoint, which holds none, was assigned to a model on the meta device, or load_pretrained read "
+                "what such a model saved"
+            )
+        rest = owner._parameters.get(part.tensor)
+        if rest is None and part.full > part.size:
+            return (
+                f"its projection {key!r} is no Parameter any more, but computed at each call (pruning, weight_norm or "
+                "spectral_norm): make it permanent first, as prune.remove() and remove_weight_norm() do"
+            )
+        if rest is not None and rest.shape[part.dim] != part.full - part.size:
+            return (
+                f"its projection {key!r} has {rest.shape[part.dim]} features, and without the query's it had "
+                f"{part.full - part.size}: it was replaced after the swap"
+            )
+        if hooked := part.hooked(layer):
+            return hooked
+    return None
+
+
 def hook_refusal(module: nn.Module) -> str | None:
     """Why a module that accelerate dispatched or offloads cannot be changed, if it is one."""
     if "_hf_hook" not in module.__dict__:
@@ -328,12 +357,16 @@ class AttentionLayer:
         module: the layer.
         host: the host that understands it.
         spec: what a mechanism is told about it.
+        number: its place among all self-attention layers of the model, whatever their network; None if it is none.
+        network: name of the network that holds it ("" where the model is one).
     """
 
     name: str
     module: nn.Module
     host: Host
     spec: AttentionSpec
+    number: int | None = None
+    network: str = ""
 
     @property
     def mechanism(self) -> AttentionMechanism | None:

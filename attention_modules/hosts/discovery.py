@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import nn
 
 from attention_modules.hosts.base import AttentionSwapError, Host, Swapped, hook_refusal
+from attention_modules.hosts.networks import Network, are_twins, networks_of
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, did_you_mean
@@ -47,6 +49,19 @@ class Survey:
     layers: list[Found] = field(default_factory=list)
     others: list[Skipped] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
+
+    @cached_property
+    def networks(self) -> list[Network]:
+        """The networks that hold the layers, in module order."""
+        return networks_of(self.modules, self.layers)
+
+    def network_of(self, layer: str) -> Network:
+        """The network that holds the layer of this name."""
+        return next(network for network in self.networks if layer in network.layers)
+
+    def twins_of(self, network: Network) -> list[Network]:
+        """The networks whose stack of layers has the same Parameters by name and shape."""
+        return [other for other in self.networks if are_twins(network, other, self.modules)]
 
 
 class _Hosts:
@@ -181,9 +196,20 @@ def _names_cross(layer: Found, where: Selector | None) -> bool:
 
 
 def select(
-    found: Survey, where: Selector | None, layers: int | Sequence[int] | None, exclude: Selector
+    found: Survey,
+    where: Selector | None,
+    layers: int | Sequence[int] | None,
+    exclude: Selector,
+    frozen: bool = True,
 ) -> tuple[list[Found], list[Skipped]]:
     """The chosen layers, and what is left out with the reason.
+
+    Args:
+        found: the model's layers.
+        where: as :func:`attention_modules.swap_attention` takes it.
+        layers: positions within each network.
+        exclude: as ``where``.
+        frozen: whether frozen networks are chosen too that nothing names, and that have no twin which trains.
 
     Raises:
         AttentionSwapError: if nothing matches, a pattern matches nothing, or an index is out of range.
@@ -201,8 +227,10 @@ def select(
         raise AttentionSwapError(
             f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
         )
+    apart = set() if frozen else _frozen_apart(found, where, selves)
+    selves = [layer for layer in selves if layer.name not in apart]
     if layers is not None:
-        selves = [selves[index] for index in _indices(layers, len(selves))]
+        selves = _at(found, selves, layers)
     wanted = {id(layer) for layer in (*selves, *crosses)}
     if not callable(exclude) and not exclude:
         excluded: set[int] = set()
@@ -211,29 +239,70 @@ def select(
     chosen = [layer for layer in found.layers if id(layer) in wanted - excluded]
     if not chosen:
         raise AttentionSwapError(f"exclude={exclude!r} leaves none of the {len(wanted)} selected attention layers")
-    left = [_left_out(layer, id(layer) in excluded) for layer in found.layers if layer not in chosen]
+    left = [
+        _left_out(layer, id(layer) in excluded, layer.name in apart) for layer in found.layers if layer not in chosen
+    ]
     return chosen, [*left, *found.others]
 
 
-def _left_out(layer: Found, excluded: bool) -> Skipped:
+def _frozen_apart(found: Survey, where: Selector | None, selves: Sequence[Found]) -> set[str]:
+    """Names of matched layers of frozen networks beside others that train, unless a twin trains or `where` names them.
+
+    A callable names what it chooses; a pattern names a frozen network where it matches layers of frozen ones alone.
+    """
+    training = [network for network in found.networks if not network.frozen]
+    if callable(where) or not training:
+        return set()
+    layers = {network.name: {*network.layers} for network in found.networks if network.frozen}
+    for network in found.networks:
+        if network.frozen and any(not twin.frozen for twin in found.twins_of(network)):
+            del layers[network.name]
+    apart = set[str]().union(*layers.values())
+    for pattern in [where] if isinstance(where, str) else where or ():
+        matched = {layer.name for layer in selves if _matches(layer.names, layer.module, pattern)}
+        if matched <= apart:
+            apart = apart - matched
+    return apart & {layer.name for layer in selves}
+
+
+def _at(found: Survey, selves: Sequence[Found], layers: int | Sequence[int]) -> list[Found]:
+    """The layers at these positions of each network.
+
+    Raises:
+        AttentionSwapError: if an index is no integer, or out of range.
+    """
+    by_network: dict[str, list[Found]] = {}
+    for layer in selves:
+        by_network.setdefault(found.network_of(layer.name).name, []).append(layer)
+    several = len(by_network) > 1
+    return [
+        members[index]
+        for name, members in by_network.items()
+        for index in _indices(layers, len(members), f" of network {name or 'the model'!r}" if several else "")
+    ]
+
+
+def _left_out(layer: Found, excluded: bool, apart: bool) -> Skipped:
     kind = getattr(layer.module, "plain_class", type(layer.module)).__name__
     if excluded:
         return Skipped(layer.name, kind, "excluded")
+    if apart:
+        return Skipped(layer.name, kind, "its network is frozen, beside one that trains: swapped where `where` names it")
     if layer.cross:
         return Skipped(layer.name, kind, "cross-attention: swapped only where a pattern of `where` spells its name")
     held = f": it keeps {type(layer.module.mechanism).__name__}" if isinstance(layer.module, Swapped) else ""
     return Skipped(layer.name, kind, f"not selected{held}")
 
 
-def _indices(layers: int | Sequence[int], count: int) -> list[int]:
+def _indices(layers: int | Sequence[int], count: int, of: str = "") -> list[int]:
     wanted = list(layers) if isinstance(layers, Iterable) else [layers]
     for index in wanted:
         if isinstance(index, bool) or not isinstance(index, int):
             raise AttentionSwapError(f"layers takes integers, got {layers!r}; names and patterns go into where=")
         if not -count <= index < count:
             raise AttentionSwapError(
-                f"layers: {index} is out of range, {count} self-attention layers match (0 to {count - 1}, or -{count} "
-                "to -1 from the end)"
+                f"layers: {index} is out of range, {count} self-attention layers{of} match (0 to {count - 1}, or "
+                f"-{count} to -1 from the end)" + ("; name one network by where=" if of else "")
             )
     if not wanted:
         raise AttentionSwapError("layers is empty: give indices, or None for all")

@@ -57,6 +57,21 @@ class QueryPart:
     def _attribute(self) -> str:
         return f"query_{self.tensor}"
 
+    def hooked(self, layer: nn.Module) -> str | None:
+        """Why hooks on the Parameter forbid to put another in its place, if there are some."""
+        held = layer.get_submodule(self.owner)._parameters.get(self.tensor)
+        hooks = {**(held._backward_hooks or {}), **(held._post_accumulate_grad_hooks or {})} if held is not None else {}
+        if not hooks:
+            return None
+        names = ", ".join(
+            f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+            for hook in hooks.values()
+        )
+        return (
+            f"its {self.key('')} has hooks ({names}), which another Parameter with more or fewer rows, in its place, "
+            "would not have: register hooks (W&B's watch, an optimizer step in backward) after it, or remove them first"
+        )
+
     def key(self, prefix: str) -> str:
         """The tensor's key in a state dict."""
         return prefix + (f"{self.owner}." if self.owner else "") + self.tensor

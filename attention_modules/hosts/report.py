@@ -11,6 +11,7 @@ from torch import nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Skipped
+from attention_modules.hosts.networks import Network
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.sharing import without_wrappers
 
@@ -54,7 +55,7 @@ class SwapReport(Sequence[SwapRow]):
     """The swapped layers in module order.
 
     ``skipped`` lists the attention-like modules that were not, and why; ``new`` names the Parameters that no optimizer
-    from before the swap can hold.
+    from before the swap can hold; ``networks`` lists the networks of the model, within which layers are counted.
 
     Example:
         >>> import torch
@@ -65,10 +66,17 @@ class SwapReport(Sequence[SwapRow]):
         ('self_attn', 272)
     """
 
-    def __init__(self, rows: Sequence[SwapRow], skipped: Sequence[Skipped], new: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        rows: Sequence[SwapRow],
+        skipped: Sequence[Skipped],
+        new: Sequence[str] = (),
+        networks: Sequence[Network] = (),
+    ) -> None:
         self.rows = tuple(rows)
         self.skipped = tuple(skipped)
         self.new = tuple(new)
+        self.networks = tuple(networks)
 
     @overload
     def __getitem__(self, index: int) -> SwapRow: ...
@@ -93,6 +101,9 @@ class SwapReport(Sequence[SwapRow]):
         if self.new:
             are = "Parameter is" if len(self.new) == 1 else "Parameters are"
             lines.append(f"{len(self.new)} {are} new: build the optimizer after the swap")
+        if len(self.networks) > 1:
+            shown = ", ".join(map(_network_cell, self.networks))
+            lines.append(f"{len(self.networks)} networks, whose layers are counted apart: {shown}")
         if self.skipped:
             lines += ["", f"not swapped ({len(self.skipped)}):"]
             lines += _table([[_cell(row.name), row.kind, row.reason] for row in self.skipped])
@@ -106,6 +117,11 @@ def _cells(row: SwapRow) -> list[str]:
 
 def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value) or "(the model)"
+
+
+def _network_cell(network: Network) -> str:
+    layers = f"{len(network.layers)} layer{'s' if len(network.layers) > 1 else ''}"
+    return f"{_cell(network.name)} ({layers}{', frozen' if network.frozen else ''})"
 
 
 def _table(cells: Sequence[Sequence[str]]) -> list[str]:

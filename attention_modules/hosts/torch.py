@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows, quantized
-from attention_modules.mechanism import AttentionSpec
+from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
@@ -59,6 +59,64 @@ def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, num_heads: in
     return additive[0] if len(additive) == 1 else additive[0] + additive[1]
 
 
+def _check_sizes(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
+) -> None:
+    """Refuse what :func:`torch.nn.functional.multi_head_attention_forward` refuses, with the same kinds of errors.
+
+    Args:
+        layer: a swapped nn.MultiheadAttention.
+        query: ``[N, B, C]``.
+        key: ``[M, B, C]``.
+        value: ``[M, B, C]``.
+        padding: its mask of keys.
+        attn_mask: its mask of rows.
+
+    Raises:
+        AssertionError: if widths, key and value, or the padding mask do not fit, or a mask holds integers.
+        RuntimeError: if the mask of rows or the batches do not fit.
+    """
+    length, batch, width = query.shape
+    for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(f"only bool and floating types of {name} are supported, got {mask.dtype}")
+    if width != layer.embed_dim:
+        raise AssertionError(f"was expecting embedding dimension of {layer.embed_dim}, but got {width}")
+    compared = 2 if layer.in_proj_weight is None else 3  # kdim and vdim may differ
+    if key.shape[:compared] != value.shape[:compared]:
+        raise AssertionError(f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}")
+    if key.shape[1] != batch:
+        raise RuntimeError(f"query has a batch of {batch}, and key and value one of {key.shape[1]}")
+    if padding is not None and padding.shape != (batch, key.shape[0]):
+        raise AssertionError(
+            f"expecting key_padding_mask shape of {(batch, key.shape[0])}, but got {tuple(padding.shape)}"
+        )
+    rows = (length, key.shape[0])
+    expected = rows if attn_mask is None or attn_mask.dim() == 2 else (batch * layer.num_heads, *rows)
+    if attn_mask is not None and attn_mask.shape != expected:
+        raise RuntimeError(
+            f"The shape of the {attn_mask.dim()}D attn_mask is {tuple(attn_mask.shape)}, but should be {expected}."
+        )
+
+
+def _no_fused_path(module: nn.Module, args: object) -> None:
+    """A forward pre-hook that does nothing.
+
+    nn.TransformerEncoderLayer has a fused path, which would never call a swapped layer, and takes it only where no
+    module within has hooks.
+    """
+
+
+def _keep_from_fused_path(layer: nn.Module) -> None:
+    if _no_fused_path not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_no_fused_path)
+
+
+def _let_into_fused_path(layer: nn.Module) -> None:
+    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _no_fused_path]:
+        del layer._forward_pre_hooks[key]
+
+
 class SwappedMultiheadAttention(Swapped):
     """nn.MultiheadAttention's forward, with the mechanism between the projections.
 
@@ -68,8 +126,12 @@ class SwappedMultiheadAttention(Swapped):
     Where ``need_weights`` asks for the attention weights, softmax gives them; other mechanisms have none: None.
     """
 
-    # Read by the encoder layer before its fused path, which would never call this forward.
-    _qkv_same_embed_dim = property(lambda self: False)
+    # Read by peft, which cannot adapt a projection without its query's rows.
+    _qkv_same_embed_dim = property(lambda self: self.in_proj_weight is not None and not self.dropped_query)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _keep_from_fused_path(self)
 
     def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v ``[B, H, N, d]`` of sequence-first inputs ``[N, B, C]``."""
@@ -108,7 +170,7 @@ class SwappedMultiheadAttention(Swapped):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if query.is_nested:
+        if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError(
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
                 "its use_nested_tensor to False"
@@ -120,15 +182,18 @@ class SwappedMultiheadAttention(Swapped):
             )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: give the mask too, as nn.MultiheadAttention asks")
-        batched = query.dim() == 3
-        q, k, v = self._project(*self._sequence_first(query, key, value))
+        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)  # type: ignore[attr-defined]
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        weights: list[Tensor] = []
-        asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
         # As in the plain layer: there the hint stands for the mask, whatever it holds.
         hinted = is_causal and key_padding_mask is None and not need_weights
-        mask = _merge_masks(None if hinted else attn_mask, key_padding_mask, self.num_heads, q.dtype)
+        attn_mask = None if hinted else attn_mask
+        inputs = self._sequence_first(query, key, value)
+        _check_sizes(self, *inputs, key_padding_mask, attn_mask)
+        q, k, v = self._project(*inputs)
+        weights: list[Tensor] = []
+        asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
+        mask = _merge_masks(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         x = query if self.batch_first and batched else self._turned(query).transpose(0, 1)  # [B, N, C]
         out = self.mix(q, k, v, x, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
@@ -224,6 +289,14 @@ class MultiheadAttentionHost(Host):
         if layer.bias_k is not None or layer.add_zero_attn:
             return "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
         return None
+
+    def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
+        super().insert(layer, mechanism)
+        _keep_from_fused_path(layer)
+
+    def remove(self, layer: Any) -> None:
+        super().remove(layer)
+        _let_into_fused_path(layer)
 
     def query_refusal(self, layer: Any) -> str | None:
         if layer._parameters.get("in_proj_weight") is None:

@@ -108,24 +108,22 @@ def owned_parameters(layers: Mapping[str, nn.Module]) -> Owned:
     }
 
 
-def remember_made(layers: Mapping[str, nn.Module], before: Owned) -> list[str]:
-    """Remember which Parameters of these layers are others than :func:`owned_parameters` gave before.
-
-    Returns:
-        Names of the Parameters that are new.
-    """
-    after = owned_parameters(layers)
+def made_parameters(layers: Mapping[str, nn.Module], before: Owned) -> list[_Place]:
+    """The Parameters of these layers that :func:`owned_parameters` did not give before."""
     old = {id(place.parameter) for place in before.values()}
-    now = {key: id(place.parameter) for key, place in after.items()}
-    new = {key: place for key, place in after.items() if now[key] not in old}
+    return [place for place in owned_parameters(layers).values() if id(place.parameter) not in old]
+
+
+def remember_made(layers: Mapping[str, nn.Module], before: Owned) -> None:
+    """Remember which Parameters of these layers are others than :func:`owned_parameters` gave before."""
+    now = {key: id(place.parameter) for key, place in owned_parameters(layers).items()}
     changed = [(place, ref(place.parameter)) for key, place in before.items() if now.get(key) != id(place.parameter)]
-    added = [(place, None) for key, place in new.items() if key not in before]
+    added = [(place, None) for place in made_parameters(layers, before) if (id(place.owner), place.tensor) not in before]
     _made[:] = [made for made in _made if not made.forgotten()]
     for place, replaced in (*changed, *added):
         _made.append(_Made(place.name, ref(place.layer), ref(place.owner), place.tensor, replaced))
     if _made and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check_step))
-    return [place.name for place in new.values()]
 
 
 def forget_made(model: nn.Module) -> None:

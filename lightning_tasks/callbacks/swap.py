@@ -171,7 +171,7 @@ class SwapAttention(Callback):
 
     def _finds_layers(self, pl_module: pl.LightningModule) -> bool:
         try:
-            return bool(select(survey(pl_module), self.where, self.layers, self.exclude))
+            return bool(select(survey(pl_module), self.where, self.layers, self.exclude, frozen=False))
         except AttentionSwapError:
             return False  # not built yet, or wrong: which shows when all is built
 
@@ -230,7 +230,7 @@ class SwapAttention(Callback):
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
-        matched, _ = select(survey(pl_module), self.where, self.layers, self.exclude)  # cross-attention among them
+        matched, _ = select(survey(pl_module), self.where, self.layers, self.exclude, frozen=False)  # cross-attention among them
         chosen = {layer.name for layer in matched}
         for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
             if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:

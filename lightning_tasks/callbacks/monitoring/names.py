@@ -19,7 +19,7 @@ MOST_NAMES = 4
 
 def layer_number(layer: AttentionLayer) -> int:
     """The layer's place among all self-attention layers of its model, in module order, whichever are chosen."""
-    return cast(int, layer.spec.layer_index)  # which attention_layers() gives each
+    return cast(int, layer.number)  # which attention_layers() gives each
 
 
 def layer_label(layer: AttentionLayer) -> str:
