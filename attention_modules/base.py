@@ -95,6 +95,9 @@ class AttentionMechanism(nn.Module):
     softmax_like: ClassVar[bool] = False
     """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
     the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
+    softmax_map: ClassVar[bool] = False
+    """Whether the map that mixes the values is softmax(q kᵀ · scale + mask), with k kᵀ where it uses no query; monitors
+    show that map, and warn of mechanisms with another."""
     surrogate_gradient: bool = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
     own_logits: ClassVar[str | None] = None

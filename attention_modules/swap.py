@@ -24,7 +24,7 @@ from attention_modules.hosts.base import (
     swapped_class,
 )
 from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
-from attention_modules.hosts.discovery import Found, Selector, Survey, check_module, select, survey
+from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sharded import is_sharded, sharded_refusal
@@ -109,7 +109,10 @@ def swap_attention(
         torch.Size([1, 5, 16])
     """
     _refuse_wrapped(model)
-    return _swap(model, mechanism, where, layers, exclude, mechanism_options)
+    prepared = _prepare(model, mechanism, where, layers, exclude, mechanism_options)
+    _warn_of_hooks(prepared.plan)
+    warn_of_twins(prepared.found, prepared.plan)
+    return _commit(model, prepared)
 
 
 @torch.inference_mode(False)
@@ -129,7 +132,7 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
     _refuse_wrapped(model, compiled=False)
     if not names:
         return
-    _swap(model, "softmax", list(names), None, (), {})
+    _commit(model, _prepare(model, "softmax", list(names), None, (), {}))
     for layer in survey(model).layers:
         if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them
             layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
@@ -150,18 +153,32 @@ def _only_swapped(layer: nn.Module) -> bool:
     return isinstance(layer, Swapped) and plain_type(layer) is swapped_class(layer.host, layer.plain_class)
 
 
-def _swap(
+@dataclass(frozen=True)
+class _Prepared:
+    """A swap that nothing refuses, before anything is changed."""
+
+    found: Survey
+    skipped: list[Skipped]
+    plan: Plan
+
+
+def _prepare(
     model: nn.Module,
     mechanism: Mechanism,
     where: Selector | None,
     layers: int | Sequence[int] | None,
     exclude: Selector,
     mechanism_options: dict[str, object],
-) -> SwapReport:
+) -> _Prepared:
     found = survey(model)
     chosen, skipped = select(found, where, layers, exclude, frozen=False)
     plan = _build(model, found, chosen, mechanism, mechanism_options)
     _validate(model, found, chosen, plan)
+    return _Prepared(found, skipped, plan)
+
+
+def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
+    plan = prepared.plan
     before = [_count(layer.module) for layer, _ in plan]
     modules = {layer.name: layer.module for layer, _ in plan}
     owned = owned_parameters(modules)
@@ -172,8 +189,6 @@ def _swap(
         _settle(model, shared or any(map(shares_values, modules.values())))
         new = [place.name for place in made_parameters(modules, owned)]
         _warn_of_adapters(model, new)
-        if found.networks[1:]:
-            warn_of_twins(found, plan)
     remember_made(modules, owned)
     rows = [
         SwapRow(
@@ -188,7 +203,7 @@ def _swap(
         )
         for (layer, built), count in zip(plan, before, strict=True)
     ]
-    return SwapReport(rows, skipped, new, found.networks)
+    return SwapReport(rows, prepared.skipped, new, prepared.found.networks)
 
 
 def swapped(
@@ -264,6 +279,21 @@ def _warn_of_adapters(model: nn.Module, new: Sequence[str]) -> None:
             "without: swap before get_peft_model() and give it modules_to_save=['mechanism'], or save the whole "
             "state_dict()",
             stacklevel=5,
+        )
+
+
+def _warn_of_hooks(plan: Plan) -> None:
+    silenced = [
+        ".".join(filter(None, (layer.name, name)))
+        for layer, built in plan
+        for name in layer.host.silenced(layer.module, built.gives_weights)
+    ]
+    if silenced:
+        warnings.warn(
+            f"hooks on {silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''} saw the "
+            "attention map, and see nothing now: swapped layers make none. AttentionMapLogger draws maps, and "
+            "attnswap.analysis.attention_map computes one from the q and k that a hook on the layer's mechanism gets",
+            stacklevel=4,
         )
 
 

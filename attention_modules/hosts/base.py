@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from attention_modules.base import OPAQUE
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
-from attention_modules.base import OPAQUE
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
@@ -224,6 +224,14 @@ class Host(ABC):
         """Why no mechanism with a query can be put into this plain or swapped layer, if so."""
         return None
 
+    def map_modules(self, layer: Any) -> list[str]:
+        """Names of the modules in a plain layer that its forward calls with attention maps."""
+        return []
+
+    def silenced(self, layer: Any, gives_weights: bool) -> list[str]:
+        """Those of them with hooks, which see nothing where a mechanism acts (that gives its map)."""
+        return [name for name in self.map_modules(layer) if has_hooks(layer.get_submodule(name))]
+
     def settle(self, model: nn.Module) -> None:
         """Bring what surrounds the layers in line with which of them are swapped."""
         return None
@@ -291,7 +299,7 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
     return None
 
 
-def query_return_refusal(layer: Swapped) -> str | None:
+def query_return_refusal(layer: Any) -> str | None:
     """Why a swapped layer cannot take its kept query rows back, if so."""
     for part in layer.dropped_query:
         owner, key = layer.get_submodule(part.owner), part.key("")
@@ -323,6 +331,12 @@ def query_return_refusal(layer: Swapped) -> str | None:
         if hooked := part.hooked(layer):
             return hooked
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody reads or changes what goes into the module, or comes out of it."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds)
 
 
 def hook_refusal(module: nn.Module) -> str | None:

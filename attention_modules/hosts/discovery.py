@@ -287,7 +287,9 @@ def _left_out(layer: Found, excluded: bool, apart: bool) -> Skipped:
     if excluded:
         return Skipped(layer.name, kind, "excluded")
     if apart:
-        return Skipped(layer.name, kind, "its network is frozen, beside one that trains: swapped where `where` names it")
+        return Skipped(
+            layer.name, kind, "its network is frozen, beside one that trains: swapped where `where` names it"
+        )
     if layer.cross:
         return Skipped(layer.name, kind, "cross-attention: swapped only where a pattern of `where` spells its name")
     held = f": it keeps {type(layer.module.mechanism).__name__}" if isinstance(layer.module, Swapped) else ""

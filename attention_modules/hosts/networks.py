@@ -1,8 +1,9 @@
 """Which networks a model holds: a student and its teacher, two towers, or just one.
 
-Layers are counted within a network. Two parts of a model are networks of their own where they are *twins*, whose stacks
-of layers have Parameters of equal names and shapes, or where each embeds an input of its own, as the towers of CLIP do.
-What runs in series is one network: an encoder and its decoder, a backbone and its head, stages that a number tells apart.
+Layers are counted within a network. Two parts of a model are networks of their own where they are *twins*, whose
+stacks of layers have Parameters of equal names and shapes. So are parts that each embed an input of their own, as the
+towers of CLIP do. What runs in series is one network: an encoder and its decoder, a backbone and its head, numbered
+stages.
 """
 
 from __future__ import annotations

@@ -188,9 +188,9 @@ class SwappedMultiheadAttention(Swapped):
         # As in the plain layer: there the hint stands for the mask, whatever it holds.
         hinted = is_causal and key_padding_mask is None and not need_weights
         attn_mask = None if hinted else attn_mask
-        inputs = self._sequence_first(query, key, value)
-        _check_sizes(self, *inputs, key_padding_mask, attn_mask)
-        q, k, v = self._project(*inputs)
+        first, second, third = self._sequence_first(query, key, value)
+        _check_sizes(self, first, second, third, key_padding_mask, attn_mask)
+        q, k, v = self._project(first, second, third)
         weights: list[Tensor] = []
         asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
         mask = _merge_masks(attn_mask, key_padding_mask, self.num_heads, q.dtype)

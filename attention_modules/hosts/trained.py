@@ -118,7 +118,9 @@ def remember_made(layers: Mapping[str, nn.Module], before: Owned) -> None:
     """Remember which Parameters of these layers are others than :func:`owned_parameters` gave before."""
     now = {key: id(place.parameter) for key, place in owned_parameters(layers).items()}
     changed = [(place, ref(place.parameter)) for key, place in before.items() if now.get(key) != id(place.parameter)]
-    added = [(place, None) for place in made_parameters(layers, before) if (id(place.owner), place.tensor) not in before]
+    added = [
+        (place, None) for place in made_parameters(layers, before) if (id(place.owner), place.tensor) not in before
+    ]
     _made[:] = [made for made in _made if not made.forgotten()]
     for place, replaced in (*changed, *added):
         _made.append(_Made(place.name, ref(place.layer), ref(place.owner), place.tensor, replaced))

@@ -52,6 +52,8 @@ def equalize_copies(found: Survey, plan: Plan) -> None:
 
 def warn_of_twins(found: Survey, plan: Plan) -> None:
     """Warn where a swap leaves out a layer of a network whose counterpart in a twin it took."""
+    if not found.networks[1:]:
+        return
     taken = {layer.name: type(built) for layer, built in plan}
     told: set[frozenset[str]] = set()
     for layer, built in plan:
@@ -66,7 +68,7 @@ def warn_of_twins(found: Survey, plan: Plan) -> None:
                     f"{network.name or 'the model'!r} and {twin.name or 'the model'!r} have equal layers, and this "
                     f"swap takes {layer.name!r} without {other!r}: they are no copies any more, and an average over "
                     "zipped Parameters fails; select both, unless the other stays as it is",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
 
 

@@ -63,6 +63,7 @@ class SoftmaxAttention(AttentionMechanism):
 
     gives_weights: ClassVar[bool] = True
     softmax_like = True
+    softmax_map = True
 
     def forward(
         self,

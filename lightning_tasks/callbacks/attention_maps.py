@@ -15,7 +15,7 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.monitoring.names import layer_label
+from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_own_maps
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings, warn_without_validation
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
@@ -92,6 +92,7 @@ class AttentionMapLogger(MechanismObserver):
         self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
         self.queries = None if queries is None else list(queries)
         self.rollout = check_flag("rollout", rollout)
+        self._told: set[type] = set()  # mechanisms with a map of their own that were warned of
         self._images: Tensor | None = None
         self._batch_size = 0
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]
@@ -111,6 +112,7 @@ class AttentionMapLogger(MechanismObserver):
                     f"{layer.spec.num_heads}, counted from 0"
                 )
         super()._make_observable(pl_module)
+        warn_of_own_maps(self, self._chosen(pl_module), self._told)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         warn_without_validation(trainer, self)

@@ -18,11 +18,18 @@ from attention_modules.analysis import (
     attention_sink,
     token_similarity,
 )
+from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import visible
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord, stack_sums
-from lightning_tasks.callbacks.monitoring.names import layer_label, layer_number, log_now, to_numbers
+from lightning_tasks.callbacks.monitoring.names import (
+    layer_label,
+    layer_number,
+    log_now,
+    to_numbers,
+    warn_of_own_maps,
+)
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import (
     FEWEST_KEYS,
@@ -50,9 +57,10 @@ class AttentionMonitor(MechanismObserver):
     ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
     ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
     heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that it is the mean of the
-    layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages).
+    layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages). Where
+    a model holds several networks, each has a mean of its own: ``attention/student/entropy/mean``.
     Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the
-    mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass.
+    mechanism is given (k kᵀ where it uses no query), which is not the map of every mechanism: a warning names those.
 
     ``sink`` is the largest share of all rows' attention that one key takes, from at most 256 rows of each map of at
     least 16 keys, and counts once a head and sample (:func:`attention_modules.analysis.attention_sink`);
@@ -119,6 +127,7 @@ class AttentionMonitor(MechanismObserver):
         self._warnings = CollapseWarnings("AttentionMonitor")
         self._charts = LayerCharts("AttentionMonitor")
         self._heads = HeadRecord()
+        self._told: set[type] = set()  # mechanisms with a map of their own that were warned of
         self._sums = EpochSums()  # of an evaluation so far
         self._evaluated: Tensor | None = None  # what heads gave in it, [2, layers, H]
 
@@ -128,6 +137,10 @@ class AttentionMonitor(MechanismObserver):
         self._charts.restart()
         self._heads.restart()
         super().setup(trainer, pl_module, stage)
+
+    def _make_observable(self, pl_module: pl.LightningModule) -> None:
+        super()._make_observable(pl_module)
+        warn_of_own_maps(self, self._chosen(pl_module), self._told)
 
     def _watches(self, stage: str) -> bool:
         watched = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}
@@ -239,8 +252,11 @@ class AttentionMonitor(MechanismObserver):
     def _end_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Log the means over all batches of all processes, and keep what their heads gave."""
         layers = self._chosen(pl_module)
-        labels = [*map(layer_label, layers), "mean"]
-        names = [_logged_name(name, label) for name in self.statistics for label in labels]
+        networks = _networks(layers)
+        names = [
+            *(_logged_name(name, label) for name in self.statistics for label in map(layer_label, layers)),
+            *(_mean_name(name, network) for name in self.statistics for network in networks),
+        ]
         joined = self._sums.join(trainer, names, pl_module.device)
         log_joined(pl_module, {in_stage(stage, name): mean for name, mean in joined.items()})
         if BY_HEAD not in self.statistics:
@@ -258,6 +274,7 @@ class AttentionMonitor(MechanismObserver):
         layers = self._chosen(pl_module)
         self._observed = [[] for _ in layers]
         self._names = {layer_label(layer): layer.name for layer in layers}
+        self._networks = _networks(layers)
         self._numbers = [layer_number(layer) for layer in layers]
         self._untrained = pl_module.trainer.state.fn == "fit" and current_step(pl_module.trainer) == 0
         self._num_heads, self._device = [layer.spec.num_heads for layer in layers], pl_module.device
@@ -333,11 +350,14 @@ class AttentionMonitor(MechanismObserver):
                 for label, each in zip(self._names, by_layer, strict=True)
                 if each is not None
             }
-            if sums:
-                # By rows: a mean of the layers' means, averaged over batches, would be none of the layers' averages.
-                sums["mean"] = torch.stack(list(sums.values())).sum(0)
             for label, (total, rows) in sums.items():
                 values[_logged_name(name, label)] = (total, rows)
+            for network, labels in self._networks.items():
+                there = [sums[label] for label in labels if label in sums]
+                if there:
+                    # By rows: a mean of means, averaged over batches, would be none of the layers' averages.
+                    total, rows = torch.stack(there).sum(0)
+                    values[_mean_name(name, network)] = (total, rows)
         self._forget()
         return values
 
@@ -348,6 +368,19 @@ class AttentionMonitor(MechanismObserver):
 
 def _logged_name(statistic: str, line: str = "") -> str:
     return str(MetricName(f"attention/{statistic}", line))
+
+
+def _mean_name(statistic: str, network: str) -> str:
+    return _logged_name(f"{network}/{statistic}" if network else statistic, "mean")
+
+
+def _networks(layers: Sequence[AttentionLayer]) -> dict[str, list[str]]:
+    """Labels of the layers by the network that holds them; under "" where they are all of one."""
+    several = len({layer.network for layer in layers}) > 1
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        found.setdefault(layer.network or "model" if several else "", []).append(layer_label(layer))
+    return found
 
 
 def _means(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -230,7 +230,9 @@ class SwapAttention(Callback):
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
-        matched, _ = select(survey(pl_module), self.where, self.layers, self.exclude, frozen=False)  # cross-attention among them
+        matched, _ = select(
+            survey(pl_module), self.where, self.layers, self.exclude, frozen=False
+        )  # cross-attention among them
         chosen = {layer.name for layer in matched}
         for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
             if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.base import Host, Swapped, has_hooks
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.timm.projections import JOINT, Projections, Widths
 from attention_modules.hosts.weights import Rows
@@ -35,7 +35,13 @@ class SwappedTimm(Swapped):
         scale: float | None = None,
         **given: object,
     ) -> Tensor:
-        """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``."""
+        """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``.
+
+        Where a user's hooks are on ``attn_drop``, to which the plain layer gives the map that mixes the values, so does
+        a mechanism that has one.
+        """
+        shown = self.mechanism.gives_weights and any(has_hooks(self._modules[name]) for name in _dropouts(self))
+        weights: list[Tensor] = []
         out = self.mix(
             k if q is None else q,
             k,
@@ -43,10 +49,13 @@ class SwappedTimm(Swapped):
             x,
             attn_mask=mask,
             is_causal=causal,
-            dropout_p=self._dropout(),
+            dropout_p=0.0 if shown else self._dropout(),
             scale=self.host.scale(self) if scale is None else scale,
             **given,
+            **({"weights": weights} if shown else {}),
         )
+        if shown:
+            out = self.attn_drop(weights[0]) @ v
         return out.transpose(1, 2).flatten(2)
 
     def _dropout(self: Any) -> float:
@@ -137,6 +146,13 @@ class TimmHost(Host):
             return None
         return model.pos_embed.shape[1] + (model.num_prefix_tokens if model.no_embed_class else 0)
 
+    def map_modules(self, layer: Any) -> list[str]:
+        return [*_dropouts(layer), *([] if getattr(layer, "fused_attn", False) else _named("softmax", layer))]
+
+    def silenced(self, layer: Any, gives_weights: bool) -> list[str]:
+        kept = _dropouts(layer) if gives_weights else []
+        return [name for name in super().silenced(layer, gives_weights) if name not in kept]
+
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         return self.projections(layer).query_parts(layer, self.widths(layer))
 
@@ -166,6 +182,15 @@ class TimmHost(Host):
 def _definer(kind: type) -> type:
     """The class that a layer's forward comes from."""
     return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+def _dropouts(layer: Any) -> list[str]:
+    """The dropout to which the plain layer gives its map, where it makes one."""
+    return [] if getattr(layer, "fused_attn", False) else _named("attn_drop", layer)
+
+
+def _named(name: str, layer: nn.Module) -> list[str]:
+    return [name] if isinstance(layer._modules.get(name), nn.Module) else []
 
 
 def _query_norm(layer: nn.Module) -> bool:

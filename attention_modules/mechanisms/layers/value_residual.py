@@ -70,6 +70,7 @@ class ValueResidualAttention(AttentionMechanism):
 
     needs = ("first_value",)
     neutral: ClassVar = {"weight": 0.0}
+    softmax_map = True
 
     def __init__(self, spec: AttentionSpec, weight: float = 0.5) -> None:
         super().__init__(spec)

@@ -78,6 +78,7 @@ class GatedAttention(AttentionMechanism):
 
     needs = ("x",)
     softmax_like = True
+    softmax_map = True
     neutral: ClassVar = {"bias": 30.0, "std": 0.0}
 
     def __init__(self, spec: AttentionSpec, gate: Gate = "head", bias: float = 0.0, std: float = 0.02) -> None:

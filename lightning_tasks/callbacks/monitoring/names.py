@@ -71,3 +71,24 @@ def warn_of_caveats(monitor: str, layers: Iterable[AttentionLayer]) -> None:
             by_reason.setdefault(layer.spectrum_caveat, {})[layer.name] = ""
     for reason, names in by_reason.items():
         rank_zero_warn(f"{monitor} on {listed(names)}: {reason}")
+
+
+def warn_of_own_maps(monitor: object, layers: Iterable[AttentionLayer], told: set[type]) -> None:
+    """Warn, once a mechanism, of what does not mix values by softmax(q kᵀ), which the monitor shows all the same.
+
+    Args:
+        monitor: who shows it.
+        layers: what it watches.
+        told: the mechanisms that it has warned of, to which new ones are added.
+    """
+    by_kind: dict[type, dict[str, str]] = {}
+    for layer in layers:
+        mechanism = layer.mechanism
+        if mechanism is not None and not mechanism.softmax_map and type(mechanism) not in told:
+            by_kind.setdefault(type(mechanism), {})[layer.name] = ""
+    told |= by_kind.keys()
+    for kind, names in by_kind.items():
+        rank_zero_warn(
+            f"{type(monitor).__name__} shows softmax(q kᵀ) of what {kind.__name__} is given in {listed(names)}, which "
+            "is not the map by which this mechanism mixes values: its entropy and other statistics may differ"
+        )

@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from attention_modules import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
+from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_choice
 
@@ -106,6 +109,8 @@ class MechanismObserver(LayerObserver, shared=True):
     last observer that leaves. Layers that were swapped otherwise stay as they are.
     """
 
+    _left_alone: frozenset[str] | set[str] = frozenset()  # names of layers with hooks of users
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if self._watches(stage):
@@ -123,7 +128,11 @@ class MechanismObserver(LayerObserver, shared=True):
         """Whether there is anything to observe while a trainer does this ("fit", "validate", "test", "predict")."""
         raise NotImplementedError
 
+    def _chosen(self, pl_module: pl.LightningModule) -> list[AttentionLayer]:
+        return [layer for layer in super()._chosen(pl_module) if layer.name not in self._left_alone]
+
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
+        self._leave_hooked_alone(pl_module)
         plain = [layer.name for layer in self._chosen(pl_module) if layer.mechanism is None]
         if plain:
             make_observable(pl_module, plain)
@@ -134,6 +143,24 @@ class MechanismObserver(LayerObserver, shared=True):
                 # Without those of an earlier trainer, which may have ended before they could leave.
                 here = {other: of for other, of in _WATCHED.get(mechanism, {}).items() if of() is trainer}
                 _WATCHED[mechanism] = WeakKeyDictionary({**here, self: ref(trainer)})
+
+    def _leave_hooked_alone(self, pl_module: pl.LightningModule) -> None:
+        """Watch no plain layer in which a user's hooks see the attention map, and would see none then.
+
+        Raises:
+            ValueError: if no layer is left to watch.
+        """
+        self._left_alone = set()
+        plain = [layer for layer in self._chosen(pl_module) if layer.mechanism is None]
+        hooked = {layer.name: layer.host.silenced(layer.module, SoftmaxAttention.gives_weights) for layer in plain}
+        self._left_alone = {name for name, hooks in hooked.items() if hooks}
+        if not self._left_alone:
+            return
+        names = listed({name: ", ".join(hooks) for name, hooks in hooked.items() if hooks})
+        text = f"{type(self).__name__}: hooks on modules in {names} see the attention map, and would see none beside it"
+        if not self._chosen(pl_module):
+            raise ValueError(f"{text}; no other layer is left to watch: remove the hooks, or this callback")
+        rank_zero_warn(f"{text}: it leaves these layers alone")
 
     def _leave(self, pl_module: pl.LightningModule) -> None:
         """Leave the model, and take softmax out of the layers that nobody else watches."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from attention_modules.hosts.torch import SwappedMultiheadAttention
 from attention_modules.mechanism import mechanism_class
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
