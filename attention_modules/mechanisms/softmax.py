@@ -102,7 +102,7 @@ def _map(q: Tensor, k: Tensor, attn_mask: Tensor | None, dropout_p: float, scale
     q = q * (math.sqrt(1.0 / float(q.shape[-1])) if scale is None else scale)
     queries, keys = q.flatten(0, 1), k.flatten(0, 1).transpose(-2, -1)
     if attn_mask is None:
-        logits = torch.bmm(queries, keys)
+        logits = torch.matmul(q, k.transpose(-2, -1)).flatten(0, 1)  # as others do whose keys have another layout
         hidden = None
     else:
         if attn_mask.dtype == torch.bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -139,15 +138,6 @@ def _is_softmax(function: Callable[..., Any]) -> bool:
     except Exception:  # it reads what no known attention function does
         return False
     return torch.allclose(out, F.scaled_dot_product_attention(q, k, v).transpose(1, 2), atol=1e-5)
-
-
-@functools.cache
-def _called_by(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the layer's modules that an attention function calls, as GPT-2's does ``module.attn_dropout``."""
-    try:
-        return tuple(re.findall(r"\bmodule\.(\w+)\(", inspect.getsource(function)))
-    except (OSError, TypeError):  # no Python function
-        return ()
 
 
 class HuggingFaceHost(Host):
@@ -305,11 +295,6 @@ class HuggingFaceHost(Host):
         if width is not None and width != expected:
             return f"its projection {name!r} gives {width} features and not {expected}: it makes something else too"
         return None
-
-    def map_modules(self, layer: Any) -> list[str]:
-        config = layer.plain_config if isinstance(layer, SwappedHuggingFace) else layer.config
-        function = _call_of(layer).function(config._attn_implementation)
-        return [] if function is None else [name for name in _called_by(function) if name in layer._modules]
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)

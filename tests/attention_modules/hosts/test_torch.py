@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -290,3 +292,99 @@ def test_cross_attention_takes_a_mechanism_or_refuses_it_before_anything_changes
     swap_attention(model, name, where="*.multihead_attn", **options)
     memory = torch.randn(BATCH, TOKENS + 3, DIM)
     assert torch.isfinite(model(features(), memory)).all()
+
+
+X = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(0))
+FALSE = torch.zeros(4, 5, dtype=torch.bool)
+# What nn.MultiheadAttention(4, 2, batch_first=True) refuses: arguments, and those by name.
+MISFITS: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
+    "padding of one row": ((X, X, X), {"key_padding_mask": FALSE[:1]}),
+    "padding of other keys": ((X, X, X), {"key_padding_mask": FALSE[:, :4]}),
+    "padding without a batch": ((X, X, X), {"key_padding_mask": FALSE[0]}),
+    "padding with a batch": ((X[0], X[0], X[0]), {"key_padding_mask": FALSE[:1]}),
+    "integer padding": ((X, X, X), {"key_padding_mask": FALSE.long()}),
+    "flat key": ((X, X[0], X[0]), {}),
+    "flat query": ((X[0], X, X), {}),
+    "four dimensions": ((X[None], X[None], X[None]), {}),
+    "longer key": ((X, X, X[:, :4]), {}),
+    "longer value": ((X, X[:, :4], X), {}),
+    "value of another batch": ((X, X, X[:1]), {}),
+    "key of another batch": ((X, X[:2], X[:2]), {}),
+    "narrower query": ((X[..., :2], X, X), {}),
+    "narrower all": ((X[..., :2],) * 3, {}),
+    "mask of one row": ((X, X, X), {"attn_mask": FALSE[:1, :5]}),
+    "mask of other keys": ((X, X, X), {"attn_mask": FALSE.new_zeros(5, 4)}),
+    "mask of one key": ((X, X, X), {"attn_mask": FALSE.new_zeros(5, 1)}),
+    "mask of the batch": ((X, X, X), {"attn_mask": FALSE.new_zeros(4, 5, 5)}),
+    "mask of one head": ((X, X, X), {"attn_mask": FALSE.new_zeros(1, 5, 5)}),
+    "mask of one dimension": ((X, X, X), {"attn_mask": FALSE[0]}),
+    "mask of four dimensions": ((X, X, X), {"attn_mask": FALSE.new_zeros(4, 2, 5, 5)}),
+    "mask of the batch, flat": ((X[0], X[0], X[0]), {"attn_mask": FALSE.new_zeros(1, 5, 5)}),
+    "integer mask": ((X, X, X), {"attn_mask": FALSE.new_zeros(5, 5).long()}),
+    "causal without a mask": ((X, X, X), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated", "rpc"])
+@pytest.mark.parametrize("title", MISFITS)
+def test_what_the_plain_layer_refuses_is_refused(title: str, mechanism: str) -> None:
+    arguments, named = MISFITS[title]
+    for need_weights in (True, False):
+        layer = nn.MultiheadAttention(4, 2, batch_first=True)  # in training: its fused path checks less
+        with pytest.raises((AssertionError, RuntimeError)) as plain:
+            layer(*arguments, need_weights=need_weights, **named)
+        swap_attention(layer, mechanism)
+        apart = mechanism == "rpc" and arguments[0] is not arguments[1]
+        expected = (AssertionError, RuntimeError) if apart else plain.type
+        with pytest.raises(expected):
+            layer(*arguments, need_weights=need_weights, **named)
+
+
+def test_other_widths_of_key_and_value_are_checked_as_in_the_plain_layer() -> None:
+    layer = nn.MultiheadAttention(4, 2, kdim=6, vdim=8, batch_first=True)
+    key, value = torch.randn(4, 7, 6), torch.randn(4, 7, 8)
+    plain = layer(X, key, value)[0]
+    swap_attention(nn.ModuleDict({"cross": layer}), "softmax", where="cross")
+    torch.testing.assert_close(layer(X, key, value)[0], plain)
+    with pytest.raises(AssertionError, match="does not match"):
+        layer(X, key, value[:, :5])
+    with pytest.raises(RuntimeError):
+        layer(X, value, value)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated", "sink", "differential", "entmax"])
+def test_lora_goes_over_a_swapped_layer(mechanism: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, dropout=0.0), 2)
+    swap_attention(model, mechanism)
+    plain = model.eval()(features())
+    config = peft.LoraConfig(target_modules=["self_attn"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    calls = count_calls(adapted)
+    with torch.no_grad():  # where the fused path would pass both by
+        changed = adapted(features())
+    assert len(calls) == 2
+    assert not torch.allclose(changed, plain, atol=1e-3)
+    with torch.no_grad(), adapted.disable_adapter():
+        torch.testing.assert_close(adapted(features()), plain, atol=1e-5, rtol=1e-4)
+    adapted.train()(features()).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in adapted.named_parameters() if "lora_" in name}
+    assert len(gradients) == 8
+    assert all(gradient is not None and gradient.any() for gradient in gradients.values())
+    merged = adapted.eval().merge_and_unload()
+    torch.testing.assert_close(merged(features()), changed, atol=1e-4, rtol=1e-3)
+    restore_attention(merged)
+
+
+def test_lora_is_refused_where_there_is_no_query_and_after_it_the_swap() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["self_attn"], r=2)
+    model = encoder()
+    swap_attention(model, "symmetric")
+    with pytest.raises(ValueError, match="Only same embed for query/key/value"):
+        peft.get_peft_model(model, config)
+    restore_attention(model)
+    adapted = peft.get_peft_model(encoder(), config)
+    with pytest.raises(AttentionSwapError, match=r"merge_and_unload\(\) first, or swap before get_peft_model"):
+        swap_attention(adapted, "sink")

@@ -154,7 +154,7 @@ class BuildsHalfInSetup(TinyLM):
 
     def setup(self, stage: str) -> None:
         if not hasattr(self, "teacher"):
-            self.teacher = network(1).requires_grad_(False)
+            self.teacher = network(1)
 
 
 def test_layers_that_setup_adds_are_swapped_too() -> None:

@@ -1,0 +1,142 @@
+"""Hooks of users: on Parameters that a swap would replace, and on modules that see attention maps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from attention_modules.swap import AttentionSwapError, make_observable, restore_attention, swap_attention
+from tests.attention_modules.hosts.cases import gpt2, token_ids
+
+
+def vit(fused: bool = False, **options: Any) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, **options)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    return model
+
+
+def swin() -> nn.Module:
+    model = pytest.importorskip("timm").create_model("swin_tiny_patch4_window7_224", img_size=64, embed_dim=24)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    return model
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _stepped(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data - parameter.grad
+
+
+def post_accumulate(parameter: nn.Parameter) -> None:
+    parameter.register_post_accumulate_grad_hook(_stepped)
+
+
+def on_gradient(parameter: nn.Parameter) -> None:
+    parameter.register_hook(lambda gradient: 2 * gradient)
+
+
+def on_several(parameter: nn.Parameter) -> None:
+    register_multi_grad_hook([parameter], lambda gradients: None)
+
+
+@pytest.mark.parametrize("hook", [post_accumulate, on_gradient, on_several])
+@pytest.mark.parametrize("mechanism", ["symmetric", "rpc"])
+@pytest.mark.parametrize("host", ["encoder", "vit", "gpt2"])
+def test_a_hooked_parameter_is_not_replaced(host: str, mechanism: str, hook: Callable[[nn.Parameter], None]) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = {"encoder": lambda: layer, "vit": vit, "gpt2": gpt2()}[host]()
+    for parameter in model.parameters():
+        hook(parameter)
+    before = dict(model.named_parameters())
+    with pytest.raises(AttentionSwapError, match=r"has hooks \(.*test_hooks|has hooks \(torch.autograd.graph"):
+        swap_attention(model, mechanism)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    swap_attention(model, "softmax")
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("again", [restore_attention, lambda model: swap_attention(model, "softmax")])
+def test_a_hooked_parameter_does_not_take_its_query_back(again: Callable[[nn.Module], object]) -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
+    swap_attention(model, "symmetric")
+    handle = model.self_attn.in_proj_weight.register_hook(torch.zeros_like)
+    with pytest.raises(AttentionSwapError, match=r"in_proj_weight has hooks \(torch.*zeros_like\)"):
+        again(model)
+    model(torch.randn(1, 5, 16)).sum().backward()
+    assert not model.self_attn.in_proj_weight.grad.any()
+    handle.remove()
+    again(model)
+
+
+def _maps(model: nn.Module, name: str) -> list[Tensor]:
+    """What passes through the modules of this name."""
+    seen: list[Tensor] = []
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == name:
+            module.register_forward_hook(lambda module, args, out: seen.append(out))
+    return seen
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("observed", [False, True])
+def test_softmax_gives_its_map_to_hooks_as_the_plain_layer_does(training: bool, observed: bool) -> None:
+    model = vit(attn_drop_rate=0.5).train(training)
+    seen = _maps(model, "attn_drop")
+    torch.manual_seed(1)
+    plain = model(images())
+    maps = list(seen)
+    seen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if observed:
+            make_observable(model, [f"blocks.{index}.attn" for index in range(2)])
+        else:
+            swap_attention(model, "softmax")
+    torch.manual_seed(1)
+    assert torch.equal(model(images()), plain)
+    assert len(seen) == len(maps) == 2
+    assert all(torch.equal(one, other) for one, other in zip(seen, maps, strict=True))
+
+
+def test_a_hook_changes_the_map_of_softmax() -> None:
+    model = vit().eval()
+    model.blocks[0].attn.attn_drop.register_forward_hook(lambda module, args, out: out.roll(1, -1))
+    plain = model(images())
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(images()), plain)
+    assert not torch.allclose(plain, vit().eval()(images()))
+
+
+def test_a_swap_that_silences_hooks_says_so() -> None:
+    silenced: list[tuple[nn.Module, str, str]] = [(vit(), "attn_drop", "rpc"), (swin(), "softmax", "softmax")]
+    for model, name, mechanism in silenced:
+        _maps(model, name)
+        with pytest.warns(UserWarning, match=rf"hooks on '.*{name}'.* saw the attention map, and see nothing") as told:
+            swap_attention(model, mechanism)
+        assert told[0].filename == __file__
+
+
+def test_hooks_that_saw_nothing_are_not_told_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model, name in ((vit(fused=True), "attn_drop"), (gpt2()(), "attn_dropout"), (vit(), "proj_drop")):
+            seen = _maps(model, name)
+            swap_attention(model, "softmax")
+        assert not seen
+    gpt = gpt2()()
+    seen = _maps(gpt, "resid_dropout")
+    swap_attention(gpt, "softmax")
+    gpt(token_ids(), use_cache=False)
+    assert len(seen) == 1
