@@ -66,6 +66,11 @@ def parser() -> argparse.ArgumentParser:
         help="run this variant and those that it is compared with; may be repeated (default: all)",
     )
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override in every cell")
+    arguments.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep finished cells whose code or files have changed since; without it they are run again",
+    )
     arguments.add_argument("--no_checkpoints", action="store_true", help="keep no checkpoint of any cell")
     arguments.add_argument(
         "--metrics",

@@ -18,7 +18,9 @@ from typing import Any
 
 import yaml
 
+from lightning_tasks.compare.sources import Sources, changed_sources, sources_of
 from lightning_tasks.errors import UsageError
+from lightning_tasks.json_values import of_kind, text_of
 from lightning_tasks.runs.log import read_metrics
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
 
@@ -33,7 +35,8 @@ class Cell:
     """A configuration (file and command-line overrides) with a seed; its files are under `output`/`place`.
 
     With `test` the fitted model is tested too, and what the test logs belongs to the result; with `keep` the state at
-    the end of the fit is kept, which is no setting: a result is the same with it and without.
+    the end of the fit is kept, which is no setting: a result is the same with it and without. With `any_code` a result
+    counts whatever code and files it was made with.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Cell:
     comparison: str = ""
     place: str = "cells"
     keep: bool = False
+    any_code: bool = False
 
     @property
     def label(self) -> str:
@@ -88,6 +92,22 @@ class Cell:
         ]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
+    @property
+    def sources(self) -> Sources:
+        """The code and the files that its configuration names, as they are now."""
+        values = [yaml.safe_load(each.partition("=")[2]) for each in self.overrides]
+        return sources_of([_content(Path(self.config).read_text(encoding="utf-8")), *values])
+
+    def changed(self) -> list[str]:
+        """What a result of these settings was made with and is not as it was; empty where there is none.
+
+        A result of an earlier version does not say what it was made with: nothing counts as changed.
+        """
+        if not self._has_result():
+            return []
+        recorded = self.result().get("sources")
+        return [] if recorded is None else changed_sources(parse_sources(recorded), self.sources)
+
     def refuse_links(self) -> None:
         """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.
 
@@ -113,8 +133,10 @@ class Cell:
 
     def is_finished(self) -> bool:
         """Whether a result of exactly this cell is there."""
-        path = self.folder / RESULT
-        return path.is_file() and self.result()["fingerprint"] == self.fingerprint
+        return self._has_result() and (self.any_code or not self.changed())
+
+    def _has_result(self) -> bool:
+        return (self.folder / RESULT).is_file() and self.result()["fingerprint"] == self.fingerprint
 
     def result(self) -> dict[str, Any]:
         """The result of a finished cell.
@@ -151,8 +173,25 @@ def folder_name(name: str) -> str:
     return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
 
 
-def run_cell(cell: Cell) -> None:
-    """Run `cell` in this process with one torch thread, its output in log.txt, and write its result."""
+def parse_sources(given: Any) -> Sources:
+    """What a result or a record says of code and files.
+
+    Raises:
+        TypeError: it is damaged.
+    """
+    return {text_of(name): text_of(state) for name, state in of_kind(given, dict).items()}
+
+
+def run_cell(cell: Cell, planned: Sources | None = None) -> None:
+    """Run `cell` in this process with one torch thread, its output in log.txt, and write its result.
+
+    Args:
+        cell: which.
+        planned: the code and files of its configuration as they were when the comparison started.
+
+    Raises:
+        UsageError: they have changed since.
+    """
     import torch
 
     from lightning_tasks.cli.fit import run
@@ -163,7 +202,9 @@ def run_cell(cell: Cell) -> None:
     from lightning_tasks.training.non_finite import NonFiniteError
 
     torch.set_num_threads(1)
-    fingerprint = cell.fingerprint  # now: the configuration may be edited while it runs
+    fingerprint, sources = cell.fingerprint, cell.sources  # now: they may be edited while it runs
+    if planned is not None and (changed := changed_sources(planned, sources)):
+        raise UsageError(f"{', '.join(changed)} changed while the comparison ran; the same command goes on with it")
     cell.clear()
     started = time.monotonic()
     pairing, images = RecordPairing(), RecordImages()
@@ -192,6 +233,7 @@ def run_cell(cell: Cell) -> None:
         "fingerprint": fingerprint,
         "settings": cell.arguments[3:],
         "environment": asdict(this_environment()),
+        "sources": sources,
         "seconds": round(time.monotonic() - started, 1),
         "initial_weights": pairing.initial_weights,
         "training_data": pairing.training_data,

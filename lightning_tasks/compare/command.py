@@ -72,6 +72,7 @@ def main(arguments: Sequence[str]) -> None:
         read_select(options.configs, seeds),
         keeps_checkpoints(options.configs) and not options.no_checkpoints,
         with_references(options.variant, variants, references),
+        options.keep,
     )
     check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
     with output_folder(options.output):
@@ -98,11 +99,13 @@ class Comparison:
     select: Select | None
     keep: bool
     asked: Collection[str]
+    any_code: bool = False
 
     @property
     def selection(self) -> list[Cell]:
         """The cells by which values are chosen."""
-        return plan_selection(self.variants, self.select, self.output, self.extra, self.name)
+        cells = plan_selection(self.variants, self.select, self.output, self.extra, self.name)
+        return [replace(cell, any_code=self.any_code) for cell in cells]
 
     @property
     def choices(self) -> list[Choice]:
@@ -118,7 +121,8 @@ class Comparison:
     def planned(self) -> list[Cell]:
         """Those of all variants."""
         variants = chosen(self.variants, self.choices)
-        return plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
+        cells = plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
+        return [replace(cell, any_code=self.any_code) for cell in cells]
 
     @property
     def to_select(self) -> list[Cell]:
@@ -183,6 +187,8 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     for text in changed:
         print(f"attnswap: warning: changed after cells had finished: {text}", file=sys.stderr)
     comparison = replace(comparison, endpoints=replace(comparison.endpoints, changed=changed))
+    for text in _changed_code([*comparison.selection, *comparison.planned], comparison.any_code):
+        print(f"attnswap: warning: {text}", file=sys.stderr)
     comparison.write_record()
     _print_plan([*comparison.to_select, *comparison.cells])
     failures: list[tuple[Cell, str]] = []
@@ -213,6 +219,19 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     if undecided:
         lines = "".join(f"\n  {text}" for text in undecided)
         raise SystemExit(f"`select` chose nothing for some variants, which are not run; give them other values:{lines}")
+
+
+def _changed_code(cells: Sequence[Cell], kept: bool) -> list[str]:
+    """A sentence for each change of code or files since cells had finished, and what becomes of them."""
+    by_change: dict[str, list[str]] = {}
+    for cell in dict.fromkeys(cells):
+        if changed := cell.changed():
+            by_change.setdefault(", ".join(changed), []).append(cell.label)
+    then = "kept, as --keep asks" if kept else "not used; what is asked for is run again, and --keep would keep it"
+    return [
+        f"changed since {labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''} had finished: {names}; {then}"
+        for names, labels in by_change.items()
+    ]
 
 
 def _record_before(output: Path) -> Record | None:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.compare.cell import RESULT, Cell
+from lightning_tasks.compare.cell import RESULT, Cell, parse_sources
 from lightning_tasks.compare.choice import Choice, parse_choice
+from lightning_tasks.compare.sources import Sources, mixed_sources
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of
@@ -49,6 +50,7 @@ class CellRecord:
         diverged: why its run counts as diverged; "" where it does not.
         checkpoint: of the end of its fit, a path in the folder of the comparison; "" where none was kept.
         environment: place among the record's environments; -1 where an earlier version ran the cell.
+        code: place among the record's code; -1 where an earlier version ran the cell.
     """
 
     variant: str
@@ -61,6 +63,7 @@ class CellRecord:
     diverged: str = ""
     checkpoint: str = ""
     environment: int = -1
+    code: int = -1
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Record:
             where an earlier version wrote the record.
         selection: the cells by which values are chosen; their variants are named by what each tries.
         changed: sentences on a primary endpoint or margins that were others when cells had finished already.
+        code: the different states of code and files with which finished cells ran, by file or package.
     """
 
     variants: list[VariantRecord]
@@ -97,6 +101,7 @@ class Record:
     comparisons: int = 0
     selection: list[CellRecord] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    code: list[Sources] = field(default_factory=list)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -127,9 +132,16 @@ def record_of(
         if each not in environments:
             environments.append(each)
 
+    ran_with = {cell: state for cell in (*known, *selection) if (state := recorded_sources(cell)) is not None}
+    code: list[Sources] = []
+    for state in ran_with.values():
+        if state not in code:
+            code.append(state)
+
     def recorded(cell: Cell) -> CellRecord:
         place = environments.index(ran_in[cell]) if cell in ran_in else -1
-        return replace(_cell_record(cell, cell in failed), environment=place)
+        with_code = code.index(ran_with[cell]) if cell in ran_with else -1
+        return replace(_cell_record(cell, cell in failed), environment=place, code=with_code)
 
     return Record(
         [VariantRecord(each.name, _base(each), [*each.overrides], each.test) for each in variants.values()],
@@ -145,6 +157,7 @@ def record_of(
         endpoints.comparisons if endpoints else 0,
         [*map(recorded, selection)],
         [*endpoints.changed] if endpoints else [],
+        code,
     )
 
 
@@ -189,9 +202,26 @@ def environment_of(cell: Cell) -> Environment | None:
         ) from error
 
 
-def environment_remarks(cells: Iterable[Cell]) -> list[str]:
-    """Sentences where finished cells ran in different environments."""
-    return mixed_environments([found for cell in cells if (found := environment_of(cell)) is not None])
+def recorded_sources(cell: Cell) -> Sources | None:
+    """The code and files with which a cell was run; None where it is not finished, or was run by an earlier version.
+
+    Raises:
+        UsageError: its result has something else there.
+    """
+    given = cell.result().get("sources") if cell.is_finished() else None
+    try:
+        return None if given is None else parse_sources(given)
+    except TypeError as error:
+        raise UsageError(
+            f"{cell.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
+        ) from error
+
+
+def environment_remarks(cells: Sequence[Cell]) -> list[str]:
+    """Sentences where finished cells ran in different environments, or with different code and files."""
+    ran_in = [found for cell in cells if (found := environment_of(cell)) is not None]
+    ran_with = [state for cell in cells if (state := recorded_sources(cell)) is not None]
+    return [*mixed_environments(ran_in), *mixed_sources(ran_with)]
 
 
 def write_record(record: Record, output: Path) -> None:
@@ -233,6 +263,7 @@ def _checked(given: Any) -> Record:
         _count(given.get("comparisons", 0)),
         [_cell(each) for each in list_of(given.get("selection", []), dict)],
         _changes(given.get("changed", [])),
+        [parse_sources(each) for each in list_of(given.get("code", []), dict)],
     )
     names = set(found.configs)
     if len(names) < len(found.variants):
@@ -242,6 +273,8 @@ def _checked(given: Any) -> Record:
             raise ValueError(f"{what} has a cell twice")
         if strange_place := [cell for cell in cells if not -1 <= cell.environment < len(found.environments)]:
             raise ValueError(f"a cell ran in environment {strange_place[0].environment}, of {len(found.environments)}")
+        if strange_code := [cell for cell in cells if not -1 <= cell.code < len(found.code)]:
+            raise ValueError(f"a cell ran with code {strange_code[0].code}, of {len(found.code)}")
     if strange := {*found.references, *(other for others in found.references.values() for other in others)} - names:
         raise ValueError(f"references has {min(strange)!r}, which is none of the variants")
     if strange := {cell.variant for cell in found.cells} - names:
@@ -259,8 +292,9 @@ def _variant(given: Any) -> VariantRecord:
 def _cell(given: Any) -> CellRecord:
     texts = {key: text_of(given[key]) for key in ("variant", "fingerprint", "state", *_DIGESTS, "diverged")}
     texts["checkpoint"] = text_of(given.get("checkpoint", ""))
-    seconds, place = number_of(given["seconds"]), of_kind(given.get("environment", -1), int)
-    return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place)
+    seconds = number_of(given["seconds"])
+    place, code = (of_kind(given.get(key, -1), int) for key in ("environment", "code"))
+    return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place, code=code)
 
 
 def _changes(values: Any) -> list[str]:

@@ -85,7 +85,7 @@ def _run_in_pool(
     initial = _shared(len(devices)), queue, (here.commit, here.modified)
     with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
-            futures = {pool.submit(run_cell, cell): cell for cell in cells}
+            futures = {pool.submit(run_cell, cell, cell.sources): cell for cell in cells}
             for future in as_completed(futures):
                 if isinstance(error := future.exception(), BrokenProcessPool):
                     lost[futures[future]] = error

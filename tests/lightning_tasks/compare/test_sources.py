@@ -1,0 +1,185 @@
+"""A cell is identified by its code and files too: what changed is run again, or kept where that is asked for."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.compare.cell import RESULT, Cell, run_cell
+from lightning_tasks.compare.record import read_record
+from lightning_tasks.compare.sources import mixed_sources, sources_of
+from lightning_tasks.errors import UsageError
+
+MINE = (
+    "from torch.nn import functional as F\n\ndef mine(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n"
+)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder of one's own, in which a configuration names a class, a mechanism and files."""
+    folder = tmp_path / "project"
+    files = {
+        "my_mechanism.py": f"import my_helper\nfrom my_package import part\n{MINE}",
+        "my_helper.py": "import my_deeper\n",
+        "my_deeper.py": "VALUE = 1\n",
+        "my_package/__init__.py": "from .sibling import one\n",
+        "my_package/part.py": "from . import sibling\n",
+        "my_package/sibling.py": "one = 1\n",
+        "my_namespace/inner.py": "class Callback: pass\n",
+        "unrelated.py": "VALUE = 1\n",
+        "weights.pt": "weights",
+        "index.json": "{}",
+        "model/config.json": "{}",
+        "model/model.safetensors": "numbers",
+        "model/notes.md": "no part of the model",
+        "more.yaml": "callbacks: [{class_path: my_namespace.inner.Callback}]\n",
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+SETTINGS = {
+    "model": {"attention": "my_mechanism.mine", "weights": "weights.pt", "name": "model"},
+    "data": {"index": ["index.json"], "stage": "val/loss"},
+    "optimizer": {"class_path": "torch.optim.AdamW"},
+    "trainer": "more.yaml",
+}
+
+
+def test_what_is_named_counts_and_nothing_else(project):
+    found = sources_of([SETTINGS])
+    files = {Path(name).relative_to(project).as_posix() for name in found if not name.startswith("package ")}
+    assert files == {
+        *("my_mechanism.py", "my_helper.py", "my_deeper.py", "weights.pt", "index.json", "more.yaml"),
+        *("my_package/__init__.py", "my_package/part.py", "my_package/sibling.py", "my_namespace/inner.py"),
+        *("model/config.json", "model/model.safetensors"),
+    }
+    assert "package torch" in found
+    assert sources_of([{"model": {"attention": "softmax"}}]).keys() == {
+        str(Path(sys.modules["attention_modules.mechanisms.softmax"].__file__).resolve())
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "my_mechanism.py",
+            "my_deeper.py",
+            "my_package/sibling.py",
+            "my_namespace/inner.py",
+            "weights.pt",
+            "index.json",
+        )
+    ],
+)
+def test_a_change_shows_and_a_touch_does_not(project, name):
+    before = sources_of([SETTINGS])
+    path = project / name
+    os.utime(path, (1, 1))
+    assert sources_of([SETTINGS]) == before
+    path.write_text(path.read_text() + " ")
+    after = sources_of([SETTINGS])
+    assert {key for key in before if before[key] != after[key]} == {str(path)}
+    path.unlink()
+    assert str(path) not in sources_of([SETTINGS])
+
+
+def test_odd_projects_are_read(project):
+    (project / "my_deeper.py").write_text("this is no Python\n")
+    (project / "my_helper.py").write_text("import my_mechanism\nimport my_deeper\nimport nowhere\n")  # a circle
+    assert str(project / "my_deeper.py") in sources_of([SETTINGS])
+    for odd in ("", "a" * 10_000, "x.y", "..", "nowhere.at_all", "\0", "~nobody/x", "os.path.join"):
+        assert not [name for name in sources_of([odd]) if not name.startswith("package ")]
+    (project / "linked.pt").symlink_to(project / "weights.pt")
+    assert sources_of(["linked.pt"]) == sources_of(["weights.pt"])
+    (project / "circle.yaml").write_text("x: circle.yaml\n")
+    assert len(sources_of(["circle.yaml"])) == 1
+
+
+@pytest.fixture
+def cell(project, demo):
+    """A finished cell."""
+    named = {
+        "class_path": "tests.lightning_tasks.demo.KeepTested",
+        "init_args": {"folder": str(project / "weights.pt")},
+    }
+    cell = Cell("plain", str(demo), (f"--trainer.callbacks+={json.dumps(named)}",), 0, str(project / "out"))
+    run_cell(cell)
+    return cell
+
+
+def test_a_cell_whose_files_changed_is_not_finished_but_where_it_is_kept(cell, project):
+    assert cell.is_finished()
+    assert str(project / "weights.pt") in cell.result()["sources"]
+    (project / "weights.pt").write_text("others")
+    assert cell.changed() == [str(project / "weights.pt")]
+    assert not cell.is_finished()
+    kept = Cell(cell.name, cell.config, cell.overrides, 0, cell.output, any_code=True)
+    assert kept.is_finished()
+    (project / "weights.pt").unlink()
+    assert cell.changed() == [str(project / "weights.pt")]
+
+
+def test_a_change_while_a_comparison_runs_is_refused(cell, project):
+    planned = cell.sources
+    (project / "weights.pt").write_text("others")
+    with pytest.raises(UsageError, match=r"weights\.pt changed while the comparison ran"):
+        run_cell(cell, planned)
+
+
+def test_results_of_earlier_versions_are_kept_and_damaged_ones_are_named(cell):
+    path = cell.folder / RESULT
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in result.items() if key != "sources"}))
+    assert cell.is_finished()
+    for damaged in (["x"], {"x": 1}, "x"):
+        path.write_text(json.dumps({**result, "sources": damaged}))
+        with pytest.raises((UsageError, TypeError)):
+            cell.is_finished()
+
+
+def test_mixed_states_are_told():
+    assert mixed_sources([{"a": "1", "b": "1"}, {"a": "1"}]) == []
+    assert mixed_sources([{"a": "1", "b": "1"}, {"b": "2"}]) == ["the cells ran with different states of b"]
+
+
+def test_the_command_runs_changed_cells_again_and_says_so(comparison, tmp_path, capsys):
+    content = yaml.safe_load(comparison.read_text())
+    data = tmp_path / "data.txt"
+    data.write_text("one")
+    named = {"class_path": "tests.lightning_tasks.demo.KeepTested", "init_args": {"folder": str(data)}}
+    content["variants"] = {"slow": {}, "watched": {"trainer.callbacks+": named}}
+    comparison.write_text(yaml.safe_dump(content))
+    output = tmp_path / "out"
+    command = ["compare", str(comparison), "--seeds", "0:1", "--output", str(output)]
+    main(command)
+    times = {cell.variant: cell.seconds for cell in read_record(output).cells}
+    assert len(read_record(output).code) == 2
+    data.write_text("two")
+    capsys.readouterr()
+    main([*command, "--keep"])
+    said = capsys.readouterr().err
+    assert f"changed since watched seed 0 had finished: {data}; kept, as --keep asks" in said
+    assert {cell.variant: cell.seconds for cell in read_record(output).cells} == times
+    main(["compare", str(comparison), "--seeds", "0:2", "--output", str(output), "--keep"])
+    assert f"different states of {data}" in (output / "summary.md").read_text()
+    capsys.readouterr()
+    main(command)
+    said = capsys.readouterr().err
+    assert "changed since watched seed 0 had finished" in said
+    assert "2 cells, 1 finished" in said
+    record = read_record(output)
+    assert len(record.code) == 2
+    assert all(record.code[cell.code].get(str(data), "") != "" for cell in record.cells if cell.variant == "watched")
+    assert "different states" not in (output / "summary.md").read_text()
