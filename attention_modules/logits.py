@@ -11,7 +11,7 @@ from attention_modules.kernels import without_autocast
 def wide_product(x: Tensor, y: Tensor) -> Tensor:
     """x yᵀ over the last dimension in at least float32, also under autocast.
 
-    Half precision does not do for logits before their scale: float16 ends at 65,504, and bfloat16 rounds 1,001 to 1,000.
+    Half precision does not hold logits before their scale: float16 ends at 65,504, and bfloat16 rounds 1,001 to 1,000.
 
     Args:
         x: ``[..., N, d]``.

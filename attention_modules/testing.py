@@ -83,7 +83,9 @@ def _weights(out: Tensor) -> Tensor:
 
 def _gradients(out: Tensor, inputs: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor | None]:
     wanted = {**inputs, **dict(module.named_parameters())}
-    grads = torch.autograd.grad((out * _weights(out)).sum(), list(wanted.values()), allow_unused=True, retain_graph=True)
+    grads = torch.autograd.grad(
+        (out * _weights(out)).sum(), list(wanted.values()), allow_unused=True, retain_graph=True
+    )
     return dict(zip(wanted, grads, strict=True))
 
 

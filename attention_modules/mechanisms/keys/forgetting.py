@@ -30,11 +30,10 @@ def forgetting_attention(
 ) -> Tensor:
     """softmax(q_i·k_j · scale + D_ij + mask) v, D_ij = Σ_{j < l <= i} ln σ(gate_l) (Lin et al., ICLR 2025).
 
-    The sum is over the keys l that row i sees: a hidden key forgets nothing (our reading; the paper has no masks). Where
-    a mask is the same for all rows, D_ij = c_i - c_j with one running sum c, and this is attention with the bias -c_j
-    per key. A mask that tells rows apart gives each row its own sums: there the map is made some rows at a time, in
-    float32 at least, and made again in the backward pass. Meant for causal layers: later keys that are not hidden would
-    weigh more the more is forgotten between.
+    The sum is over the keys l that row i sees (our reading; the paper has no masks). Without a mask that tells rows
+    apart, D_ij = c_i - c_j with one running sum c: attention with the bias -c_j per key. With one, each row has its own
+    sums: the map is made some rows at a time, in at least float32, and again in the backward pass. Meant for causal
+    layers: later keys that are not hidden would weigh more the more is forgotten between.
 
     Args:
         q: queries ``[B, H, N, d]``.

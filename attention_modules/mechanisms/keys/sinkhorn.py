@@ -34,7 +34,9 @@ def check_iterations(iterations: int) -> int:
 def row_logsumexp(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     """ln Σ_j exp(q kᵀ · scale + bias_j) of each row, ``[B, H, N]``, with the logits of a few rows in memory at once."""
     slices = row_slices(q.shape[-2], CHUNK)
-    return torch.cat([(scaled_logits(q[..., here, :], k, scale) + bias.unsqueeze(-2)).logsumexp(-1) for here in slices], -1)
+    return torch.cat(
+        [(scaled_logits(q[..., here, :], k, scale) + bias.unsqueeze(-2)).logsumexp(-1) for here in slices], -1
+    )
 
 
 def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale: float, detach: bool = True) -> Tensor:
