@@ -35,6 +35,14 @@ def row_slices(tokens: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, tokens))
 
 
+def first_square(table: Tensor, tokens: int) -> Tensor:
+    """The first rows and columns of a table of pairs of positions, ``[H, N, N]`` of ``[H, L, L]``."""
+    if not exporting():
+        return table[:, :tokens, :tokens]
+    places = torch.arange(tokens, device=table.device)  # a slice would have a program refuse N = L
+    return table.index_select(1, places).index_select(2, places)
+
+
 def attend_by(
     weights: Weights,
     q: Tensor,
