@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import attend, without_autocast
+from attention_modules.logits import scaled_logits
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanisms.pursuit import clip, pass_inputs
 from attention_modules.mechanisms.rpc import (
@@ -85,12 +86,11 @@ def map_statistics(
     query: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Mean entropy and self-probability ``[B, H]`` of softmax(q qᵀ · scale), some rows of the map at a time."""
-    tokens, width = query.shape[-2:]
-    scale = width**-0.5 if scale is None else scale
+    tokens = query.shape[-2]
     places = torch.arange(tokens, device=query.device)
     totals = [query.new_zeros(query.shape[:2]) for _ in range(3)]  # entropy, self-probability, rows
     for here in places.split(ROWS_AT_ONCE):
-        logits = query[..., here, :] @ query.transpose(-2, -1) * scale  # [B, H, rows, N]
+        logits = scaled_logits(query[..., here, :], query, scale)  # [B, H, rows, N]
         if is_causal:
             logits = logits.masked_fill(places > here[:, None], float("-inf"))
         if attn_mask is not None:

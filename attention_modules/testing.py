@@ -83,7 +83,9 @@ def _weights(out: Tensor) -> Tensor:
 
 def _gradients(out: Tensor, inputs: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor | None]:
     wanted = {**inputs, **dict(module.named_parameters())}
-    grads = torch.autograd.grad((out * _weights(out)).sum(), list(wanted.values()), allow_unused=True)
+    grads = torch.autograd.grad(
+        (out * _weights(out)).sum(), list(wanted.values()), allow_unused=True, retain_graph=True
+    )
     return dict(zip(wanted, grads, strict=True))
 
 
@@ -193,6 +195,45 @@ def check_padding(subject: Subject, check: str = "padding") -> None:
         for key, grad in _gradients(out, inputs, module).items():
             leaks = grad is not None and key in inputs and grad[..., length:, :].abs().max() > 1e-6
             _require(not leaks, check, f"visible rows send a gradient to the padding of {key} ({name} mask)")
+
+
+def check_hidden_tokens(subject: Subject, check: str = "hidden tokens") -> None:
+    """What a row may not see, itself or through what it sees, changes nothing there and gets no gradient from there."""
+    module, inputs = subject.build(), subject.inputs()
+    hidden = torch.tensor([False, False, True, True, False, True, False])  # of TOKENS, between visible ones
+    between = torch.eye(TOKENS, dtype=torch.bool) | ~hidden
+    cases = {"a mask of tokens": (~hidden[None, :], between)}
+    if module.row_masks:
+        tree = torch.eye(TOKENS, dtype=torch.bool)
+        for token, parent in enumerate((0, 0, 0, 1, 1, 2, 4)):
+            tree[token] |= tree[parent]
+        window = _past().triu(-1)
+        through = torch.linalg.matrix_power(window.float(), TOKENS) > 0
+        cases |= {
+            "hidden tokens and causality": (_past() & ~hidden, _past() & between),
+            "a mask of a tree": (tree, tree),
+            "a sliding window": (window, through),
+            "two packed sequences": (_packed(3), _packed(3)),
+        }
+    for case, (mask, reached) in cases.items():
+        for form in (mask, _additive(mask)):
+            out = module(**inputs, attn_mask=form)
+            for token in range(TOKENS):
+                apart = ~reached[:, token]  # rows that this token may not change
+                if not apart.any():
+                    continue
+                other = module(**_changed(inputs, torch.arange(TOKENS) == token, 1e2), attn_mask=form)
+                what = f"rows that may not see token {token}, with it changed, under {case}"
+                _require_close(other[..., apart, :], out[..., apart, :], check, what)
+                for key, grad in _gradients(out[..., apart, :], inputs, module).items():
+                    leaks = grad is not None and key in inputs and grad[..., token, :].abs().max() > 1e-6
+                    _require(not leaks, check, f"{key} of token {token} gets a gradient of such rows, under {case}")
+
+
+def _packed(first: int, tokens: int = TOKENS) -> Tensor:
+    """The causal mask of two sequences in one, the first of so many tokens."""
+    second = torch.arange(tokens) >= first
+    return _past(tokens) & (second[:, None] == second)
 
 
 def check_hidden_rows(subject: Subject, check: str = "hidden rows") -> None:
@@ -387,6 +428,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "causality": check_causality,
     "masks": check_masks,
     "padding": check_padding,
+    "hidden tokens": check_hidden_tokens,
     "hidden rows": check_hidden_rows,
     "zero keys": check_zero_keys,
     "gradients": check_gradients,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attention_modules.logits import scaled_logits
 from attention_modules.masks import combine_masks, hide
 
 
@@ -46,8 +47,7 @@ def attention_map(
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     attn_mask = hide(attn_mask)
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
-    with torch.autocast(q.device.type, enabled=False):
-        logits = q[:, :, rows].float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = scaled_logits(q[:, :, rows], k, scale)
     if is_causal:
         logits = logits.masked_fill(torch.arange(k.shape[2], device=q.device) > rows[:, None], float("-inf"))
     if attn_mask is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import first_square
 from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -168,4 +169,4 @@ class ScaledAttention(AttentionMechanism):
             return s
         tokens = k.shape[-2]
         check_length("scaled attention", tokens, s.shape[-1])
-        return s[:, :tokens, :tokens]
+        return first_square(s, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_modules.naive.common import naive_logits, naive_map, visibility
+from attention_modules.naive.common import _hidden, naive_logits, naive_map, visibility
 
 
 def naive_sink(
@@ -115,15 +115,19 @@ def naive_sinkhorn(
 
     Where ``detach``, the columns' factors have no gradient.
     """
-    kernel = naive_map(naive_logits(q, k, scale), attn_mask)
-    seen = visibility(k.shape[-2], attn_mask)[..., -1:, :].transpose(-2, -1)  # tokens that are hidden as keys
+    none = -1e30  # the logarithm of a weight of zero
+    log, seen = _hidden(naive_logits(q, k, scale), attn_mask, False)
+    asks = seen[..., -1:, :].transpose(-2, -1)  # a token that is hidden as a key is none as a query
+
+    def rows(log: Tensor) -> Tensor:
+        return log.masked_fill(~seen, none).log_softmax(-1)
+
+    log = rows(log)
     for _ in range((iterations - 1) // 2):
-        columns = ((kernel.detach() if detach else kernel) * seen).sum(-2, keepdim=True)
-        kernel = kernel / columns.where(columns > 0, torch.ones_like(columns))
-        rows = kernel.sum(-1, keepdim=True)
         # Only the factors of the columns are without a gradient: those of the rows cancel in the last step.
-        kernel = kernel / rows.where(rows > 0, torch.ones_like(rows))
-    return kernel @ v
+        columns = (log.detach() if detach else log).masked_fill(~asks, none).logsumexp(-2, keepdim=True)
+        log = rows(log - columns)
+    return torch.where(seen, log.exp(), 0.0) @ v
 
 
 def naive_forgetting(
@@ -135,6 +139,9 @@ def naive_forgetting(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(z + c_i - c_j) v, c the running sums of ln σ(gate)."""
-    c = gate.sigmoid().log().cumsum(-1)
-    return naive_map(naive_logits(q, k, scale) + c.unsqueeze(-1) - c.unsqueeze(-2), attn_mask, is_causal) @ v
+    """softmax(z_ij + D_ij) v, D_ij = Σ ln σ(gate_l) over the keys j < l <= i that row i sees; minus that sum over
+    i < l <= j for later keys."""
+    seen = visibility(k.shape[-2], attn_mask, is_causal)
+    sums = torch.where(seen, gate.sigmoid().log().unsqueeze(-2), 0.0).cumsum(-1)  # [B, H, N, N], of each row
+    own = sums.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    return naive_map(naive_logits(q, k, scale) + own - sums, attn_mask, is_causal) @ v

@@ -86,6 +86,13 @@ class NormalizesOverPadding(Broken):
         return q, k / k.abs().mean((-2, -1), keepdim=True), v
 
 
+class SumsWhatIsHidden(Broken):
+    """Padding at the end reaches no row before it."""
+
+    def after(self, out, q, k, v):
+        return out + v.cumsum(-2)
+
+
 class PlainSoftmax(AttentionMechanism):
     """Not a number in rows that see nothing."""
 
@@ -186,6 +193,7 @@ FAULTS = {
     "causality": [SeesTheFuture, ForgetsIsCausal, ForgetsMasks],
     "masks": [ForgetsMasks, CutsMasks, ReadsBooleansAsHidden],
     "padding": [NormalizesOverPadding, SeesTheFuture],
+    "hidden tokens": [SumsWhatIsHidden, SeesTheFuture],
     "hidden rows": [PlainSoftmax],
     "zero keys": [DividesByNorm],
     "gradients": [DetachesValues],

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.logits import scaled_logits
+
 MASKS = ("position_bias", "indices")
 OF_LOGITS = ("softcap", "s_aux", "sinks")
 # What no mechanism is given: other code would have to choose the keys, or hold them.
@@ -65,8 +67,8 @@ def _both(mask: Tensor, other: Tensor | None) -> Tensor:
 
 def bounded(mask: Tensor | None, q: Tensor, k: Tensor, scale: float | None, bound: float) -> Tensor:
     """A mask that takes from each logit what ``bound * tanh(logit / bound)`` lacks of it: ``[B, H, N, M]``."""
-    logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return _both(bound * torch.tanh(logits / bound) - logits, mask)
+    logits = scaled_logits(q, k, scale)
+    return _both((bound * torch.tanh(logits / bound) - logits).to(q.dtype), mask)
 
 
 def with_key(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:

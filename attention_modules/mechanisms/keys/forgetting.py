@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_modules.kernels import without_autocast
-from attention_modules.masks import combine_masks, hide
+from attention_modules.masks import check_mask, combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.symmetric import check_self_attention
@@ -27,10 +28,12 @@ def forgetting_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q_i·k_j · scale + c_i - c_j + mask) v, c_i = Σ_{l <= i} ln σ(gate_l) (Lin et al., ICLR 2025).
+    """softmax(q_i·k_j · scale + D_ij + mask) v, D_ij = Σ_{j < l <= i} ln σ(gate_l) (Lin et al., ICLR 2025).
 
-    c_i is one number per row, so that this is attention with the bias -c_j per key. Meant for causal layers: later keys
-    that are not hidden would weigh more the more is forgotten between.
+    The sum is over the keys l that row i sees (our reading; the paper has no masks). Without a mask that tells rows
+    apart, D_ij = c_i - c_j with one running sum c: attention with the bias -c_j per key. With one, each row has its own
+    sums: the map is made some rows at a time, in at least float32, and again in the backward pass. Meant for causal
+    layers: later keys that are not hidden would weigh more the more is forgotten between.
 
     Args:
         q: queries ``[B, H, N, d]``.
@@ -58,10 +61,31 @@ def forgetting_attention(
     """
     if gate.shape != k.shape[:-1]:
         raise ValueError(f"gate must be [B, H, M] = {tuple(k.shape[:-1])}, got {tuple(gate.shape)}")
+    check_mask(attn_mask, q, k)
+    of_tokens = attn_mask  # which hides the same tokens from all rows
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
     with without_autocast(k.device):
-        faded = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).cumsum(-1)
+        log_gates = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+        if of_tokens is not None:
+            of_tokens = of_tokens.view((1,) * (4 - of_tokens.dim()) + tuple(of_tokens.shape))
+            if of_tokens.shape[-2] > 1:
+                return _of_each_row(q, k, v, log_gates, attn_mask, dropout_p, scale)
+            log_gates = torch.where(visible(of_tokens).squeeze(-2), log_gates, 0.0)
+        faded = log_gates.cumsum(-1)
     return attend_with_key_bias(q, k, v, -faded, hide(attn_mask), is_causal, dropout_p, scale)
+
+
+def _of_each_row(
+    q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float | None
+) -> Tensor:
+    """Of rows that see different keys, each with the running sum over its own."""
+
+    def weights(logits: Tensor, seen: Tensor, first: int) -> Tensor:
+        faded = torch.where(seen, log_gates.unsqueeze(-2), 0.0).cumsum(-1)
+        lowest = torch.finfo(logits.dtype).min / 2  # -inf would be NaN in rows that see nothing
+        return torch.where(seen, logits - faded, lowest).softmax(-1)
+
+    return attend_by(weights, q, k, v, attn_mask, False, dropout_p, scale)
 
 
 @register_mechanism("forgetting")

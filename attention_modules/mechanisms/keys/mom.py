@@ -86,7 +86,7 @@ def _median_subset(q: Tensor, k: Tensor, draws: Tensor, outliers: float, seen: T
     inside = (subsets.argsort(-1).argsort(-1) < size) & seen
     sums = torch.where(inside, likelihood.unsqueeze(-2), 0.0).sum((1, -1))  # [B, K]
     middle = sums.argsort(-1)[:, draws.shape[0] // 2]
-    inside = inside.expand(len(q), *inside.shape[1:])
+    inside = inside.expand(q.shape[0], *inside.shape[1:])
     return inside.gather(-2, middle.view(-1, 1, 1, 1).expand(-1, inside.shape[1], 1, inside.shape[-1]))
 
 

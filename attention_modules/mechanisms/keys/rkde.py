@@ -16,6 +16,7 @@ from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import check_choice, check_number
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
+from attention_modules.precision import widest
 
 Loss = Literal["huber", "hampel"]
 _NOTHING = -1e4  # a logarithm that adds nothing to a sum, and stays a number where there is nothing else
@@ -23,7 +24,7 @@ _REJECTED = 0.01  # what the released code gives a key beyond Hampel's last part
 
 
 def _sum_of_kernels(logits: Tensor, seen: Tensor, first: int) -> Tensor:
-    return logits.exp()
+    return logits.clamp(max=0.0).exp()  # no distance is below 0 but by rounding
 
 
 def key_weights(x: Tensor, seen: Tensor | None, loss: Loss, a: float, scale: float) -> Tensor:
@@ -37,8 +38,9 @@ def key_weights(x: Tensor, seen: Tensor | None, loss: Loss, a: float, scale: flo
         scale: factor on the squared distances.
 
     Returns:
-        ``[B, H, N]``; the weights of the keys that are seen sum to 1.
+        ``[B, H, N]``, float64 where the device has it; the weights of the keys that are seen sum to 1.
     """
+    x = x.to(widest(x.device))  # ‖x‖² + ‖y‖² - 2 x·y cancels
     square = x.square().sum(-1, keepdim=True)
     ones = torch.ones_like(square)
     # [2 x, -‖x‖², -1] · [y, 1, ‖y‖²] = -‖x - y‖²
@@ -115,11 +117,11 @@ def rkde_attention(
     k = normalized(k)
     seen = None if attn_mask is None else visible(attn_mask)
     with without_autocast(q.device):
-        wide = torch.promote_types(k.dtype, torch.float32)
-        of_keys = key_weights(k.to(wide), seen, loss, a, scale)
-        of_pairs = key_weights(torch.cat([k.to(wide), v.to(wide)], -1), seen, loss, a, scale)
+        wide = torch.promote_types(k.dtype, torch.float32)  # what the fused kernels take
+        of_keys = key_weights(k, seen, loss, a, scale)
+        of_pairs = key_weights(torch.cat([k, v], -1), seen, loss, a, scale)
         values = (v * (of_pairs - of_keys).exp().unsqueeze(-1)).to(v.dtype)
-    return attend_with_key_bias(q, k, autocast(values), of_keys, attn_mask, False, dropout_p, 2 * scale)
+    return attend_with_key_bias(q, k, autocast(values), of_keys.to(wide), attn_mask, False, dropout_p, 2 * scale)
 
 
 @register_mechanism("rkde")

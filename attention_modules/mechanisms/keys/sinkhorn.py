@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import without_autocast
+from attention_modules.logits import scaled_logits
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import row_slices
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import MOST_REPEATS, check_flag, check_integer
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
@@ -31,8 +33,10 @@ def check_iterations(iterations: int) -> int:
 
 def row_logsumexp(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     """ln Σ_j exp(q kᵀ · scale + bias_j) of each row, ``[B, H, N]``, with the logits of a few rows in memory at once."""
-    rows = [torch.logsumexp(part @ k.transpose(-2, -1) * scale + bias.unsqueeze(-2), -1) for part in q.split(CHUNK, -2)]
-    return torch.cat(rows, -1)
+    slices = row_slices(q.shape[-2], CHUNK)
+    return torch.cat(
+        [(scaled_logits(q[..., here, :], k, scale) + bias.unsqueeze(-2)).logsumexp(-1) for here in slices], -1
+    )
 
 
 def column_potential(q: Tensor, k: Tensor, bias: Tensor, iterations: int, scale: float, detach: bool = True) -> Tensor:

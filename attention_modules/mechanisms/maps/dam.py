@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import exporting
 from attention_modules.mechanisms.shared.options import check_length, check_number, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
@@ -71,7 +72,11 @@ class _Gates:
     """A gate of each distance between positions."""
 
     def values(self, learned: Tensor, rows: slice, columns: int) -> Tensor:
-        by_difference = ((1 - learned) * _CLOSED)[:, _differences(learned, rows, columns).abs()]
+        added = (1 - learned) * _CLOSED
+        if exporting():  # unfold would fix the number of columns
+            places = torch.arange(columns, device=learned.device)
+            return added[:, (places[rows].unsqueeze(-1) - places).abs()]
+        by_difference = added[:, _differences(learned, rows, columns).abs()]
         return by_difference.unfold(1, columns, 1).flip(1)  # the last row begins with the first difference
 
     def collect(self, slope: Tensor, gradient: Tensor, rows: slice) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attention_modules.masks import combine_masks
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.chunks import first_square
 from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
 from attention_modules.mechanisms.symmetric import check_self_attention
@@ -110,6 +111,6 @@ class PositionBiasAttention(AttentionMechanism):
         """
         tokens = k.shape[-2]
         check_length("position_bias", tokens, self.position_bias.shape[-1])
-        bias = self.position_bias[:, :tokens, :tokens]
+        bias = first_square(self.position_bias, tokens)
         given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
         return position_bias_attention(q, k, v, bias, **given)  # type: ignore[arg-type]

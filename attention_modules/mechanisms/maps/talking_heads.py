@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attention_modules.kernels import attend
+from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
@@ -85,7 +85,9 @@ def talking_heads_attention(
     mixed = torch.einsum("gh,bhngd->bgnd", mix_weights.to(out.dtype), out.unflatten(-1, (heads, -1)))
     if bias_weights is None:
         return mixed
-    return mixed + bias_weights.view(-1, 1, 1).to(out.dtype) * _seen_values(v, attn_mask, is_causal).to(out.dtype)
+    with without_autocast(v.device):
+        seen = _seen_values(v.to(torch.promote_types(v.dtype, torch.float32)), attn_mask, is_causal)
+        return mixed + (bias_weights.view(-1, 1, 1).to(seen.dtype) * seen).to(out.dtype)
 
 
 def _seen_values(v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

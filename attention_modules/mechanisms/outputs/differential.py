@@ -70,7 +70,8 @@ def differential_attention(
         halves = torch.block_diag(*q.new_ones(2, 1, half))
         if not is_causal and (attn_mask is None or attn_mask.shape[-2] == 1):  # all rows see the same keys: one call
             both = (q.unsqueeze(2) * halves.unsqueeze(1)).flatten(2, 3)
-            first, second = _padded(both, k, v, attn_mask, False, dropout_p, scale).chunk(2, 2)
+            out = _padded(both, k, v, attn_mask, False, dropout_p, scale)
+            first, second = out.unflatten(2, (2, -1)).unbind(2)
         else:
             first, second = (_padded(q * part, k, v, attn_mask, is_causal, dropout_p, scale) for part in halves)
     else:

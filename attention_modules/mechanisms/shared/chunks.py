@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.kernels import autocast, check_dropout, recomputed, without_autocast
+from attention_modules.logits import scaled_logits
 from attention_modules.masks import visible
 
 CHUNK = 128  # rows of a map that are held at once
 Weights = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` traces, in whose programs a loop over rows would fix the number of tokens."""
+    return getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 lacks it
+
+
+def row_slices(tokens: int, size: int) -> Iterator[slice]:
+    """A few rows at a time, of so many, and of none once; all at once in a program that ``torch.export`` makes.
+
+    Args:
+        tokens: number of rows.
+        size: rows of one slice at most.
+    """
+    if exporting():
+        yield slice(0, tokens)
+        return
+    for first in range(0, max(tokens, 1), size):
+        yield slice(first, min(first + size, tokens))
+
+
+def first_square(table: Tensor, tokens: int) -> Tensor:
+    """The first rows and columns of a table of pairs of positions, ``[H, N, N]`` of ``[H, L, L]``."""
+    if not exporting():
+        return table[:, :tokens, :tokens]
+    places = torch.arange(tokens, device=table.device)  # a slice would have a program refuse N = L
+    return table.index_select(1, places).index_select(2, places)
 
 
 def attend_by(
@@ -26,6 +54,8 @@ def attend_by(
     scale: float | None = None,
 ) -> Tensor:
     """weights(q kᵀ · scale + mask) v, with memory that is linear in the number of tokens.
+
+    A program that ``torch.export`` makes holds the whole map.
 
     Args:
         weights: makes weights of logits ``[B, H, n, M]``, at least float32, of what each row sees, boolean,
@@ -42,7 +72,6 @@ def attend_by(
         ``[B, H, N, d']``; zeros in rows that see nothing.
     """
     check_dropout(dropout_p)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = autocast(q), autocast(k), autocast(v)
     if k.shape[-2] == 0:  # no row has a largest logit
         return (q @ k.transpose(-2, -1)).to(v.dtype) @ v
@@ -50,7 +79,7 @@ def attend_by(
 
     def rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
         with without_autocast(q.device):
-            logits = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+            logits = scaled_logits(q, k, scale)
             seen = everything if mask is None else visible(mask)
             if mask is not None and mask.dtype != torch.bool:
                 logits = logits + mask.masked_fill(~seen, 0.0)
@@ -63,14 +92,14 @@ def attend_by(
                 found = F.dropout(found, dropout_p)
             return found.to(v.dtype) @ v
 
-    if q.shape[-2] <= CHUNK:
+    if exporting() or q.shape[-2] <= CHUNK:
         return rows(q, k, v, attn_mask, 0)
     out = []
-    for first in range(0, q.shape[-2], CHUNK):
-        part, mask = q[..., first : first + CHUNK, :], attn_mask
-        last = first + part.shape[-2] if is_causal else k.shape[-2]
+    for here in row_slices(q.shape[-2], CHUNK):
+        mask = attn_mask
+        last = here.stop if is_causal else k.shape[-2]
         keys, values = k[..., :last, :], v[..., :last, :]
         if mask is not None and mask.shape[-2] > 1:
-            mask = mask[..., first : first + CHUNK, :]
-        out.append(recomputed(rows, part, keys, values, mask, first, random=dropout_p > 0.0))
+            mask = mask[..., here, :]
+        out.append(recomputed(rows, q[..., here, :], keys, values, mask, here.start, random=dropout_p > 0.0))
     return torch.cat(out, -2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.kernels import autocast, check_dropout, transforms_active, without_autocast
+from attention_modules.logits import scaled_logits, wide_product
 from attention_modules.masks import visible
 from attention_modules.mechanisms.shared.chunks import attend_by
 
@@ -204,15 +205,15 @@ class MappedRows(torch.autograd.Function):
                 above = grad[..., rows, :]
                 weights, state = ctx.row_map.again(part, None if kept is None else kept[..., rows, :])
                 grad_v[..., keys, :] += weights.to(v.dtype).transpose(-2, -1) @ above
-                slope = ctx.row_map.slope((above @ v[..., keys, :].transpose(-2, -1)).to(wide), state)
+                slope = ctx.row_map.slope(wide_product(above, v[..., keys, :]), state)
                 if grad_learned is not None and logits.addend is not None:
                     logits.addend.collect(slope, grad_learned, rows)
-                slope = slope.to(q.dtype)
+                slope = slope.mul_(logits.scale).to(q.dtype)
                 grad_q[..., rows, :] = slope @ k[..., keys, :]
                 grad_k[..., keys, :] += slope.transpose(-2, -1) @ q[..., rows, :]
-        grad_k, grad_v = grad_k.mul_(logits.scale).to(k.dtype), grad_v.to(v.dtype)
+        grad_k, grad_v = grad_k.to(k.dtype), grad_v.to(v.dtype)
         grad_learned = None if grad_learned is None else grad_learned.to(learned.dtype)
-        return grad_q.mul_(logits.scale), grad_k, grad_v, grad_learned, None, None, None
+        return grad_q, grad_k, grad_v, grad_learned, None, None, None
 
 
 def _differentiable(
@@ -232,8 +233,7 @@ def _parts(q: Tensor, k: Tensor, learned: Tensor | None, logits: Logits) -> Iter
     for first in range(0, total, CHUNK):
         rows = slice(first, min(first + CHUNK, total))
         keys = slice(0, rows.stop if logits.is_causal else k.shape[-2])
-        product = q[..., rows, :] @ k[..., keys, :].transpose(-2, -1)
-        part = product.to(torch.promote_types(q.dtype, torch.float32)).mul_(logits.scale)
+        part = scaled_logits(q[..., rows, :], k[..., keys, :], logits.scale)
         if logits.shift is not None:
             part += _of_rows(logits.shift, rows)
         if logits.addend is not None and learned is not None:

@@ -35,6 +35,25 @@ def test_cached_generation_equals_generation_without(name: str) -> None:
     assert [mark.strip() for mark in row.split("|")[2:-1]] == ["refused" if no else "✓" for no in refused]
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", ["softmax", "symmetric", "forgetting", "ssmax"])
+def test_a_cache_agrees_with_the_whole_sequence_where_tokens_between_are_hidden(name: str, window: int | None) -> None:
+    model = generating.swapped_model(name, window)
+    tokens = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(tokens)
+    mask[0, [0, 3, 4, 7]] = mask[1, 5] = 0
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits
+        other = model(torch.where(mask == 1, tokens, 7), attention_mask=mask, use_cache=False).logits
+        cache, parts = DynamicCache(config=model.config), []
+        for first, last in ((0, 5), (5, 6), (6, 7), (7, 10)):
+            given = {"attention_mask": mask[:, :last], "position_ids": torch.arange(first, last).expand(2, -1)}
+            parts.append(model(tokens[:, first:last], past_key_values=cache, **given).logits)
+    shown = mask.bool()
+    torch.testing.assert_close(other[shown], whole[shown], atol=5 * TOLERANCE, rtol=0)
+    torch.testing.assert_close(torch.cat(parts, 1)[shown], whole[shown], atol=5 * TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["symmetric", "forgetting"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copied_and_cropped_cache_goes_on(name: str, copied: object) -> None:

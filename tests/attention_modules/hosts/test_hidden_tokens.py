@@ -1,0 +1,121 @@
+"""What no row may see, itself or through other tokens and layers, changes nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_modules import mechanism_class, swap_attention
+from tests.attention_modules.hosts.cases import (
+    BATCH,
+    DIM,
+    ENCODER,
+    HEADS,
+    HOSTS,
+    MECHANISMS,
+    PADDING_ALONE,
+    decoder,
+    deep,
+    settled,
+)
+
+TOKENS = 7
+PAST = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+Call = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a model, features and a mask [N] or [N, N], True = seen
+
+
+def _tree() -> Tensor:
+    seen = torch.eye(TOKENS, dtype=torch.bool)
+    for token, parent in enumerate((0, 0, 0, 1, 1, 2, 4)):
+        seen[token] |= seen[parent]
+    return seen
+
+
+PADDING = {
+    "before": torch.tensor([0, 0, 1, 1, 1, 1, 1]).bool(),
+    "after": torch.tensor([1, 1, 1, 1, 1, 0, 0]).bool(),
+    "between": torch.tensor([1, 1, 0, 0, 1, 0, 1]).bool(),
+}
+SECOND = torch.arange(TOKENS) > 2
+OF_ROWS = {"tree": _tree(), "window": PAST.triu(-1), "packed": PAST & (SECOND[:, None] == SECOND)}
+
+
+def _encoder(model: nn.Module, x: Tensor, seen: Tensor) -> Tensor:
+    return model(x, **({"src_key_padding_mask": ~seen.expand(len(x), -1)} if seen.dim() == 1 else {"mask": ~seen}))
+
+
+def _mha(model: nn.Module, x: Tensor, seen: Tensor) -> Tensor:
+    return model(x, **({"key_padding_mask": ~seen.expand(len(x), -1)} if seen.dim() == 1 else {"attn_mask": ~seen}))
+
+
+def _hugging_face(model: nn.Module, x: Tensor, seen: Tensor) -> Tensor:
+    mask = seen.long().expand(len(x), -1) if seen.dim() == 1 else seen.expand(len(x), 1, -1, -1)
+    return model(inputs_embeds=x, attention_mask=mask)[0]
+
+
+class TwoLayers(nn.Module):
+    """Two nn.MultiheadAttention with residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(DIM, HEADS, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False, **masks)[0]
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+    "encoder": (lambda: settled(ENCODER), _encoder),
+    "mha": (lambda: settled(TwoLayers), _mha),
+    "bert": (lambda: deep("bert")[0], _hugging_face),
+    "llama": (lambda: deep("llama")[0], _hugging_face),
+    "mistral": (lambda: settled(decoder("Mistral", sliding_window=3, num_hidden_layers=2)), _hugging_face),
+}
+DECODERS = ("llama", "mistral")
+
+
+def _reached(seen: Tensor, host: str) -> Tensor:
+    """Which token reaches which row, ``[N, N]``, through any number of layers."""
+    seen = seen.expand(TOKENS, -1)
+    if host in DECODERS:
+        seen = seen & PAST
+    through = (seen | torch.eye(TOKENS, dtype=torch.bool)).float()
+    return torch.linalg.matrix_power(through, TOKENS) > 0
+
+
+def _pairs() -> list[tuple[str, str]]:
+    """All but those that the swap refuses."""
+    refuses = {host: HOSTS.get(host, HOSTS["encoder"]).refuses for host in MODELS}
+    return [(host, mechanism) for host in MODELS for mechanism in MECHANISMS if mechanism not in refuses[host]]
+
+
+@pytest.mark.parametrize(("host", "mechanism"), _pairs())
+def test_a_token_changes_no_row_that_may_not_see_it(host, mechanism):
+    build, call = MODELS[host]
+    model, (name, options) = build(), MECHANISMS[mechanism]
+    swap_attention(model, name, **options)
+    for kind, seen in {**PADDING, **OF_ROWS}.items():
+        x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        if kind in OF_ROWS and mechanism in PADDING_ALONE:
+            with pytest.raises(
+                (ValueError, RuntimeError),
+                match=f"({name}|{mechanism_class(name).__name__}) .*takes masks of padding alone",
+            ):
+                call(model, x, seen)
+            continue
+        reached, out = _reached(seen, host), call(model, x, seen)
+        for token in range(TOKENS):
+            apart = ~reached[:, token]
+            if not apart.any():
+                continue
+            other = x.detach().clone()
+            other[:, token] = 3 * other[:, token].roll(1, -1)
+            change = (call(model, other, seen)[:, apart] - out[:, apart]).abs().max()
+            assert change <= 1e-5, f"token {token} of {kind} changes such rows by {change:.2g}"
+            (gradient,) = torch.autograd.grad(out[:, apart].square().sum(), x, retain_graph=True)
+            assert gradient[:, token].abs().max() <= 1e-5, f"token {token} of {kind} gets their gradient"
