@@ -127,7 +127,7 @@ class SwappedMultiheadAttention(Swapped):
     """
 
     # Read by peft, which cannot adapt a projection without its query's rows.
-    _qkv_same_embed_dim = property(lambda self: self.in_proj_weight is not None and not self.dropped_query)
+    _qkv_same_embed_dim = property(lambda self: self.in_proj_weight is not None and len(self.dropped_query) == 0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

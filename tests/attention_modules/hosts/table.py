@@ -117,8 +117,22 @@ What else to know:
 - Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again;
   `load_pretrained` loads onto one device. A projection that two layers share, as a module or a Parameter, cannot lose
   its query.
+- Several networks in one model (a student and its teacher, an average of weights, two towers): `layers` counts within each,
+  and the report lists them. Layers that are copies of each other, value by value, get equal new Parameters. A swap that
+  takes a layer of one network and not its counterpart in an equal one warns. A network whose Parameters are all frozen,
+  beside one that trains and is not its equal, is swapped only where a pattern of `where` names it alone.
+- New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
+  `BackboneFinetuning` stands before or after `SwapAttention`.
+- Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced, and the swap
+  is refused by the hook's name; mechanisms that use the query replace none. If a swap silences hooks that saw attention
+  maps, a warning says so.
+- torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
+  name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
+- Pruned projections, `weight_norm` and `spectral_norm`: a projection without its query's rows must be permanent
+  (`prune.remove`) before the query comes back; until then `restore_attention` is refused and the model stays as it is.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
-  first. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
+  first. Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call
+  `get_peft_model`. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
   refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
   swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
   `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
