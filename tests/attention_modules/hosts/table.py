@@ -117,15 +117,15 @@ What else to know:
 - Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again;
   `load_pretrained` loads onto one device. A projection that two layers share, as a module or a Parameter, cannot lose
   its query.
-- Several networks in one model (a student and its teacher, an average of weights, two towers): `layers` counts within each,
-  and the report lists them. Layers that are copies of each other, value by value, get equal new Parameters. A swap that
-  takes a layer of one network and not its counterpart in an equal one warns. A network whose Parameters are all frozen,
-  beside one that trains and is not its equal, is swapped only where a pattern of `where` names it alone.
+- Several networks in one model (a student and its teacher, an average of weights, two towers): `layers` counts within
+  each, and the report lists them. Layers that are copies of each other, value by value, get equal new Parameters. A
+  swap that takes a layer of one network and not its counterpart in an equal one warns. A network whose Parameters are
+  all frozen, beside one that trains and is not its equal, is swapped only where a pattern of `where` names it alone.
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
-- Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced, and the swap
-  is refused by the hook's name; mechanisms that use the query replace none. If a swap silences hooks that saw attention
-  maps, a warning says so.
+- Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced, and the
+  swap is refused by the hook's name; mechanisms that use the query replace none. If a swap silences hooks that saw
+  attention maps, a warning says so.
 - torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
   name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
 - Pruned projections, `weight_norm` and `spectral_norm`: a projection without its query's rows must be permanent
