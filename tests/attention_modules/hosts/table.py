@@ -132,8 +132,8 @@ What else to know:
   (`prune.remove`) before the query comes back; until then `restore_attention` is refused and the model stays as it is.
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
   first. Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call
-  `get_peft_model`. After such a swap, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
-  refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
+  `get_peft_model`. After a swap without one, adapt keys, values and the rest: an adapter on the query's projection
+  (GPT-2: `c_attn`) is refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
   swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
   `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
   returns. Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and
