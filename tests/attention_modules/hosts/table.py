@@ -105,12 +105,15 @@ What else to know:
   elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned
   positions tell `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their
   option `num_tokens=N`.
-- Saving Hugging Face models: `save_pretrained` of a swapped model writes the weights in the plain layout, kept query
-  rows among them, and beside them `attnswap.json` with the mechanism and options of each layer and
-  `attnswap.safetensors` with the tensors of mechanisms; a warning says so. `attention_modules.load_pretrained(cls,
-  folder)` builds the model swapped as it was; `cls` can be an Auto class or have another head, and further arguments
-  are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention: transformers then
-  reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
+- Saving Hugging Face models: `save_pretrained` of a swapped model writes weight files that hold everything: the weights
+  in the plain layout, kept query rows among them, and the tensors of mechanisms under their names in `state_dict()`.
+  Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so. Whatever reads the
+  weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
+  model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`.
+  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or have
+  another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds
+  plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
+  `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
   mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or
   where there are several a mapping by the names in the file. Swap the model that is saved: a model around the one that
   was given to `swap_attention` does not know of the swap.
