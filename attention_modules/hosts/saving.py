@@ -1,10 +1,11 @@
 """What a swapped Hugging Face model writes, so that it can be loaded swapped.
 
-``save_pretrained`` of a swapped model writes one set of weight files, which every loader reads: the weights of the plain
-model, with the kept query rows in their places, as transformers may split, join and rename plain weights between a
-model and its file; the tensors of mechanisms; and a mark of each swapped layer. Beside them is ``attnswap.json``, which
-names the mechanism of each layer. transformers reports tensors and marks as unexpected weights, so that a plain
-``from_pretrained`` of the folder is noticed; the marks' numbers tell whether the files belong together.
+``save_pretrained`` of a swapped model writes weight files that hold everything, for every loader that reads them: the
+weights of the plain model, with the kept query rows in their places, as transformers may split, join and rename plain
+weights between a model and its file; the tensors of mechanisms; and a mark of each swapped layer. Beside them is
+``attnswap.json``, which names the mechanism of each layer. transformers reports tensors and marks as unexpected
+weights, so that a plain ``from_pretrained`` of the folder is noticed; the marks' numbers tell whether the files belong
+together.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ def _save_swapped(
         )
     if quantizer := getattr(model, "hf_quantizer", None):
         raise ValueError(
-            f"{type(quantizer).__name__} writes the weights of this quantized model by itself, and not what was swapped:"
-            " call restore_attention() to save the plain model, or keep the weights with "
+            f"{type(quantizer).__name__} writes the weights of this quantized model by itself, and not what was "
+            "swapped: call restore_attention() to save the plain model, or keep the weights with "
             "torch.save(model.state_dict(), path)"
         )
     weights = _in_plain_layout(dict(model.state_dict() if state_dict is None else state_dict), model)

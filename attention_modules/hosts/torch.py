@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
 from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized
 from attention_modules.mechanism import AttentionSpec
 
@@ -124,7 +125,7 @@ class SwappedMultiheadAttention(Swapped):
         q, k, v = self._project(*self._sequence_first(query, key, value))
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        weights: list[Tensor] = []
+        weights = ShownMap(batched=batched or average_attn_weights)
         asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
         # As in the plain layer: there the hint stands for the mask, whatever it holds.
         hinted = is_causal and key_padding_mask is None and not need_weights
@@ -134,9 +135,11 @@ class SwappedMultiheadAttention(Swapped):
         out = self.mix(q, k, v, x, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
         batch, _, tokens, _ = out.shape
         out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
-        shown = (weights[0].mean(dim=1) if average_attn_weights else weights[0]) if weights else None
+        shown = weights.shown
+        if shown is not None and average_attn_weights:
+            shown = shown.mean(dim=1) if batched else shown.mean(dim=1).squeeze(0)
         if not batched:
-            return out.squeeze(1), None if shown is None else shown.squeeze(0)
+            return out.squeeze(1), shown
         return (out.transpose(0, 1) if self.batch_first else out), shown
 
     def _sequence_first(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

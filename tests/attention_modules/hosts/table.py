@@ -110,8 +110,8 @@ What else to know:
   Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so. Whatever reads the
   weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
   model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`.
-  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or have
-  another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds
+  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
+  have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds
   plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
   `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
   mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or

@@ -104,7 +104,7 @@ def test_what_a_file_lacks_of_a_mechanism_is_missing(mechanism: str, tmp_path: P
     for lacking in (own, {min(own)}, {key for key in state if key.startswith(layer)}):
         rest = {key: each for key, each in state.items() if key not in lacking}
         assert own & lacking <= {*model.load_state_dict(rest, strict=False).missing_keys}
-        with pytest.raises(RuntimeError, match="Missing key.*layer.1.attention.self.mechanism"):
+        with pytest.raises(RuntimeError, match=r"Missing key.*layer\.1\.attention\.self\.mechanism"):
             model.load_state_dict(rest)
 
 
