@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.extras import needed_for
-from attention_modules.hosts.base import MARK, PLAN, TENSORS
+from attention_modules.hosts.base import MARK, PLAN
 from attention_modules.hosts.query import lose_query
 from attention_modules.mechanism import Mechanism, available_mechanisms, short_name
 from attention_modules.swap import swap_attention
@@ -75,12 +75,10 @@ def load_pretrained(
     class Loaded(plain):  # type: ignore[misc, valid-type]
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
             *(plain._keys_to_ignore_on_load_unexpected or ()),
-            rf"\.{MARK}$",
+            r"(^|\.)mechanism\.",
         ]
 
     Loaded.__name__, Loaded.__qualname__, Loaded.__module__ = plain.__name__, plain.__qualname__, plain.__module__
-    if plan.former:  # joint projections without their query rows; the swapped layers are loaded below
-        kwargs["ignore_mismatched_sizes"] = True
     loaded = Loaded.from_pretrained(folder, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     model.__class__ = plain
@@ -89,7 +87,7 @@ def load_pretrained(
     if len(swaps) > 1:  # a mechanism may read the values of layers whose turn is to come
         swap_attention(model, "softmax", where=list(places.values()))
     for swap in swaps:
-        swap.carry_out(model, places, tensors, plan.former)
+        swap.carry_out(model, places, tensors)
     return loaded
 
 
@@ -113,10 +111,9 @@ def _check_as_saved(model: Any) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The swapped layers; ``former`` where an earlier version wrote their weights without query rows, in one file."""
+    """The swapped layers, and the file that lists them."""
 
     layers: Sequence[Mapping[str, Any]]
-    former: bool
     content: bytes
 
     @property
@@ -136,9 +133,9 @@ class _Swap:
     lost: Sequence[str]
 
     def carry_out(
-        self, model: nn.Module, of_model: Mapping[str, str], tensors: Mapping[str, Tensor], former: bool
+        self, model: nn.Module, of_model: Mapping[str, str], tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Swap the layers, and give their mechanisms (or the whole layers) the tensors that the folder has for them.
+        """Swap the layers, and give their mechanisms the tensors that the folder has for them.
 
         Raises:
             ValueError: if the mechanism has another name than the file says (a class may have moved to another module),
@@ -156,10 +153,8 @@ class _Swap:
                     f"mechanism= gives {found}, and {PLAN} has {self.recorded!r} for {', '.join(self.names)}: give "
                     "that one, or, where there are several, a mapping by their names"
                 )
-            prefix, holder = (f"{name}.", layer) if former else (f"{name}.mechanism.", layer.mechanism)
-            state = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
             try:
-                holder.load_state_dict(state)
+                layer.mechanism.load_state_dict(tensors[name])
             except RuntimeError as error:
                 raise ValueError(f"the folder does not have the tensors of {found} in {name!r}: {error}") from error
             if name in self.lost:
@@ -254,17 +249,16 @@ def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
     try:
         raw = _content(path)
         content = json.loads(raw)
-        layers, former = content["layers"], content["format"] == 1
-        layers = [{**layer, "query": False} for layer in layers] if former else layers
-        known = (former or content["format"] == 2) and all(_is_layer(layer) for layer in layers)
+        layers = content["layers"]
+        known = content["format"] == 3 and all(_is_layer(layer) for layer in layers)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no list of swapped layers that save_pretrained wrote: {error!r}") from error
     if not known or not layers or len({layer["name"] for layer in layers}) < len(layers):
         raise ValueError(
-            f"{path} must hold format 2 and layers, each once, with 'name', 'mechanism', 'options' and 'query'; save "
+            f"{path} must hold format 3 and layers, each once, with 'name', 'mechanism', 'options' and 'query'; save "
             "the model anew, or load it with the version of attnswap that wrote it"
         )
-    return _Plan(layers, former, raw)
+    return _Plan(layers, raw)
 
 
 def _content(path: str) -> bytes:
@@ -284,8 +278,10 @@ def _content(path: str) -> bytes:
 
 def _read_tensors(
     folder: str | os.PathLike[str], hub: Mapping[str, Any], plan: _Plan, options: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The tensors of the mechanisms (of an earlier version, of the layers), where the weights were saved with them.
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each layer's mechanism, where the weights were saved with this plan.
+
+    transformers may rename what a file holds; the mark of a layer stands beside its mechanism's tensors all the same.
 
     Args:
         folder: where they are.
@@ -297,9 +293,7 @@ def _read_tensors(
         ValueError: if the weights are damaged, or were saved without a swap or with another one, as where an earlier or
             later model was written into the folder in part.
     """
-    from safetensors.torch import load
-
-    from attention_modules.hosts.saving import seal
+    from attention_modules.hosts.saving import mark_of
 
     def find(name: str) -> str | None:
         from transformers.utils import cached_file
@@ -307,13 +301,9 @@ def _read_tensors(
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         return cached_file(os.fspath(folder), name, **quiet, **hub)
 
-    of_layers = tuple(f"{name}." for name in plan.names) if plan.former else ()
-    path = find(TENSORS)
     try:
-        read = dict(_weights(find, options, lambda key: key.endswith(f".{MARK}") or key.startswith(of_layers)))
-        marks = [read.pop(key).flatten()[0].item() for key in [*read] if key.endswith(f".{MARK}")]
-        content = b"" if path is None or plan.former else _content(path)
-        tensors = load(content) if content else {}
+        read = dict(_weights(find, options, lambda key: ".mechanism." in f".{key}"))
+        marks = {key.removesuffix(MARK): read.pop(key).tolist() for key in [*read] if key.endswith(f".{MARK}")}
     except FileNotFoundError:
         raise
     except Exception as error:  # of json, safetensors and pickle
@@ -323,14 +313,17 @@ def _read_tensors(
             f"{PLAN} of {folder} is not of the weights beside it, which were saved without swapped attention; load "
             f"them with from_pretrained, or remove {PLAN}"
         )
-    sealed = 1 if plan.former else int(seal(plan.content, content))
-    if len(marks) != len(plan.layers) or {*marks} != {sealed}:
+    expected = [mark_of(plan.content, index).tolist() for index in range(len(plan.layers))]
+    if sorted(marks.values(), key=str) != sorted(expected, key=str):
         raise ValueError(
-            f"{PLAN} and {TENSORS} of {folder} are not of the weights beside them: {PLAN} names {len(plan.layers)} "
-            f"swapped layers ({', '.join(plan.names[:3])}, ...), and the weights have marks of {len(marks)} that say "
-            "otherwise, as those of another save do, or weights that were cast; save the model again"
+            f"{PLAN} of {folder} is not of the weights beside it: {PLAN} names {len(plan.layers)} swapped layers "
+            f"({', '.join(plan.names[:3])}, ...), and the weights have marks of {len(marks)} that say otherwise, as "
+            "those of another save do, or weights that were cast; save the model again"
         )
-    return read if plan.former else tensors
+    return {
+        plan.names[index]: {key.removeprefix(prefix): read[key] for key in read if key.startswith(prefix)}
+        for prefix, (_, index) in marks.items()
+    }
 
 
 def _weights(

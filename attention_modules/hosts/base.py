@@ -18,7 +18,6 @@ from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
 PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
-TENSORS = "attnswap.safetensors"  # beside them too: what mechanisms have learned
 MARK = "saved_by_attnswap_load_with_load_pretrained"  # key, below "mechanism.", of a swapped layer's file
 
 
@@ -57,10 +56,16 @@ class Swapped(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Accept the plain layout beside the swapped one, strictly."""
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
-        if state_dict.pop(f"{prefix}mechanism.{MARK}", None) is None:  # else the tensors are in a file of their own
+        marked = state_dict.pop(f"{prefix}mechanism.{MARK}", None) is not None  # then its tensors must be there
+        if not marked and self._is_there(state_dict, prefix):
             self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+        accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _is_there(self, state: dict[str, Tensor], prefix: str) -> bool:
+        """Whether ``state`` has all weights of the layer itself, and is no part of a checkpoint without this layer."""
+        own = (name for name, _ in self.named_parameters() if not name.startswith("mechanism."))
+        return all(prefix + name in state for name in own)
 
     def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:
         """A checkpoint from before the swap has nothing for the mechanism: it keeps its values."""

@@ -1,10 +1,11 @@
-"""What a swapped Hugging Face model writes beside its weights, so that it can be loaded swapped.
+"""What a swapped Hugging Face model writes, so that it can be loaded swapped.
 
-``save_pretrained`` of a swapped model writes the weights of the plain model, with the kept query rows in their places,
-as transformers may split, join and rename plain weights between a model and its file. Beside them are
-``attnswap.json``, which names the mechanism of each layer, ``attnswap.safetensors`` with the tensors of mechanisms, and
-in the weights a mark of each swapped layer. transformers reports the marks as unexpected weights, so that a plain
-``from_pretrained`` of the folder is noticed; their number tells whether the files belong together.
+``save_pretrained`` of a swapped model writes weight files that hold everything, for every loader that reads them: the
+weights of the plain model, with the kept query rows in their places, as transformers may split, join and rename plain
+weights between a model and its file; the tensors of mechanisms; and a mark of each swapped layer. Beside them is
+``attnswap.json``, which names the mechanism of each layer. transformers reports tensors and marks as unexpected
+weights, so that a plain ``from_pretrained`` of the folder is noticed; the marks' numbers tell whether the files belong
+together.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from typing import Any, cast
 from uuid import uuid4
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention_modules.hosts.base import MARK, PLAN, TENSORS, Swapped, acting_mechanism
+from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
@@ -78,10 +78,9 @@ def _swapped(model: nn.Module) -> Iterator[tuple[str, str, Swapped]]:
             yield without_wrappers(name), name, layer
 
 
-def seal(plan: bytes, tensors: bytes) -> Tensor:
-    """The number that marks the weights of a folder: of the plan and of the mechanisms' tensors beside them."""
-    digest = hashlib.sha256(len(plan).to_bytes(8, "big") + plan + tensors).digest()
-    return torch.tensor([int.from_bytes(digest[:7], "big")], device="cpu")
+def mark_of(plan: bytes, index: int) -> Tensor:
+    """What marks the layer of this index in the plan among the weights: a digest of the plan, and the index."""
+    return torch.tensor([int.from_bytes(hashlib.sha256(plan).digest()[:7], "big"), index], device="cpu")
 
 
 def _as_json(options: Any) -> Any:
@@ -111,14 +110,14 @@ def _save_swapped(
     """``save_pretrained`` of a model with swapped layers; see the module.
 
     Raises:
-        ValueError: if peft's layers are around weights, or a state dict that is given lacks a tensor of a mechanism.
+        ValueError: if peft's layers are around weights, a quantizer writes the weights by itself, or a state dict that
+            is given lacks a tensor of a mechanism.
     """
     plan = plan_of(model)
     plain = functools.partial(type(model).save_pretrained, model, save_directory, is_main_process)
-    if not plan:
+    if not plan or state_dict == {}:  # as the Trainer gives where DeepSpeed saves the weights
         if is_main_process and Path(save_directory).is_dir():
-            for name in (PLAN, TENSORS):  # of an earlier model in this folder
-                (Path(save_directory) / name).unlink(missing_ok=True)
+            (Path(save_directory) / PLAN).unlink(missing_ok=True)  # of an earlier model in this folder
         return plain(state_dict, *args, **kwargs)
     if getattr(model, "_hf_peft_config_loaded", False):
         _warn_of_adapters(model, plan)
@@ -131,42 +130,39 @@ def _save_swapped(
             "does not find: call merge_and_unload() of the peft model (unload() drops the adapter), and save what it "
             "returns; the peft model's own save_pretrained writes the adapter alone"
         )
-    weights, own = _divide(dict(model.state_dict() if state_dict is None else state_dict), model)
-    tensors = save({key: tensor.detach().cpu().clone() for key, tensor in own.items()}) if own else b""
-    content = (json.dumps({"format": 2, "layers": plan}, indent=2) + "\n").encode()
+    if quantizer := getattr(model, "hf_quantizer", None):
+        raise ValueError(
+            f"{type(quantizer).__name__} writes the weights of this quantized model by itself, and not what was "
+            "swapped: call restore_attention() to save the plain model, or keep the weights with "
+            "torch.save(model.state_dict(), path)"
+        )
+    weights = _in_plain_layout(dict(model.state_dict() if state_dict is None else state_dict), model)
+    content = (json.dumps({"format": 3, "layers": plan}, indent=2) + "\n").encode()
     if not Path(save_directory).is_file():
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        if tensors:
-            _write(folder / TENSORS, tensors)
-        else:
-            (folder / TENSORS).unlink(missing_ok=True)
-        _write(folder / PLAN, content)
-    mark = seal(content, tensors)
-    marks = {f"{layer['name']}.mechanism.{MARK}": mark.clone() for layer in plan}
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        _write(Path(save_directory) / PLAN, content)
+    marks = {f"{layer['name']}.mechanism.{MARK}": mark_of(content, index) for index, layer in enumerate(plan)}
     _warn(model, plan)
     upload = getattr(model, _UPLOAD, None)
     if upload is not None:
-        model.__dict__[_UPLOAD] = functools.partial(_upload_ours_too, upload)
+        model.__dict__[_UPLOAD] = functools.partial(_upload_plan_too, upload)
     try:
         return plain({**weights, **marks}, *args, **kwargs)
     finally:
         model.__dict__.pop(_UPLOAD, None)
 
 
-def _upload_ours_too(upload: Any, folder: Any, repo: Any, stamps: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-    """``push_to_hub=True`` uploads what is newer than `stamps`, which are taken after our files were written."""
-    others = {name: at for name, at in stamps.items() if name not in (PLAN, TENSORS)}
-    return upload(folder, repo, others, *args, **kwargs)
+def _upload_plan_too(upload: Any, folder: Any, repo: Any, stamps: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    """``push_to_hub=True`` uploads what is newer than `stamps`, which are taken after the plan was written."""
+    return upload(folder, repo, {name: at for name, at in stamps.items() if name != PLAN}, *args, **kwargs)
 
 
-def _divide(state: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict as the weights of the plain model, and the tensors of mechanisms.
+def _in_plain_layout(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A state dict with the weights of the plain model, and the tensors of mechanisms, each with memory of its own.
 
     Raises:
         ValueError: if the state dict lacks a tensor of a mechanism.
     """
-    own = {}
     for name, wrapped, layer in _swapped(model):
         for key in layer.mechanism.state_dict():
             names = f"{name}.mechanism.{key}", f"{wrapped}.mechanism.{key}"
@@ -175,7 +171,7 @@ def _divide(state: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tenso
                 raise ValueError(
                     f"state_dict has no {names[0]!r}, which is of the swapped layer {name!r}: give all tensors"
                 )
-            own[f"{name}.mechanism.{key}"] = state.pop(found)
+            state[names[0]] = state.pop(found).detach().clone()  # as mechanisms may share a Parameter
         for part in layer.dropped_query:
             rows = part.rows_in(layer) if part.filled(layer) else None
             there = next((each for each in (part.key(f"{name}."), part.key(f"{wrapped}.")) if each in state), None)
@@ -188,7 +184,7 @@ def _divide(state: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tenso
                 state[there] = part.join(
                     rest.new_zeros(part.rows_beside(rest)) if rows is None else rows.to(rest), rest
                 )
-    return state, own
+    return state
 
 
 def _write(path: Path, content: bytes) -> None:

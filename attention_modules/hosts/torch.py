@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
 from attention_modules.hosts.query import QueryPart, query_parts
+from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
@@ -191,7 +192,7 @@ class SwappedMultiheadAttention(Swapped):
         first, second, third = self._sequence_first(query, key, value)
         _check_sizes(self, first, second, third, key_padding_mask, attn_mask)
         q, k, v = self._project(first, second, third)
-        weights: list[Tensor] = []
+        weights = ShownMap(batched=batched or average_attn_weights)
         asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
         mask = _merge_masks(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
@@ -199,9 +200,11 @@ class SwappedMultiheadAttention(Swapped):
         out = self.mix(q, k, v, x, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
         batch, _, tokens, _ = out.shape
         out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
-        shown = (weights[0].mean(dim=1) if average_attn_weights else weights[0]) if weights else None
+        shown = weights.shown
+        if shown is not None and average_attn_weights:
+            shown = shown.mean(dim=1) if batched else shown.mean(dim=1).squeeze(0)
         if not batched:
-            return out.squeeze(1), None if shown is None else shown.squeeze(0)
+            return out.squeeze(1), shown
         return (out.transpose(0, 1) if self.batch_first else out), shown
 
     def _sequence_first(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from attention_modules.hosts.huggingface.given import (
     with_masks,
 )
 from attention_modules.hosts.query import WithoutQuery
+from attention_modules.hosts.shown import ShownMap
 
 INTERFACE = "attnswap"
 INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
@@ -95,8 +96,8 @@ def mechanism_attention_forward(
     keys = key.shape[2]
     for name in given_of(kwargs, ("s_aux", "sinks")):
         attention_mask, key, value = with_key(attention_mask, query, key, value, kwargs[name])
-    weights: list[Tensor] = []
-    asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(kwargs) else {}
+    weights = ShownMap(keys)
+    asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(module, kwargs) else {}
     x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
     out = module.mix(
         query,
@@ -110,7 +111,7 @@ def mechanism_attention_forward(
         **asked,
         **remembered,
     )
-    shown = weights[0][..., :keys] if weights else out.new_empty(*out.shape[:-1], 0)
+    shown = out.new_empty(*out.shape[:-1], 0) if weights.shown is None else weights.shown
     return out.transpose(1, 2).contiguous(), shown
 
 
@@ -176,13 +177,16 @@ def _one_row(mask: Tensor, mechanism: str) -> Tensor:
     return first
 
 
-def _attentions_asked(arguments: Mapping[str, object]) -> bool:
+def _attentions_asked(module: Any, arguments: Mapping[str, object]) -> bool:
     """Whether the caller of the model wants attention maps: said to the layer, or to what collects its outputs."""
     if arguments.get("output_attentions"):
         return True
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    if collector is None or torch.compiler.is_compiling():  # which cannot read a context variable
+    if collector is None:
         return False
+    if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
+        # The model around is not compiled, and only its own code can read who collects.
+        return any(getattr(hook, "__name__", "") == "output_capturing_hook" for hook in module._forward_hooks.values())
     return any(name.endswith("attentions") for name in collector.get() or ())
 
 

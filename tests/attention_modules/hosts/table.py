@@ -105,12 +105,15 @@ What else to know:
   elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned
   positions tell `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their
   option `num_tokens=N`.
-- Saving Hugging Face models: `save_pretrained` of a swapped model writes the weights in the plain layout, kept query
-  rows among them, and beside them `attnswap.json` with the mechanism and options of each layer and
-  `attnswap.safetensors` with the tensors of mechanisms; a warning says so. `attention_modules.load_pretrained(cls,
-  folder)` builds the model swapped as it was; `cls` can be an Auto class or have another head, and further arguments
-  are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds plain attention: transformers then
-  reports an unexpected weight `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
+- Saving Hugging Face models: `save_pretrained` of a swapped model writes weight files that hold everything: the weights
+  in the plain layout, kept query rows among them, and the tensors of mechanisms under their names in `state_dict()`.
+  Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so. Whatever reads the
+  weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
+  model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`.
+  `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
+  have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds
+  plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
+  `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
   mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or
   where there are several a mapping by the names in the file. Swap the model that is saved: a model around the one that
   was given to `swap_attention` does not know of the swap.
@@ -133,8 +136,8 @@ What else to know:
 - LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
   first. Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call
   `get_peft_model`. After a swap without one, adapt keys, values and the rest: an adapter on the query's projection
-  (GPT-2: `c_attn`) is refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
-  swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
+  (GPT-2: `c_attn`) is refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where
+  only some layers were swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
   `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
   returns. Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and
   without it they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attention_modules import load_pretrained, pretrained, restore_attention, swap_attention
-from attention_modules.hosts.base import PLAN, TENSORS
+from attention_modules import load_pretrained, restore_attention, swap_attention
+from attention_modules.hosts.base import PLAN
 from tests.attention_modules.hosts.saving.saved_models import SIZES, built, output, saved
 
 transformers = pytest.importorskip("transformers")
@@ -60,16 +59,18 @@ def test_a_plan_of_other_layers_than_the_weights_is_refused(shards: dict[str, in
             load_pretrained(transformers.BertModel, tmp_path)
 
 
-def test_tensors_of_another_save_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
+def test_a_plan_of_another_save_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
+    """Of the same layers and mechanism, with another option."""
     model = built("bert")
-    swap_attention(model, "scaled", num_tokens=5)
-    model.save_pretrained(tmp_path)
-    kept = (tmp_path / TENSORS).read_bytes()
-    nn.init.ones_(model.encoder.layer[0].attention.self.mechanism.s)
-    model.save_pretrained(tmp_path)
-    assert load_pretrained(transformers.BertModel, tmp_path).encoder.layer[0].attention.self.mechanism.s.eq(1).all()
-    (tmp_path / TENSORS).write_bytes(kept)  # as after a kill between the two files
-    with pytest.raises(ValueError, match=f"{TENSORS} of .* are not of the weights beside them"):
+    swap_attention(model, "sink", start=1.0)
+    model.save_pretrained(tmp_path, **shards)
+    kept = (tmp_path / PLAN).read_bytes()
+    swap_attention(model, "sink", start=2.0)
+    model.save_pretrained(tmp_path, **shards)
+    assert torch.equal(output(load_pretrained(transformers.BertModel, tmp_path)), output(model))
+    (tmp_path / PLAN).write_bytes(kept)  # as after a kill between the two files
+    with pytest.raises(ValueError, match=f"{PLAN} of .* is not of the weights beside it"):
         load_pretrained(transformers.BertModel, tmp_path)
 
 
@@ -81,17 +82,17 @@ def test_tensors_of_another_save_are_refused(tmp_path: Path) -> None:
         "{}",
         "[" * 100_000,
         '{"format": 1, "layers": []}',
-        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": []}',
-        '{"format": 2, "layers": 3}',
-        '{"format": 2, "layers": [{"name": "a"}]}',
-        '{"format": 2, "layers": [{"name": 1, "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "*", "mechanism": "rpc", "options": {}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}, "query": true}]}',
-        '{"format": 2, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": 1}]}',
-        '{"format": 2, "layers": [%s, %s]}'
+        '{"format": 4, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": true}]}',
+        '{"format": 3, "layers": []}',
+        '{"format": 3, "layers": 3}',
+        '{"format": 3, "layers": [{"name": "a"}]}',
+        '{"format": 3, "layers": [{"name": 1, "mechanism": "rpc", "options": {}, "query": true}]}',
+        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "os.system", "options": {}, "query": true}]}',
+        '{"format": 3, "layers": [{"name": "*", "mechanism": "rpc", "options": {}, "query": true}]}',
+        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}, "query": true}]}',
+        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}, "query": true}]}',
+        '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": 1}]}',
+        '{"format": 3, "layers": [%s, %s]}'
         % (('{"name": "encoder", "mechanism": "sink", "options": {}, "query": true}',) * 2),
     ],
 )
@@ -161,17 +162,18 @@ def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process, say, that saves a model whose mechanisms have no tensors."""
+    """By another process, say, that saves a plain model."""
     model = built("bert")
     swap_attention(model, "gated")
-    folder, weights = saved(model, tmp_path), pretrained._weights
+    folder, find = saved(model, tmp_path), transformers.utils.cached_file
 
-    def meanwhile(*args: Any) -> Iterator[tuple[str, Tensor]]:
-        (folder / TENSORS).unlink()
-        return weights(*args)
+    def meanwhile(*args: Any, **kwargs: Any) -> str:
+        found = find(*args, **kwargs)
+        (folder / PLAN).unlink()
+        return found
 
-    monkeypatch.setattr(pretrained, "_weights", meanwhile)
-    with pytest.raises(FileNotFoundError, match=f"{TENSORS} was removed .*another process .*once that is done"):
+    monkeypatch.setattr(transformers.utils, "cached_file", meanwhile)
+    with pytest.raises(FileNotFoundError, match=f"{PLAN} was removed .*another process .*once that is done"):
         load_pretrained(transformers.BertModel, folder)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attention_modules import load_pretrained, restore_attention, swap_attention
-from attention_modules.hosts.base import PLAN, TENSORS
+from attention_modules.hosts.base import PLAN
 from tests.attention_modules.hosts.saving.saved_models import built, output, recorded, saved
 
 transformers = pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ def test_all_files_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = built("bert")
     swap_attention(model, "gated")
     saved(model, tmp_path)
-    assert {PLAN, TENSORS, "model.safetensors"} <= {*uploaded}
+    assert {PLAN, "model.safetensors"} <= {*uploaded}
     assert "_upload_modified_files" not in vars(model)
 
 
