@@ -178,8 +178,11 @@ def _one_row(mask: Tensor, mechanism: str) -> Tensor:
 
 
 def _attentions_asked(module: Any, arguments: Mapping[str, object]) -> bool:
-    """Whether the caller of the model wants attention maps: said to the layer, or to what collects its outputs."""
-    if arguments.get("output_attentions"):
+    """Whether maps are wanted: said to the layer, or to what collects its outputs, or by the eager implementation.
+
+    With that one the plain layer gives its map at every call, which users' hooks may read.
+    """
+    if arguments.get("output_attentions") or module.plain_config._attn_implementation == "eager":
         return True
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     if collector is None:

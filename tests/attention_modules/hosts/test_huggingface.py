@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attention_modules.hosts import attention_layers, huggingface
 from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.softmax import SoftmaxAttention
-from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.swap import AttentionSwapError, make_observable, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import (
     DIM,
     HEADS,
@@ -315,12 +315,34 @@ def test_softmax_gives_the_attentions_that_are_asked_for_and_no_others(family: s
     for mine, plain in zip(got.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(got.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=1e-5)
-    seen = []
-    for module in model.modules():
-        if isinstance(module, SoftmaxAttention):
-            module.register_forward_pre_hook(lambda _, args, kwargs: seen.append("weights" in kwargs), with_kwargs=True)
-    model(token_ids(), use_cache=False)
-    assert seen == [False] * len(expected.attentions)
+    for implementation in ("eager", "sdpa"):  # the plain layer gives its map at every call with eager alone
+        model, seen = causal_model(family, implementation), []
+        swap_attention(model, "softmax")
+        for module in model.modules():
+            if isinstance(module, SoftmaxAttention):
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs: seen.append("weights" in kwargs), with_kwargs=True
+                )
+        model(token_ids(), use_cache=False)
+        assert seen == [implementation == "eager"] * len(expected.attentions)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_hooks_on_eager_layers_get_the_maps_of_the_plain_ones(family: str, observed: bool) -> None:
+    model, seen = causal_model(family, "eager"), []
+    names = [layer.name for layer in attention_layers(model)]
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out[1]))
+    plain = run_tokens(model, None)
+    maps = list(seen)
+    seen.clear()
+    if observed:
+        make_observable(model, names)
+    else:
+        swap_attention(model, "softmax")
+    assert torch.equal(run_tokens(model, None), plain)
+    assert all(torch.equal(one, other) for one, other in zip(seen, maps, strict=True))
 
 
 def test_flex_attention_set_after_a_swap_is_refused_by_name() -> None:
