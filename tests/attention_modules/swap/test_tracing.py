@@ -17,7 +17,10 @@ from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, MECHANISMS
 
 def vit(**options: object) -> nn.Module:
     timm = pytest.importorskip("timm")
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3, **options).eval()
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3, **options).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = False  # before torch 2.9, fx cannot trace a fused plain layer
+    return model
 
 
 def images() -> Tensor:
