@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any, ClassVar
 from zipfile import is_zipfile
 
@@ -209,8 +209,7 @@ def _swaps(folder: object, plan: _Plan, mechanism: Mechanism | Mapping[str, Mech
             swaps.append(_Swap(name, given, options or {}, names, lost))
         else:
             why = (
-                f"the mechanism {name!r}, which is not registered here. Import its package, or give the class or "
-                "function as mechanism="
+                f"the mechanism {name!r}, which is not registered here: {_cure(name)}"
                 if name not in available_mechanisms()
                 else f"no options of {name!r}, as they are no plain data. Give a callable that takes an AttentionSpec "
                 "as mechanism="
@@ -224,6 +223,16 @@ def _swaps(folder: object, plan: _Plan, mechanism: Mechanism | Mapping[str, Mech
             "built by their names; leave out what is not asked for"
         )
     return swaps
+
+
+def _cure(name: str) -> str:
+    """How to load a mechanism of this name: a dotted one is that of a class or function, which no import registers."""
+    if "." in name:
+        return (
+            f"it is known by its import path, and nothing is imported because a file says so. Give {name} itself as "
+            "mechanism="
+        )
+    return "import the package that registers this name first, or give the class or function as mechanism="
 
 
 def _read_plan(folder: str | os.PathLike[str], hub: Mapping[str, Any]) -> _Plan:
@@ -347,6 +356,8 @@ def _weights(
             files = [found]
         elif found := find(named(index)):
             shards = sorted({*json.loads(_content(found))["weight_map"].values()})
+            for shard in shards:
+                _check_inside(shard, found)
             files = [file for shard in shards if (file := find(shard)) is not None]
             if len(files) < len(shards):
                 raise ValueError(f"{named(index)} names {len(shards)} files, of which {len(files)} are there")
@@ -361,6 +372,24 @@ def _weights(
                 yield from ((key, state[key]) for key in filter(wanted, state))
         return
     raise FileNotFoundError(f"beside {PLAN} there is no {', nor '.join(named(whole) for whole, _ in kinds)}")
+
+
+def _check_inside(shard: Any, index: str) -> None:
+    """Check that an index names a file beside it or below; a link of the hub's cache is beside it, wherever it leads.
+
+    Raises:
+        ValueError: if it names a file elsewhere, or a folder of the path is a link out of the index's folder.
+    """
+    path, folder = PurePath(str(shard)), Path(index).parent
+    inside = isinstance(shard, str) and not (path.is_absolute() or {"..", ""} & {*shard.replace("\\", "/").split("/")})
+    if (
+        not inside
+        or PureWindowsPath(shard).drive
+        or not (folder / path).parent.resolve().is_relative_to(folder.resolve())
+    ):
+        raise ValueError(
+            f"{index} names {shard!r}, which is no file of the index's folder: move the file there, and name it so"
+        )
 
 
 def _is_layer(layer: Any) -> bool:

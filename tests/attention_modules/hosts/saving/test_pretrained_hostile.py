@@ -229,3 +229,31 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     saved(model, tmp_path)
     with pytest.raises(TypeError, match="class of Hugging Face models"):
         load_pretrained(nn.Linear, tmp_path)
+
+
+@pytest.mark.parametrize("outside", ["../{}", "{folder}/../{}", "below/../../{}", "link/{}", "..\\{}", "C:\\{}", ""])
+def test_shards_outside_the_folder_are_refused(outside: str, tmp_path: Path) -> None:
+    model, folder = built("bert"), tmp_path / "model"
+    swap_attention(model, "symmetric")
+    model.save_pretrained(folder, max_shard_size=5_000)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    (shard, *_) = sorted({*content["weight_map"].values()})
+    (folder / shard).rename(tmp_path / shard)
+    (folder / "link").symlink_to(tmp_path)
+    named = outside.format(shard, folder=folder)
+    content["weight_map"] = {key: named if file == shard else file for key, file in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="which is no file of the index's folder"):
+        load_pretrained(transformers.BertModel, folder)
+
+
+def test_shards_that_are_links_into_the_blobs_of_a_cache_are_read(tmp_path: Path) -> None:
+    model, folder, blobs = built("bert"), tmp_path / "snapshots" / "0", tmp_path / "blobs"
+    swap_attention(model, "symmetric")
+    model.save_pretrained(folder, max_shard_size=5_000)
+    blobs.mkdir()
+    for place, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(place))
+        file.symlink_to(Path("../../blobs", str(place)))
+    assert torch.equal(output(load_pretrained(transformers.BertModel, folder)), output(model))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from attention_modules import AttentionMechanism, AttentionSpec, SoftmaxAttention, load_pretrained, swap_attention
+from attention_modules.hosts.base import PLAN
+from attention_modules.mechanism import short_name
 from tests.attention_modules.hosts.saving.saved_models import built, output, recorded, saved
 
 transformers = pytest.importorskip("transformers")
@@ -26,10 +28,16 @@ def test_a_mechanism_without_a_short_name_must_be_given(tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, Unregistered, factor=2.0)
     folder = saved(model, tmp_path)
-    with pytest.raises(ValueError, match=r"Unregistered', which is not registered here.*mechanism="):
+    says = r"Unregistered', which is not registered here: it is known by its import path, .* Give .* as mechanism="
+    with pytest.raises(ValueError, match=says) as refused:
         load_pretrained(transformers.BertModel, folder)
+    assert "mport its package" not in str(refused.value)  # it is imported
     loaded = load_pretrained(transformers.BertModel, folder, mechanism=Unregistered)
     assert loaded.encoder.layer[0].attention.self.mechanism.factor == 2.0
+    plan = folder / PLAN
+    plan.write_text(plan.read_text().replace(short_name(Unregistered), "absent"))
+    with pytest.raises(ValueError, match="'absent', which is not registered here: import the package that registers"):
+        load_pretrained(transformers.BertModel, folder)
 
 
 class Doubled(Unregistered):
