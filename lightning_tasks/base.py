@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from attention_modules.mechanisms.shared.options import check_flag
-from lightning_tasks.checkpoints.resume import gather_random_states, refuse_other_settings, set_random_state
+from lightning_tasks.checkpoints.resume import (
+    gather_random_states,
+    refuse_other_settings,
+    reopen_cut_epoch,
+    set_random_state,
+)
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
 from lightning_tasks.checkpoints.swaps import warn_of_other_attention
 from lightning_tasks.checkpoints.weights import read_checkpoint, refuse_other_layout
@@ -194,21 +199,6 @@ class BaseTask(LightningModule):
             step_timm(scheduler, interval, run.global_step, run.current_epoch + 1, metric)
         else:
             super().lr_scheduler_step(scheduler, metric)
-
-
-def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
-    """Make a fit that resumes with more steps finish the epoch that `max_steps` cut short.
-
-    Lightning counts such an epoch as processed, so it would give the rest of its steps the data of the next one.
-    """
-    fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    batches = fit.get("epoch_loop.batch_progress", {})
-    epochs = fit.get("epoch_progress", {})
-    if not batches or batches["is_last_batch"] or not batches["current"]["ready"]:
-        return
-    for count in (epochs["total"], epochs["current"]):
-        if count["processed"] > count["completed"]:
-            count["processed"] -= 1
 
 
 def _content(file: str | Path | IO[bytes]) -> dict[str, Any]:

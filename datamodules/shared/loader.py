@@ -5,16 +5,73 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from .windows import EpochShuffle
+
+
+class InOrder(SequentialSampler):
+    """The order of the data set, in every epoch: a `SequentialSampler` that is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the epoch; Lightning calls this."""
+        self.epoch = epoch
 
 
 class ResumableLoader(DataLoader):
     """A `DataLoader` whose state is its epoch and the number of batches given in it; Lightning checkpoints both.
 
-    What was given before is left out, not loaded again. The order must follow from the sampler's epoch alone, as that
-    of `EpochShuffle` does. Give it a generator of its own, so that starting an epoch does not move the global random
-    state.
+    What was given before is left out, not loaded again. The order follows from the epoch alone: with `shuffle=True` it
+    is that of :class:`EpochShuffle`, without it that of the data set. Random transforms in worker processes draw anew
+    in an epoch that is resumed; in the training process they draw from the global random state, which
+    :class:`~attnswap.callbacks.ExactResume` restores.
+
+    Args:
+        dataset: has a length and items by index.
+        batch_size, shuffle, sampler: as for a `DataLoader`; a sampler of your own needs `epoch` and `set_epoch`, as
+            those of `torch.utils.data.DistributedSampler`, by which its order is the same when an epoch is resumed.
+        **options: as for a `DataLoader`; by default it has a generator of its own, so that starting an epoch does not
+            move the global random state.
+
+    Raises:
+        ValueError: the data set is an `IterableDataset`, or the sampler has no `set_epoch`, so that what was given
+            before is not known.
+
+    Example:
+        >>> from attnswap.datamodules import ResumableLoader
+        >>> loader = ResumableLoader(range(6), batch_size=2)
+        >>> loader.load_state_dict({"epoch": 0, "batches": 1})
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4, 5]]
     """
+
+    def __init__(
+        self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = None, sampler: Any = None, **options: Any
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"ResumableLoader: {type(dataset).__name__} is an IterableDataset, whose batches have no place to go "
+                "on from: give a data set with a length and items by index"
+            )
+        batches = options.get("batch_sampler")
+        if batches is None and (sampler is None or type(sampler) is SequentialSampler):
+            sampler = EpochShuffle(dataset) if shuffle else InOrder(dataset)
+            shuffle = None
+        given = sampler if batches is None else getattr(batches, "sampler", batches)
+        if not hasattr(given, "set_epoch"):
+            what = "sampler" if batches is None else "batch_sampler"
+            raise ValueError(
+                f"ResumableLoader: {what} has a {type(given).__name__} without set_epoch, so that its order in a "
+                "resumed epoch is not known: leave it out and give shuffle=True or False, or give it epoch and "
+                "set_epoch, as DistributedSampler has"
+            )
+        if options.get("generator") is None:
+            options["generator"] = torch.Generator()
+        size = {} if batches is not None else {"batch_size": batch_size}
+        super().__init__(dataset, shuffle=shuffle, sampler=sampler, **size, **options)
 
     _given = 0
     _skip = 0
@@ -35,7 +92,8 @@ class ResumableLoader(DataLoader):
 
     @property
     def _epoch(self) -> int:
-        return getattr(self.sampler, "epoch", 0)
+        own = self.sampler if hasattr(self.sampler, "set_epoch") else getattr(self.batch_sampler, "sampler", None)
+        return getattr(own, "epoch", 0)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its batches were given."""

@@ -103,6 +103,12 @@ class EpochShuffle(RandomSampler):
 
     Args:
         samples: what is put in order.
+
+    Example:
+        >>> from attnswap.datamodules import EpochShuffle
+        >>> order = EpochShuffle(range(4))
+        >>> sorted(order) == [0, 1, 2, 3] and list(order) == list(order)
+        True
     """
 
     def __init__(self, samples: Sized) -> None:

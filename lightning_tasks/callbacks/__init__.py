@@ -5,6 +5,7 @@ from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
+from lightning_tasks.callbacks.exact_resume import ExactResume
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
@@ -34,6 +35,7 @@ __all__ = [
     "DAMPenalty",
     "DriftMonitor",
     "EntropyRegularizer",
+    "ExactResume",
     "FreezeQK",
     "Heal",
     "LipschitzMonitor",

@@ -46,6 +46,21 @@ def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device
         torch.cuda.set_rng_state(devices[0].cpu(), device)
 
 
+def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+    """Make a fit that resumes with more steps finish the epoch that `max_steps` cut short.
+
+    Lightning counts such an epoch as processed, so it would give the rest of its steps the data of the next one.
+    """
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = fit.get("epoch_loop.batch_progress", {})
+    epochs = fit.get("epoch_progress", {})
+    if not batches or batches["is_last_batch"] or not batches["current"]["ready"]:
+        return
+    for count in (epochs["total"], epochs["current"]):
+        if count["processed"] > count["completed"]:
+            count["processed"] -= 1
+
+
 _SETTINGS = ("optimizer", "scheduler", "scheduler_interval", "param_groups", "layer_decay")
 _CURE = f"Resume with the settings of the checkpoint, or {WEIGHTS_ONLY}"
 

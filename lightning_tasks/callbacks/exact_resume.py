@@ -1,0 +1,54 @@
+"""A resumed fit of any module that draws and reads what the uninterrupted one would have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.checkpoints.resume import gather_random_states, reopen_cut_epoch, set_random_state
+
+_STATES = "random_states"  # the key that our tasks use
+
+
+class ExactResume(Callback):
+    """Resumes a fit of any LightningModule with the random states of its checkpoint and at its place in the data.
+
+    The place is known where ``train_dataloader`` gives a :class:`~attnswap.datamodules.ResumableLoader` or another
+    loader with ``state_dict`` and ``load_state_dict``. Without this callback, Lightning forgets the place where
+    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``: it makes the loader then, before it reads the
+    checkpoint, and does not tell it afterwards.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from attnswap.callbacks import ExactResume
+        >>> trainer = Trainer(callbacks=[ExactResume()], logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._states: list[list[Tensor]] | None = None
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the random state of each process; every process calls this."""
+        if _STATES not in checkpoint:
+            checkpoint[_STATES] = gather_random_states(pl_module.device)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Read the random states, and open again an epoch that was cut short."""
+        self._states = checkpoint.get(_STATES)
+        reopen_cut_epoch(checkpoint)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on with the random state, and have Lightning make the loaders once it has read the place in the data."""
+        if trainer.ckpt_path is None:  # the checkpoint was loaded as a start for another fit
+            return
+        trainer.fit_loop._combined_loader = None
+        if self._states is not None:
+            set_random_state(self._states, trainer.global_rank, pl_module.device)
+            self._states = None

@@ -1,0 +1,98 @@
+"""Somebody's own module, killed within an epoch and resumed, draws and reads what the uninterrupted fit does."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from attnswap.datamodules import ResumableLoader
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
+
+from lightning_tasks.callbacks import ExactResume
+
+
+class Killed(RuntimeError):
+    """What ends the first run."""
+
+
+def module_of(package, reads_steps, kill_at=None, shuffle=True):
+    class Own(import_module(package).LightningModule):
+        """Draws dropout, and notes the samples that it is given."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+            self.seen = []
+
+        def train_dataloader(self):
+            data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+            return ResumableLoader(data, batch_size=2, shuffle=shuffle)
+
+        def training_step(self, batch, batch_idx):
+            if self.global_step == kill_at:
+                raise Killed
+            self.seen.append(batch[0][:, 0].tolist())
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            total = self.trainer.estimated_stepping_batches if reads_steps else 18
+            schedule = {"scheduler": OneCycleLR(optimizer, 1e-3, total_steps=total), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    torch.manual_seed(3)
+    return Own()
+
+
+def fitted(package, folder, module, every, resumed=None, callbacks=None):
+    pl = import_module(package)
+    keep = import_module(f"{package}.callbacks").ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    options = {"max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    options |= {"enable_model_summary": False, "callbacks": [keep, *(callbacks or [ExactResume()])]}
+    pl.Trainer(**options).fit(module, ckpt_path=resumed)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("package", "reads_steps", "shuffle", "at"),
+    [
+        ("lightning.pytorch", True, True, 8),
+        ("lightning.pytorch", True, False, 6),  # at the end of an epoch
+        ("lightning.pytorch", False, True, 14),
+        ("pytorch_lightning", True, False, 3),
+    ],
+)
+def test_a_killed_fit_of_any_module_goes_on_bitwise(tmp_path, package, reads_steps, shuffle, at):
+    pytest.importorskip(package)
+    whole = module_of(package, reads_steps, shuffle=shuffle)
+    expected = fitted(package, tmp_path / "whole", whole, 18)
+    killed = module_of(package, reads_steps, at, shuffle)
+    with pytest.raises(Killed):
+        fitted(package, tmp_path / "killed", killed, at)
+    (saved,) = (tmp_path / "killed").glob("*.ckpt")
+    torch.manual_seed(99)
+    resumed = module_of(package, reads_steps, shuffle=shuffle)
+    found = fitted(package, tmp_path / "resumed", resumed, 18, str(saved))
+    assert killed.seen + resumed.seen == whole.seen
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
+    """Where this fails, Lightning has mended it, and the callback need not."""
+    package = "lightning.pytorch"
+    with pytest.raises(Killed):
+        fitted(package, tmp_path, module_of(package, True, 2), 2, callbacks=[import_module(package).Callback()])
+    (saved,) = tmp_path.glob("*.ckpt")
+    resumed, whole = module_of(package, True), module_of(package, True)
+    fitted(package, tmp_path / "resumed", resumed, 18, str(saved), [import_module(package).Callback()])
+    fitted(package, tmp_path / "whole", whole, 18)
+    assert resumed.seen[0] == whole.seen[0]  # where it should be that of step 2
+
+
+def test_a_fit_that_resumes_nothing_is_left_alone(tmp_path):
+    module = module_of("lightning.pytorch", True)
+    watched = fitted("lightning.pytorch", tmp_path / "a", module, 18)
+    alone, other = module_of("lightning.pytorch", True), import_module("lightning.pytorch").Callback()
+    plain = fitted("lightning.pytorch", tmp_path / "b", alone, 18, callbacks=[other])
+    assert module.seen == alone.seen
+    assert all(torch.equal(watched[name], value) for name, value in plain.items())
