@@ -321,7 +321,7 @@ def test_softmax_gives_the_attentions_that_are_asked_for_and_no_others(family: s
         for module in model.modules():
             if isinstance(module, SoftmaxAttention):
                 module.register_forward_pre_hook(
-                    lambda _, args, kwargs: seen.append("weights" in kwargs), with_kwargs=True
+                    lambda _, args, kwargs, seen=seen: seen.append("weights" in kwargs), with_kwargs=True
                 )
         model(token_ids(), use_cache=False)
         assert seen == [implementation == "eager"] * len(expected.attentions)

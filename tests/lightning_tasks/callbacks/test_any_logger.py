@@ -11,6 +11,7 @@ from lightning_tasks.callbacks.robustness import _beside_runs
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.wandb_runs import one_run
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
+from tests.lightning_tasks.programs import run_forked
 from tests.lightning_tasks.runs.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
 
 FILES = {"attention_heads.csv", "attention_entropy_heads.png", "val_attention_entropy_heads.png"}
@@ -53,8 +54,9 @@ def two_runs(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("wandb"), {}
     for _ in range(2):
         before = {path: path.read_bytes() for path in folder.glob("demo/*/*") if path.is_file()}
-        with one_run():
-            monitored(folder, WandbLogger(save_dir=folder, project="demo", offline=True))
+        # In a process of its own: runs of other tests in this one would share W&B's service, and its state.
+        done = run_forked("tests.lightning_tasks.callbacks.wandb_run", str(folder))
+        assert done.returncode == 0, done.stderr
     return folder, before
 
 

@@ -1,0 +1,14 @@
+"""A program that logs one offline W&B run with monitors into a folder, in a process that has no other run."""
+
+import sys
+from pathlib import Path
+
+from lightning.pytorch.loggers import WandbLogger
+
+from lightning_tasks.runs.wandb_runs import one_run
+from tests.lightning_tasks.callbacks.test_any_logger import monitored
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with one_run():
+        monitored(folder, WandbLogger(save_dir=folder, project="demo", offline=True))
