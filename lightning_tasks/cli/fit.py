@@ -127,7 +127,8 @@ class AttnswapCLI(LightningCLI):
             )
         if str(section.get("ckpt_path")) == "last":
             resumes = self.config.subcommand == "fit"
-            section.ckpt_path = str(last_checkpoint(section.trainer, self._recipe, resumes))
+            given = self._given[self.config.subcommand].as_dict().get("model") or {}
+            section.ckpt_path = str(last_checkpoint(section, given, self._recipe, resumes))
             rank_zero_info(f"attnswap: --ckpt_path last is {section.ckpt_path}")
         if section.get("ckpt_path") and is_sharded(section.ckpt_path) and not section.trust_checkpoint:
             raise UsageError(

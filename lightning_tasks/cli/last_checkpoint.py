@@ -1,42 +1,77 @@
-"""`--ckpt_path last`: the newest checkpoint of a recipe's runs that can be read."""
+"""`--ckpt_path last`: the newest checkpoint of the same configuration among a recipe's runs that can be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_tasks.checkpoints.files import is_sharded
 from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.loggers import runs_folder
+from lightning_tasks.cli.save_config import CONFIGURATION, plain_of
 from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes import read_settings
 from lightning_tasks.runs.folder import RUNS
+from lightning_tasks.training.hparams import join_arguments
+
+_NO_SETTINGS = {"num_workers", "download"}  # of data: they change how it is read, not what is read
+_MOST_NAMED = 3
 
 
-def last_checkpoint(trainer: Any, recipe: str, resumes: bool) -> Path:
-    """The newest readable checkpoint among those that earlier runs of a recipe wrote.
+def last_checkpoint(section: Any, model: Mapping[str, Any], recipe: str, resumes: bool) -> Path:
+    """The newest readable checkpoint among those that earlier runs of a recipe wrote with the same configuration.
+
+    Where none has the same model, the newest with the same data and seed counts: the checkpoint may bring what the
+    configuration leaves open. Without a fit to resume, other data may be meant, and the newest of all counts last.
 
     Args:
-        trainer: the configuration of the trainer.
+        section: the configuration of the command.
+        model: what was given of the model.
         recipe: the name of the recipe, which its runs' folder has.
         resumes: whether a fit goes on from it, which takes more than the weights.
 
     Raises:
-        UsageError: there is none; the text names the folders.
+        UsageError: there is none, or those are of other data or another seed; the text names the folders, or what
+            differs.
     """
-    patterns = dict.fromkeys(_patterns(trainer, recipe))
+    patterns = dict.fromkeys(_patterns(section.trainer, recipe))
     # A link may outlive its file: save_last="link" makes one to a checkpoint that is removed later.
     found = [path for folder, pattern in patterns for path in folder.glob(pattern) if path.exists()]
-    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True):
+    found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    here = plain_of({key: section.get(key) for key in ("data", "seed_everything")})
+    own = join_arguments(plain_of({"model": model}))
+    saved = {path: _configuration(path) for path in found}
+    others = {path: _differences(here, saved[path]) for path in found}
+    alike = [path for path in found if not others[path]]
+    same = [path for path in alike if not _differences(own, saved[path])]
+    rest = [] if resumes else found
+    for path in dict.fromkeys([*same, *alike, *rest]):
         fault = _fault(path, resumes)
         if fault is None:
+            if newer := found[: found.index(path)]:
+                _say_left_out([each for each in newer if others[each] or (path in same and each not in same)], path)
             return path
         rank_zero_warn(f"--ckpt_path last leaves out {path.name}, and takes an older one: {fault}")
     looked = ", ".join(str(folder / pattern) for folder, pattern in patterns)
+    if found and not alike:
+        said = "; ".join(others[found[0]][:_MOST_NAMED])
+        raise UsageError(
+            f"--ckpt_path last: the newest checkpoint in {looked} is {found[0]}, of another configuration: {said}; "
+            "give the path of a file to go on from it all the same, or leave --ckpt_path out to start anew"
+        )
     none = f"none of {len(found)} checkpoints can be resumed" if found else "there is no checkpoint"
     raise UsageError(f"--ckpt_path last: {none} in {looked}; leave it out to start anew, or give the path of a file")
+
+
+def _say_left_out(newer: list[Path], taken: Path) -> None:
+    if newer:
+        names = ", ".join(map(str, newer[:_MOST_NAMED])) + (", ..." if newer[_MOST_NAMED:] else "")
+        rank_zero_warn(f"--ckpt_path last takes {taken}: newer ones are of another configuration ({names})")
 
 
 def _patterns(trainer: Any, recipe: str) -> Iterator[tuple[Path, str]]:
@@ -55,6 +90,29 @@ def _own_folders(callbacks: Any) -> Iterable[Path]:
     given = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [callback.get("init_args") or {} for callback in given if callback is not None]
     return [Path(each["dirpath"]) for each in arguments if each.get("dirpath")]
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Model, data and seed of the run that wrote a checkpoint; nothing where neither file nor folder tells."""
+    file = path.parent.parent / "config.yaml"
+    try:
+        if path.parent.name == "checkpoints" and file.is_file():
+            return read_settings(file)
+        text = "" if is_sharded(path) else read_checkpoint(path).get(CONFIGURATION, "")
+        found = json.loads(text) if text else {}
+    except (UsageError, OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}  # a file that is cut is left out by its fault
+    return found if isinstance(found, dict) else {}
+
+
+def _differences(here: Any, there: Any, key: str = "") -> list[str]:
+    """What two configurations say otherwise of the same keys."""
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        if "class_path" in here and here["class_path"] != there.get("class_path", here["class_path"]):
+            return [f"{key} is {there['class_path']} there and {here['class_path']} here"]
+        names = [name for name in here if name in there and name not in _NO_SETTINGS]
+        return [text for name in names for text in _differences(here[name], there[name], f"{key}.{name}".lstrip("."))]
+    return [] if here == there else [f"{key} is {there!r} there and {here!r} here"]
 
 
 def _fault(path: Path, resumes: bool) -> str | None:

@@ -23,6 +23,8 @@ from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.wandb_runs import save_run
 
 ENVIRONMENT = "environment.json"
+CONFIGURATION = "attnswap_configuration"
+"""The key of a checkpoint under which the configuration of its run stands, as JSON."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -58,8 +60,10 @@ class SaveConfig(SaveConfigCallback):
         self._save(trainer, pl_module, "predict")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Say to which W&B run the checkpoint belongs."""
+        """Say to which W&B run the checkpoint belongs, and of which model, data and seed it is."""
         save_run(trainer, checkpoint)
+        kept = {key: self.config.get(key) for key in ("model", "data", "seed_everything")}
+        checkpoint[CONFIGURATION] = json.dumps(plain_of(kept))
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers and not self.already_saved:
@@ -120,6 +124,12 @@ def dump_plain(data: Any) -> str:
             f"{key} is {value!r}, of the kind {kind}, which no configuration file can hold: give text, a number, a "
             "list, a dictionary, or `{class_path, init_args}`"
         ) from error
+
+
+def plain_of(data: Any) -> Any:
+    """A configuration as plain data, as a file that :func:`dump_plain` wrote would give it."""
+    data = {key: value.as_dict() if hasattr(value, "as_dict") else value for key, value in data.items()}
+    return yaml.safe_load(dump_plain(data))
 
 
 def _keys_of(data: Any, value: Any, key: str = "") -> Iterator[str]:

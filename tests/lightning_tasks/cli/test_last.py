@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -64,6 +65,53 @@ def test_a_torn_file_and_one_of_weights_are_left_out(demo, said, capsys):
     assert "weights only, so that a fit cannot go on from it" in refused(
         ["fit", "--config", demo, "--ckpt_path", str(bare)], capsys
     )
+
+
+DATA = "--data=tests.lightning_tasks.cli.data.OtherData"
+KEPT = '--trainer.callbacks={"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept", "save_top_k": -1}}'
+
+
+@pytest.mark.parametrize("more", [[], [KEPT]], ids=["folder-of-runs", "folder-of-checkpoints"])
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (["--data.size=7"], "data.init_args.size"),
+        (["--seed_everything=9"], "seed_everything"),
+        (["--data=tests.lightning_tasks.cli.data.FurtherData"], "data"),
+    ],
+    ids=["argument", "seed", "class"],
+)
+def test_a_checkpoint_of_other_data_or_another_seed_is_not_resumed(demo, said, capsys, other, key, more):
+    mine = ["fit", "--config", demo, "--seed_everything=1", DATA, *more]
+    main([*mine, *other])
+    error = refused([*mine, *LAST], capsys)
+    assert re.search(rf"of another configuration: {re.escape(key)} is .* there and .* here; give the path", error)
+    before = {*Path().rglob("*.ckpt")}
+    main(mine)
+    (own,) = {*Path().rglob("*.ckpt")} - before
+    main([*mine, *other])
+    with pytest.warns(UserWarning, match=rf"takes {own}: newer ones are of another configuration"):
+        main([*mine, *LAST])
+    assert said[-2] == f"attnswap: --ckpt_path last is {own}"
+
+
+def test_of_two_models_the_same_one_is_resumed_and_workers_make_no_difference(demo, said):
+    main(["fit", "--config", demo, "--model.width=32", "--model.note=mine", DATA])
+    own = checkpoint()
+    main(["fit", "--config", demo, "--model.note=theirs", DATA, "--data.num_workers=1"])
+    with pytest.warns(UserWarning, match="newer ones are of another configuration"):
+        main(["fit", "--config", demo, "--model.note=mine", DATA, *LAST])
+    assert said[-2] == f"attnswap: --ckpt_path last is {own}"
+    newest = checkpoint()
+    main(["fit", "--config", demo, DATA, "--data.num_workers=1", "--ckpt_path=last", "--trainer.max_steps=6"])
+    assert said[-2] == f"attnswap: --ckpt_path last is {newest}"
+
+
+def test_a_test_may_be_of_other_data(demo, said):
+    main(["fit", "--config", demo, DATA])
+    own = checkpoint()
+    main(["test", "--config", demo, DATA, "--data.size=9", "--ckpt_path=last"])
+    assert said[-2] == f"attnswap: --ckpt_path last is {own}"
 
 
 def test_folders_of_one_s_own_are_looked_into(demo, said):
