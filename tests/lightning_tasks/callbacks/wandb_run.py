@@ -1,5 +1,9 @@
-"""A program that logs one offline W&B run with monitors into a folder, in a process that has no other run."""
+"""A program that logs two offline W&B runs with monitors into a folder, in a process that has no other run.
 
+What the first left is copied beside the folder before the second begins.
+"""
+
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,5 +14,8 @@ from tests.lightning_tasks.callbacks.test_any_logger import monitored
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    with one_run():
-        monitored(folder, WandbLogger(save_dir=folder, project="demo", offline=True))
+    for number in range(2):
+        if number:
+            shutil.copytree(folder / "demo", f"{folder}_before")
+        with one_run():
+            monitored(folder, WandbLogger(save_dir=folder, project="demo", offline=True))
