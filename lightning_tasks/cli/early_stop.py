@@ -28,7 +28,7 @@ def sigterm_in_one_line() -> Iterator[None]:
     if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    own = os.getpid()
+    own, before = os.getpid(), {*multiprocessing.active_children()}
 
     def end(number: int, frame: object) -> None:
         if signal.getsignal(number) is not end:  # called by the trainer's
@@ -42,7 +42,7 @@ def sigterm_in_one_line() -> Iterator[None]:
     try:
         yield
     except Terminated:
-        for child in multiprocessing.active_children():  # of `ddp_spawn`: Python would wait for their end
+        for child in {*multiprocessing.active_children()} - before:  # of `ddp_spawn`: Python would wait for their end
             child.terminate()
         print("attnswap: ended by SIGTERM", file=sys.stderr)
         raise SystemExit(143) from None

@@ -2,8 +2,10 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,9 @@ from attnswap.datamodules.shared.windows import CutFileError
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
+from lightning_tasks.cli.early_stop import sigterm_in_one_line
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 from tests.lightning_tasks.demo import DemoModule
-from tests.lightning_tasks.programs import run_forked
 
 LONG = ["--trainer.max_steps=9", "--trainer.limit_train_batches=3"]
 
@@ -81,11 +83,43 @@ def test_sigterm_before_there_is_a_trainer_is_one_line_and_leaves_no_folder(demo
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_sigterm_ends_processes_that_were_started_too():
-    done = run_forked("tests.lightning_tasks.cli.sigterm_run")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"143 {-signal.SIGTERM}\n"
-    assert done.stderr == "attnswap: ended by SIGTERM\n"
+def sleeper():
+    """A process that has begun to sleep."""
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    process = context.Process(target=lambda: begun.set() or time.sleep(60))
+    process.start()
+    begun.wait(10)
+    return process
+
+
+@sigterm_in_one_line()
+def start_processes_and_be_told(started):
+    if not (forked := os.fork()):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:  # not a second process that goes on with the tests
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == -signal.SIGTERM
+    started.append(sleeper())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_processes_that_were_started_too(capsys):
+    """And not those that were there before, as of other tests."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    earlier, started = sleeper(), []
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            start_processes_and_be_told(started)
+        assert capsys.readouterr().err == "attnswap: ended by SIGTERM\n"
+        (process,) = started
+        process.join(10)
+        assert process.exitcode == -signal.SIGTERM
+        assert earlier.is_alive()
+    finally:
+        earlier.kill()
+        earlier.join()
 
 
 def test_a_prediction_ends_too(demo, capsys, monkeypatch):

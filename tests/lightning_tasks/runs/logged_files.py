@@ -24,6 +24,8 @@ def log_entries(data):
             place += BLOCK - place % BLOCK
             continue
         size, kind = struct.unpack("<HB", data[place + 4 : place + HEAD])
+        if place + HEAD + size > len(data):  # it is being written
+            return
         entry += data[place + HEAD : place + HEAD + size]
         place += HEAD + size
         if kind in (1, 4):  # whole, or its last part
@@ -34,15 +36,21 @@ def log_entries(data):
 def offline_runs(folder):
     """The records of each offline run of W&B's below a folder, in the order of their files.
 
-    W&B writes them in a process of its own: a file without records is read again, for ten seconds.
+    W&B writes them in a process of its own: a file without the record of the run's end, by which it is whole, is read
+    again, for ten seconds.
     """
     pytest.importorskip("wandb")
     until = time.monotonic() + 10.0
     while True:
         runs = [read_offline(path) for path in sorted(folder.rglob("offline-run-*/run-*.wandb"))]
-        if all(runs) or time.monotonic() > until:
+        if all(map(is_whole, runs)) or time.monotonic() > until:
             return runs
         time.sleep(0.1)
+
+
+def is_whole(records):
+    """Whether the record that W&B writes at the end of a run is there."""
+    return any(record.WhichOneof("record_type") == "exit" for record in records)
 
 
 def read_offline(path):
