@@ -70,7 +70,7 @@ class ResumableLoader(DataLoader):
             )
         if options.get("generator") is None:
             options["generator"] = torch.Generator()
-        size = {} if batches is not None else {"batch_size": batch_size}
+        size: dict[str, Any] = {} if batches is not None else {"batch_size": batch_size}
         super().__init__(dataset, shuffle=shuffle, sampler=sampler, **size, **options)
 
     _given = 0

@@ -5,7 +5,7 @@ from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
-from lightning_tasks.callbacks.exact_resume import ExactResume
+from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor

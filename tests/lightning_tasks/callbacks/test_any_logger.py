@@ -1,10 +1,7 @@
 """Files, charts and hyper-parameters under each logger: W&B's alone, TensorBoard's, one with no more than the must."""
 
 import json
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -14,7 +11,6 @@ from lightning_tasks.callbacks.robustness import _beside_runs
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.wandb_runs import one_run
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
-from tests.lightning_tasks.programs import ROOT
 from tests.lightning_tasks.runs.logged_files import offline_runs, rows_and_updates, run_record, tensorboard_events
 
 FILES = {"attention_heads.csv", "attention_entropy_heads.png", "val_attention_entropy_heads.png"}
@@ -54,15 +50,11 @@ def monitored(folder, logger, **options):
 def two_runs(tmp_path_factory):
     """A folder into which W&B alone logged two runs, and what the first left before the second began."""
     pytest.importorskip("wandb")
-    folder = tmp_path_factory.mktemp("wandb")
-    # In a process of its own: what other tests in this one do with W&B would share its service and its state.
-    command = [sys.executable, "-m", "tests.lightning_tasks.callbacks.wandb_run", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    kept = Path(f"{folder}_before")
-    before = {
-        folder / "demo" / path.relative_to(kept): path.read_bytes() for path in kept.glob("*/*") if path.is_file()
-    }
+    folder, before = tmp_path_factory.mktemp("wandb"), {}
+    for _ in range(2):
+        before = {path: path.read_bytes() for path in folder.glob("demo/*/*") if path.is_file()}
+        with one_run():
+            monitored(folder, WandbLogger(save_dir=folder, project="demo", offline=True))
     return folder, before
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, weights_of
-from tests.lightning_tasks.callbacks.momentum_run import Momentum
+from tests.lightning_tasks.callbacks.networks.momentum_run import Momentum
 from tests.lightning_tasks.programs import run_ranks
 
 
@@ -81,7 +81,7 @@ def test_a_momentum_teacher_follows(mechanism: str) -> None:
 
 @pytest.mark.costly
 def test_a_momentum_teacher_follows_in_two_processes() -> None:
-    assert [out.split()[-1] for out in run_ranks("tests.lightning_tasks.callbacks.momentum_run", "gated")] == [
+    assert [out.split()[-1] for out in run_ranks("tests.lightning_tasks.callbacks.networks.momentum_run", "gated")] == [
         "equal"
     ] * 2
 
