@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 from attention_modules.diagnostics import rpc_diagnostics as rpc_diagnostics
-from attention_modules.hosts.connected import connect_layers as connect_layers
+from attention_modules.hosts.model.connected import connect_layers as connect_layers
 from attention_modules.layers import SelfAttention as SelfAttention
 from attention_modules.mechanism import (
     AttentionMechanism as AttentionMechanism,

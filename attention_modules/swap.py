@@ -23,14 +23,14 @@ from attention_modules.hosts.base import (
     query_return_refusal,
     swapped_class,
 )
-from attention_modules.hosts.connected import check_connections, connect_layers, shares_values
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
+from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
+from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
+from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
-from attention_modules.hosts.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
-from attention_modules.hosts.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
 

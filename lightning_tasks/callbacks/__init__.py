@@ -5,7 +5,6 @@ from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
 from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
-from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
@@ -14,6 +13,7 @@ from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
 from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
+from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.run_summary import RunSummary
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop

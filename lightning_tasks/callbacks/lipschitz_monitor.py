@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
-from attention_modules.hosts.sharded import is_sharded
+from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts

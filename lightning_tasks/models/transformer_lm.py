@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.connected import connect_layers, shares_values
+from attention_modules.hosts.model.connected import connect_layers, shares_values
 from attention_modules.layers import SelfAttention
 from attention_modules.mechanism import Mechanism
 

@@ -48,7 +48,7 @@ What else to know:
   `state_dict()`. A swapped checkpoint that is assigned to a model on the meta device brings none, so that
   `restore_attention` refuses it until a plain one is loaded.
 - Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
-  layouts), which `tests/attention_modules/hosts/test_layout.py` shows for every host. Layers that write the softmax out
+  layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the softmax out
   themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer, TNT, Hiera in
   its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention
   weights draws in another order.
