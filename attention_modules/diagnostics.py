@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import attend, without_autocast
-from attention_modules.logits import scaled_logits
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanisms.pursuit import clip, pass_inputs
 from attention_modules.mechanisms.rpc import (
@@ -16,6 +15,7 @@ from attention_modules.mechanisms.rpc import (
     pursuit_threshold,
     visible_norm,
 )
+from attention_modules.precision import scaled_logits
 
 ROWS_AT_ONCE = 256
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_modules.logits import scaled_logits
 from attention_modules.masks import combine_masks, hide
+from attention_modules.precision import scaled_logits
 
 
 @torch.no_grad()

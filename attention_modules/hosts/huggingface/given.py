@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_modules.logits import scaled_logits
+from attention_modules.precision import scaled_logits
 
 MASKS = ("position_bias", "indices")
 OF_LOGITS = ("softcap", "s_aux", "sinks")

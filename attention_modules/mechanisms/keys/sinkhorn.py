@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from attention_modules.kernels import without_autocast
-from attention_modules.logits import scaled_logits
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import row_slices
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from attention_modules.mechanisms.shared.options import MOST_REPEATS, check_flag, check_integer
 from attention_modules.mechanisms.shared.padding import padding_alone, refuse_causal, refuse_causality
 from attention_modules.mechanisms.symmetric import check_self_attention
+from attention_modules.precision import scaled_logits
 
 CHUNK = 256  # rows whose logits are held at once
 

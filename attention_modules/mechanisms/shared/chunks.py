@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.kernels import autocast, check_dropout, recomputed, without_autocast
-from attention_modules.logits import scaled_logits
 from attention_modules.masks import visible
+from attention_modules.precision import scaled_logits
 
 CHUNK = 128  # rows of a map that are held at once
 Weights = Callable[[Tensor, Tensor, int], Tensor]

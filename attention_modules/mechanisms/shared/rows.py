@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.kernels import autocast, check_dropout, transforms_active, without_autocast
-from attention_modules.logits import scaled_logits, wide_product
 from attention_modules.masks import visible
 from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.precision import scaled_logits, wide_product
 
 CHUNK = 64  # rows of the map that are held at once
 Plain = Callable[..., Tensor]

@@ -48,9 +48,9 @@ What else to know:
   `state_dict()`. A swapped checkpoint that is assigned to a model on the meta device brings none, so that
   `restore_attention` refuses it until a plain one is loaded.
 - Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
-  layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the softmax out
-  themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer, TNT, Hiera in
-  its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention
+  layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the
+  softmax out themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
+  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention
   weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
@@ -111,8 +111,8 @@ What else to know:
   weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
   model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
-  have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder builds
-  plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
+  have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder
+  builds plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
   `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
   mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or
   where there are several a mapping by the names in the file. Swap the model that is saved: a model around the one that
@@ -137,7 +137,8 @@ What else to know:
   first. Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call
   `get_peft_model`. After a swap without one, adapt keys, values and the rest: an adapter on the query's projection
   (GPT-2: `c_attn`) is refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where
-  only some layers were swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
+  only some layers were swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the
+  queries that are left.
   `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
   returns. Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and
   without it they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a

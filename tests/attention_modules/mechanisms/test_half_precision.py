@@ -7,7 +7,7 @@ import torch
 
 from attention_modules import mechanisms as found, naive
 from attention_modules.hosts.huggingface.given import bounded
-from attention_modules.logits import scaled_logits
+from attention_modules.precision import scaled_logits
 from tests.attention_modules.compare import random_heads
 from tests.attention_modules.mechanisms.test_equations import CASES, IDS, Case
 
