@@ -83,8 +83,8 @@ class AttentionMechanism(nn.Module):
     one_query_a_key: ClassVar[bool] = False
     """The same under its former name, in which a subclass may still set it."""
     gives_weights: ClassVar[bool] = False
-    """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]``, and mixes
-    the values with the list's last: of that the layer returns what it does, so that the map it returns has a gradient."""
+    """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]``, and mixes the values with
+    the list's last: so the map that the layer returns has a gradient."""
     needs: ClassVar[tuple[str, ...]] = ()
     """What ``forward`` takes as further keywords: ``"x"``, the layer's input ``[B, N, C]`` (that of the queries);
     ``"first_value"`` and ``"previous_value"``, the values ``[B, H, M, d]`` of the first layer of the same stack and of
@@ -108,6 +108,9 @@ class AttentionMechanism(nn.Module):
     """Whether, by its definition, it draws at random in training, and so gives there another output than elsewhere."""
     before_rotation: bool = False
     """Whether it treats features of a head apart, so that rotary positions must not have mixed them before."""
+    counts_columns: bool = False
+    """Whether it learns something of each position by its column, so that a layer which knows of other positions
+    (packed sequences, padding before a sequence) is refused."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence."""

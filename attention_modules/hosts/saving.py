@@ -22,32 +22,20 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from attention_modules.hosts.attached import attach
 from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.sharing import READS, without_wrappers
 
-_ATTRIBUTE, _UPLOAD = "save_pretrained", "_upload_modified_files"
+_UPLOAD = "_upload_modified_files"
 
 
 def attach_saving(model: nn.Module) -> None:
     """Have each Hugging Face model with swapped layers write its plan when it is saved; the others save as always."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            ours = _is_ours(vars(module).get(_ATTRIBUTE))
-            if any(isinstance(child, Swapped) for child in module.modules()):
-                if not ours:
-                    # A partial, unlike a closure, is copied and pickled with the model.
-                    module.__dict__[_ATTRIBUTE] = functools.partial(_save_swapped, module)
-            elif ours:
-                del module.__dict__[_ATTRIBUTE]
-
-
-def _is_ours(found: object) -> bool:
-    return isinstance(found, functools.partial) and found.func is _save_swapped
+    attach(model, "save_pretrained", _save_swapped)
 
 
 def plan_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -135,6 +135,7 @@ class ScaledAttention(AttentionMechanism):
             shape = check_table((spec.num_heads, longest, longest), longest, ", or use variant='scalar'")
         super().__init__(spec)
         self.variant = variant
+        self.counts_columns = variant == "matrix"
         self.s = nn.Parameter(torch.zeros(shape))
 
     def extra_repr(self) -> str:

@@ -156,7 +156,7 @@ def warn_of_cache(model: nn.Module, swapped: type[nn.Module]) -> None:
     writers = []
     for name, module in model.named_modules():
         if getattr(module.__dict__.get("generation_config"), "use_cache", False):
-            found = _why_no_cache([each for each in module.modules() if isinstance(each, swapped)])
+            found = why_no_cache([each for each in module.modules() if isinstance(each, swapped)])
             reasons += [each for each in found if each not in reasons]
             writers += [f"{name and '.'}{name}"] * bool(found)
     if writers:
@@ -168,7 +168,7 @@ def warn_of_cache(model: nn.Module, swapped: type[nn.Module]) -> None:
         )
 
 
-def _why_no_cache(layers: Sequence[Any]) -> list[str]:
+def why_no_cache(layers: Sequence[Any]) -> list[str]:
     """Why swapped layers of one model refuse a cache, if so."""
     needy = [layer for layer in layers if layer.mechanism.cache == "whole sequence"]
     reading = [layer for layer in layers if layer not in needy and set(layer.mechanism.needs) & set(READS)]

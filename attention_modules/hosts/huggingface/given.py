@@ -18,11 +18,11 @@ from attention_modules.precision import scaled_logits
 MASKS = ("position_bias", "indices")
 OF_LOGITS = ("softcap", "s_aux", "sinks")
 # What no mechanism is given: other code would have to choose the keys, or hold them.
-UNSEEN = ("block_indices", "cache")
+UNSEEN = ("block_indices", "block_table")
 # What changes nothing here: in the mask already, for other implementations, or about what is returned.
 WITHOUT_EFFECT = (
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-    *("sliding_window", "position_ids", "use_cache", "output_attentions", "deterministic"),
+    *("sliding_window", "position_ids", "cache", "use_cache", "output_attentions", "deterministic"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 

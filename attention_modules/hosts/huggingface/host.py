@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
@@ -298,6 +299,7 @@ class HuggingFaceHost(Host):
 
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
+        attach_batching(model)
         warn_of_cache(model, SwappedHuggingFace)
 
     def insert(self, layer: Any, mechanism: Any) -> None:

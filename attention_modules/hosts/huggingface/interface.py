@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from attention_modules.hosts.huggingface.batching import paged
 from attention_modules.hosts.huggingface.caches import kept_for, keys_of_new
+from attention_modules.hosts.huggingface.columns import check_columns
 from attention_modules.hosts.huggingface.given import (
     MASKS,
     OF_LOGITS,
@@ -65,6 +67,9 @@ def mechanism_attention_forward(
     """
     mechanism = module.mechanism
     _check_given(mechanism, kwargs, attention_mask)
+    own_keys, cache = key, kwargs.get("cache")
+    if cache is not None:
+        key, value, attention_mask = paged(module, cache, key, value, attention_mask, kwargs)
     if attention_mask is not None and not mechanism.row_masks:
         attention_mask = _one_row(attention_mask, type(mechanism).__name__)
     _check_shapes(module, query, key)
@@ -75,7 +80,9 @@ def mechanism_attention_forward(
     if not mechanism.uses_query:
         _check_no_adapted_query(module)
         scaling = module.without_query_scale(scaling, query)
-        if mechanism.cache != "whole sequence":
+        if cache is not None:
+            query = own_keys
+        elif mechanism.cache != "whole sequence":
             query = keys_of_new(kwargs, module, key, query.shape[2])
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -87,6 +94,8 @@ def mechanism_attention_forward(
         remembered = {name: kept[..., : query.shape[2]] for name, kept in remembered.items()}
     if mechanism.cache == "whole sequence":
         _check_whole(mechanism, query, key)
+        if mechanism.counts_columns:
+            check_columns(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window") is not None)
         query = query if mechanism.uses_query else key
     if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):
         attention_mask, causal = causal_mask(query, key), False

@@ -85,6 +85,7 @@ class PositionBiasAttention(AttentionMechanism):
     """
 
     one_query_per_key = True
+    counts_columns = True
     own_logits: ClassVar = "it adds a learned bias"
     neutral: ClassVar = {}
 

@@ -50,8 +50,8 @@ What else to know:
 - Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
   layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the
   softmax out themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
-  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of attention
-  weights draws in another order.
+  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout
+  of attention weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
