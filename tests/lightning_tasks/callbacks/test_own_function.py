@@ -60,8 +60,13 @@ def test_a_checkpoint_alone_may_name_no_function_but_a_registered_one(trained, r
     assert torch.equal(load_swapped(TinyLM, path).eval()(tokens), module(tokens))
     _REGISTRY.pop("tempered")
     try:
-        with pytest.raises(ValueError, match=rf"names '{PATH}', which is a function.*@register_mechanism\(NAME\)"):
+        function = rf"names '{PATH}', which is a function.*@register_mechanism\(NAME\)"
+        with pytest.raises(ValueError, match=function) as refused:
             load_swapped(TinyLM, path)
+        said = str(refused.value)
+        assert "import the module that defines it (a function needs @register_mechanism(NAME) above it there)" in said
+        assert ",." not in said
+        assert "give the argument yourself" not in said  # there is none
         assert torch.equal(load_swapped(TinyLM, path, trust_checkpoint=True).eval()(tokens), module(tokens))
     finally:
         register_mechanism("tempered")(tempered)
