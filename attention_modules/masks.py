@@ -28,7 +28,8 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     full = (*q.shape[:-1], k.shape[-2])
     size = tuple(attn_mask.shape)
     last = full[-len(size) :] if size else ()
-    fits = len(size) <= len(full) and all(m in (1, f) for m, f in zip(size, last, strict=True))
+    # No `m in (1, f)`, which torch 2.9 cannot compile with free sizes.
+    fits = len(size) <= len(full) and all(m == 1 or m == f for m, f in zip(size, last, strict=True))
     if not fits:
         raise ValueError(
             f"attn_mask of shape {size} does not broadcast to [batch, heads, queries, keys] = {full}; "

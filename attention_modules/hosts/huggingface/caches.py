@@ -92,8 +92,9 @@ def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
         held = int(layer.get_seq_length())
         if held != new:
             raise NotImplementedError(
-                f"this key-value cache holds {held - new} tokens of layer {index} from before "
-                f"{type(module.mechanism).__name__} was put in, which it cannot continue from: start with an empty one"
+                f"this key-value cache holds {held - new} tokens of layer {index} that no layer with "
+                f"{type(module.mechanism).__name__} has seen, as from before a swap or of peft's prefix tuning, and "
+                "which it cannot continue from: start with an empty cache, or take prompt tuning or LoRA"
             )
         layer.new_keys, layer.kept = None, None  # all keys of this call are new
         layer.told, layer.missed = False, False  # whether of the last tokens something was kept; whether not of all
