@@ -13,7 +13,7 @@ from attention_modules.hosts.base import Swapped
 
 
 def attach(model: nn.Module, attribute: str, function: Callable[..., Any]) -> None:
-    """Have the method of each Hugging Face model with swapped layers be ``function(model, ...)``; the others' is theirs.
+    """Have the method of each Hugging Face model with swapped layers be ``function(model, ...)``, and only theirs.
 
     A partial, unlike a closure, is copied and pickled with the model.
     """

@@ -1,0 +1,56 @@
+"""Learned maps of positions read columns: positions that are none are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from attention_modules.swap import swap_attention
+from tests.attention_modules.hosts.cases import decoder, gpt2
+
+CAUSAL_BUILDS = {"llama": decoder("Llama", num_hidden_layers=2), "gpt2": gpt2(n_layer=2)}
+FIRST, SECOND = torch.tensor([[5, 9, 3, 8, 22]]), torch.tensor([[7, 30, 31, 2]])
+BY_COLUMN = [("position_bias", {"num_tokens": 16}), ("scaled", {"num_tokens": 16})]
+OTHERS = [("softmax", {}), ("rpc", {}), ("dam", {"num_tokens": 16}), ("scaled", {"variant": "scalar"})]
+
+
+def swapped_model(family: str, name: str, options: dict[str, object]) -> nn.Module:
+    torch.manual_seed(0)
+    model = CAUSAL_BUILDS[family]().eval()
+    swap_attention(model, name, **options)
+    for path, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.3)
+        if "mechanism" in path:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def run(model: nn.Module, tokens: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+    return model(tokens, use_cache=False, **given)[0]
+
+
+@pytest.mark.parametrize("family", CAUSAL_BUILDS)
+@pytest.mark.parametrize(("name", "options"), BY_COLUMN, ids=[name for name, _ in BY_COLUMN])
+def test_other_positions_are_refused(family: str, name: str, options: dict[str, object]) -> None:
+    model = swapped_model(family, name, options)
+    packed, positions = torch.cat([FIRST, SECOND], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    with pytest.raises(RuntimeError, match=r"counts columns, and these position_ids are not 0 to N - 1"):
+        run(model, packed, position_ids=positions)
+    left = torch.tensor([[0, 0, *SECOND[0].tolist()]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with pytest.raises(RuntimeError, match="counts columns, and these position_ids"):
+        run(model, left, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    with pytest.raises(RuntimeError, match="counts columns, and this mask hides the first token"):
+        run(model, left, attention_mask=mask)
+    right = torch.tensor([[*SECOND[0].tolist(), 0, 0]])
+    padded = run(model, right, attention_mask=mask.flip(1))[:, :4]
+    torch.testing.assert_close(padded, run(model, SECOND), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=[f"{name} {options}" for name, options in OTHERS])
+def test_relative_mechanisms_take_packed_sequences(name: str, options: dict[str, object]) -> None:
+    model = swapped_model("llama", name, options)
+    packed, positions = torch.cat([FIRST, SECOND], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    together = run(model, packed, position_ids=positions)
+    torch.testing.assert_close(together[:, 5:], run(model, SECOND), atol=1e-5, rtol=1e-4)
