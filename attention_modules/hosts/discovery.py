@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from attention_modules.hosts.base import AttentionSwapError, Host, Swapped, hook_refusal
-from attention_modules.hosts.model.networks import Network, are_twins, networks_of
+from attention_modules.hosts.networks import Network, are_twins, networks_of
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, did_you_mean

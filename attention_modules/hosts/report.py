@@ -11,7 +11,7 @@ from torch import nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Skipped
-from attention_modules.hosts.model.networks import Network
+from attention_modules.hosts.networks import Network
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.sharing import without_wrappers
 

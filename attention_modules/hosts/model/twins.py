@@ -9,7 +9,7 @@ from torch import nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import AttentionLayer, acting_mechanism
 from attention_modules.hosts.discovery import Survey
-from attention_modules.hosts.model.networks import Network, are_copies
+from attention_modules.hosts.networks import Network, are_copies
 
 Plan = list[tuple[AttentionLayer, AttentionMechanism]]
 
