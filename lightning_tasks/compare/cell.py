@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.compare.sources import Sources, changed_sources, sources_of
+from lightning_tasks.compare.identity.sources import Sources, changed_sources, sources_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.json_values import of_kind, text_of
 from lightning_tasks.runs.log import read_metrics

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, Cell, parse_sources
 from lightning_tasks.compare.choice import Choice, parse_choice
-from lightning_tasks.compare.sources import Sources, mixed_sources
+from lightning_tasks.compare.identity.sources import Sources, mixed_sources
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of

@@ -83,7 +83,7 @@ def test_a_cache_from_before_the_swap_is_refused(name: str) -> None:
     for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=16)):
         model(tokens, past_key_values=cache)
         swap_attention(model, name)
-        with pytest.raises(NotImplementedError, match=r"holds 6 tokens of layer 0 .*: start with an empty one"):
+        with pytest.raises(NotImplementedError, match=r"holds 6 tokens of layer 0 .*: start with an empty cache"):
             model(tokens, past_key_values=cache)
         restore_attention(model)
 

@@ -10,8 +10,8 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT, Cell, run_cell
+from lightning_tasks.compare.identity.sources import mixed_sources, sources_of
 from lightning_tasks.compare.record import read_record
-from lightning_tasks.compare.sources import mixed_sources, sources_of
 from lightning_tasks.errors import UsageError
 
 MINE = (

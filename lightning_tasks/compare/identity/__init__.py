@@ -1,0 +1,1 @@
+"""What makes two cells of a comparison the same."""
