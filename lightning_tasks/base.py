@@ -15,9 +15,9 @@ from torchmetrics import Metric
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.checkpoints.resume import (
     gather_random_states,
+    go_on,
     refuse_other_settings,
     reopen_cut_epoch,
-    set_random_state,
 )
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
 from lightning_tasks.checkpoints.swaps import warn_of_other_attention
@@ -166,10 +166,10 @@ class BaseTask(LightningModule):
         reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self) -> None:
-        """Go on with this process's random state in the checkpoint that is resumed."""
-        if self._random_states is None or self.trainer.ckpt_path is None:  # loaded as a start for another fit
+        """Go on with this process's random state in the checkpoint that is resumed, and at its place in the data."""
+        if self.trainer.ckpt_path is None:  # loaded as a start for another fit
             return
-        set_random_state(self._random_states, self.global_rank, self.device)
+        go_on(self.trainer, self, self._random_states)
         self._random_states = None
 
     def configure_optimizers(self) -> Any:

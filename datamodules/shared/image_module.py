@@ -152,7 +152,7 @@ class ImageLoader(ResumableLoader):
     dataset: ImageDataset
 
     def __iter__(self) -> Any:
-        self.dataset.set_epoch(self._epoch)
+        self.dataset.set_epoch(self._order.epoch)
         for batch in super().__iter__():
             self.dataset.warn_of_skipped(growth=2.0)  # soon, and few times
             yield batch

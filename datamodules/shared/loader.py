@@ -6,7 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .windows import EpochShuffle
 
@@ -24,10 +24,10 @@ class InOrder(SequentialSampler):
 class ResumableLoader(DataLoader):
     """A `DataLoader` whose state is its epoch and the number of batches given in it; Lightning checkpoints both.
 
-    What was given before is left out, not loaded again. The order follows from the epoch alone: with `shuffle=True` it
-    is that of :class:`EpochShuffle`, without it that of the data set. Random transforms in worker processes draw anew
-    in an epoch that is resumed; in the training process they draw from the global random state, which
-    :class:`~attnswap.callbacks.ExactResume` restores.
+    What was given before is left out, not loaded again. The order follows from seed and epoch alone: with
+    `shuffle=True` it is that of :class:`EpochShuffle`, without it that of the data set. A resumed loader goes on with
+    the seed of its checkpoint. Random transforms in worker processes draw anew in an epoch that is resumed; in the
+    training process they draw from the global random state, which :class:`~attnswap.callbacks.ExactResume` restores.
 
     Args:
         dataset: has a length and items by index.
@@ -37,8 +37,9 @@ class ResumableLoader(DataLoader):
             move the global random state.
 
     Raises:
-        ValueError: the data set is an `IterableDataset`, or the sampler has no `set_epoch`, so that what was given
-            before is not known.
+        ValueError: the data set is an `IterableDataset`, or the sampler has no `epoch` and `set_epoch`, so that what
+            was given before is not known; or an epoch is resumed with another number of samples, another batch size
+            (summed over processes) or another `shuffle` than it began with.
 
     Example:
         >>> from attnswap.datamodules import ResumableLoader
@@ -57,33 +58,36 @@ class ResumableLoader(DataLoader):
                 "on from: give a data set with a length and items by index"
             )
         batches = options.get("batch_sampler")
-        if batches is None and (sampler is None or type(sampler) is SequentialSampler):
-            sampler = EpochShuffle(dataset) if shuffle else InOrder(dataset)
-            shuffle = None
-        given = sampler if batches is None else getattr(batches, "sampler", batches)
-        if not hasattr(given, "set_epoch"):
+        if type(sampler) is SequentialSampler:
+            sampler = InOrder(sampler.data_source)
+        elif sampler is None and batches is None:
+            sampler, shuffle = (EpochShuffle if shuffle else InOrder)(dataset), None
+        order = sampler if batches is None else getattr(batches, "sampler", None)
+        if not (hasattr(order, "set_epoch") and hasattr(order, "epoch")):
             what = "sampler" if batches is None else "batch_sampler"
             raise ValueError(
-                f"ResumableLoader: {what} has a {type(given).__name__} without set_epoch, so that its order in a "
-                "resumed epoch is not known: leave it out and give shuffle=True or False, or give it epoch and "
-                "set_epoch, as DistributedSampler has"
+                f"ResumableLoader: {what} has a {type(batches if order is None else order).__name__} without set_epoch "
+                "and epoch, so that its order in a resumed epoch is not known: leave it out and give shuffle=True or "
+                "False, or give a sampler with both, as DistributedSampler has, which a batch_sampler has as sampler"
             )
         if options.get("generator") is None:
             options["generator"] = torch.Generator()
-        size: dict[str, Any] = {} if batches is not None else {"batch_size": batch_size}
-        super().__init__(dataset, shuffle=shuffle, sampler=sampler, **size, **options)
+        super().__init__(dataset, batch_size, shuffle, sampler, **options)
 
-    _given = 0
+    _given = (0, 0)  # an epoch, and how many of its batches were given
     _skip = 0
-    _resume: dict[str, int] | None = None
+    _resume: dict[str, Any] | None = None
 
     def __iter__(self) -> Any:
         # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
         # asks for the iterator before that.
         resume, self._resume = self._resume, None
-        self._skip = resume["batches"] if resume is not None and resume["epoch"] == self._epoch else 0
+        self._skip = 0
+        if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
+            self._refuse_other_batches(resume)
+            self._skip = resume["batches"]
         for place, batch in enumerate(super().__iter__(), start=self._skip + 1):
-            self._given = place
+            self._given = self._order.epoch, place
             yield batch
 
     @property
@@ -91,18 +95,41 @@ class ResumableLoader(DataLoader):
         return _Rest(super()._index_sampler, self)
 
     @property
-    def _epoch(self) -> int:
-        own = self.sampler if hasattr(self.sampler, "set_epoch") else getattr(self.batch_sampler, "sampler", None)
-        return getattr(own, "epoch", 0)
+    def _order(self) -> Any:
+        return self.sampler if hasattr(self.sampler, "set_epoch") else self.batch_sampler.sampler  # type: ignore[union-attr]
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were given."""
-        return {"epoch": self._epoch, "batches": self._given}
+    def _batches(self) -> dict[str, Any]:
+        """What says which samples a batch has, beside seed and epoch."""
+        order, size = self._order, getattr(self.batch_sampler, "batch_size", 1)
+        return {
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "batch_size": size * getattr(order, "num_replicas", 1),
+            "shuffle": isinstance(order, RandomSampler) or bool(getattr(order, "shuffle", False)),
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Leave out what was given before, when that epoch is iterated over."""
+    def _refuse_other_batches(self, state: dict[str, Any]) -> None:
+        now = self._batches().items()
+        other = [f"{name} is {state[name]} there and {own} here" for name, own in now if state.get(name, own) != own]
+        if other:
+            raise ValueError(
+                f"ResumableLoader: the checkpoint lies behind batch {state['batches']} of epoch {state['epoch']}, and "
+                f"{', '.join(other)} (batch_size summed over processes), so that the rest of the epoch is not known: "
+                "give what the checkpoint has, or resume from one at the end of an epoch"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its batches were given, and by what its order is known."""
+        epoch, batches = self._given
+        now = self._order.epoch
+        place = {"epoch": now, "batches": batches if epoch == now else 0}
+        return {**place, "seed": getattr(self._order, "seed", None), **self._batches()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave out what was given before, when that epoch is iterated over, and go on with its seed."""
         self._resume = dict(state)
-        self._given = state["batches"]
+        self._given = state["epoch"], state["batches"]
+        if state.get("seed") is not None and hasattr(self._order, "seed"):
+            self._order.seed = state["seed"]
 
 
 class _Rest:

@@ -12,7 +12,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
 
-_SHARDED = "meta.pt"  # what Lightning puts into the folder of a sharded checkpoint
+SHARDED = "meta.pt"
+"""What Lightning puts into the folder of a sharded checkpoint: all but its tensors."""
 
 
 class UnwrittenCheckpoint(OSError):
@@ -50,14 +51,14 @@ def refuse_damaged(path: str | Path) -> None:
 
 def is_sharded(path: str | Path) -> bool:
     """Whether `path` is the folder of a sharded checkpoint, which only the strategy that wrote it can read."""
-    return Path(path, _SHARDED).is_file()
+    return Path(path, SHARDED).is_file()
 
 
 def _is_only_sharded(path: str | Path) -> bool:
     """Whether a folder, which no link or `..` leads to, has the files of a sharded checkpoint alone."""
     if Path(path).is_symlink() or ".." in Path(path).parts or not is_sharded(path):
         return False
-    return all(name in (_SHARDED, ".metadata") or name.endswith(".distcp") for name in os.listdir(path))
+    return all(name in (SHARDED, ".metadata") or name.endswith(".distcp") for name in os.listdir(path))
 
 
 def _folder(path: str | Path) -> str:

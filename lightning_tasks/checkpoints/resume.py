@@ -46,15 +46,33 @@ def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device
         torch.cuda.set_rng_state(devices[0].cpu(), device)
 
 
-def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
-    """Make a fit that resumes with more steps finish the epoch that `max_steps` cut short.
+def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[Tensor]] | None) -> None:
+    """Begin a resumed fit with the random state of this process, and at its place in the data.
 
-    Lightning counts such an epoch as processed, so it would give the rest of its steps the data of the next one.
+    Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
+    reads the checkpoint, and would not tell them their place afterwards. Here it makes them anew.
+    """
+    trainer.fit_loop._combined_loader = None
+    if states is not None:
+        set_random_state(states, trainer.global_rank, pl_module.device)
+
+
+def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+    """Make a fit that resumes finish the epoch that `max_steps` cut short, and give one that was about to start whole.
+
+    Lightning counts the first as processed, so it would give the rest of its steps the data of the next one. Of a
+    checkpoint that is saved in `on_train_epoch_start` it has the batches of the epoch before, and leaves out those of
+    the new one.
     """
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     batches = fit.get("epoch_loop.batch_progress", {})
     epochs = fit.get("epoch_progress", {})
-    if not batches or batches["is_last_batch"] or not batches["current"]["ready"]:
+    if not batches or not batches["current"]["ready"]:
+        return
+    if batches["is_last_batch"]:
+        for count in (epochs["total"], epochs["current"]):
+            if count["started"] == count["completed"]:
+                count["ready"] = count["completed"]
         return
     for count in (epochs["total"], epochs["current"]):
         if count["processed"] > count["completed"]:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.prediction_table import PredictionTable
+from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.save_on_stop import SaveOnStop
 from lightning_tasks.cli.loggers import planned_loggers
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
@@ -56,6 +57,8 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
     added: list[Callback] = []
     if section.get("init_from"):
         added.append(InitFromCheckpoint(section.init_from))
+    if command == "fit":
+        added.append(ExactResume())
     if command == "fit" and section.get("ckpt_path"):
         added += [CheckResumedOptimizer(), WarnOfMissedValidation()]
     added.append(SaveOnStop())

@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
-import yaml
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_tasks.checkpoints.files import is_sharded
+from lightning_tasks.checkpoints.files import SHARDED, is_sharded
 from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.loggers import runs_folder
-from lightning_tasks.cli.save_config import CONFIGURATION, plain_of
+from lightning_tasks.cli.save_config import CONFIGURATION, ENVIRONMENT, plain_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.runs.folder import RUNS
@@ -44,6 +45,8 @@ def last_checkpoint(section: Any, model: Mapping[str, Any], recipe: str, resumes
     found = [path for folder, pattern in patterns for path in folder.glob(pattern) if path.exists()]
     found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
     here = plain_of({key: section.get(key) for key in ("data", "seed_everything")})
+    if here["seed_everything"] is True:  # any seed
+        del here["seed_everything"]
     own = join_arguments(plain_of({"model": model}))
     saved = {path: _configuration(path) for path in found}
     others = {path: _differences(here, saved[path]) for path in found}
@@ -93,16 +96,22 @@ def _own_folders(callbacks: Any) -> Iterable[Path]:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Model, data and seed of the run that wrote a checkpoint; nothing where neither file nor folder tells."""
-    file = path.parent.parent / "config.yaml"
+    """Model, data and seed of the run that wrote a checkpoint; nothing where neither file nor folder tells.
+
+    The file comes first: its folder may hold a `config.yaml` of the user's own, or one of a later run.
+    """
+    file, run = path / SHARDED if is_sharded(path) else path, path.parent.parent
     try:
-        if path.parent.name == "checkpoints" and file.is_file():
-            return read_settings(file)
-        text = "" if is_sharded(path) else read_checkpoint(path).get(CONFIGURATION, "")
-        found = json.loads(text) if text else {}
-    except (UsageError, OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}  # a file that is cut is left out by its fault
-    return found if isinstance(found, dict) else {}
+        # Checksums are compared for what is taken; without them no tensor is read.
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        if CONFIGURATION in content:
+            found = json.loads(content[CONFIGURATION])
+            return found if isinstance(found, dict) else {}
+        if path.parent.name == "checkpoints" and (run / ENVIRONMENT).is_file():  # of an earlier version of attnswap
+            return read_settings(run / "config.yaml")
+    except Exception:  # a damaged file fails in any way, and is left out by its fault
+        return {}
+    return {}
 
 
 def _differences(here: Any, there: Any, key: str = "") -> list[str]:

@@ -97,8 +97,6 @@ def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
         raise ValueError(f"{_TIMM_SCHEDULE} needs the end of the run: give trainer.max_epochs or trainer.max_steps")
     trainer.fit_loop.setup_data()
     updates, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
-    # Lightning would keep the loaders that it made for this, and not tell them where a resumed run was.
-    trainer.fit_loop._combined_loader = None
     if not trainer.limit_train_batches:  # Lightning then counts infinitely many batches
         updates, batches = 1, 1
     if math.isinf(batches):

@@ -33,14 +33,17 @@ TRUST_IT = "if you trust the file, give --trust_checkpoint (in Python: trust_che
 GIVE_IT = f"give the argument yourself, on the command line or by keyword, or, {TRUST_IT}"
 
 
-def cure_of(place: str) -> str:
+def cure_of(place: str, path: object) -> str:
     """The cure where a name in this place is refused; what a callback swapped is no argument that one can give."""
-    if place.endswith(".plan.mechanism"):
-        return (
-            "before you load the file, import the module that defines it (a function needs @register_mechanism(NAME) "
-            f"above it there); or, {TRUST_IT}"
-        )
-    return GIVE_IT
+    if not place.endswith(".plan.mechanism"):
+        return GIVE_IT
+    module = str(path).rpartition(".")[0]
+    if module in sys.modules and _is_users_module(module.partition(".")[0]):
+        return f"put @register_mechanism(NAME) above the function before you load the file; or, {TRUST_IT}"
+    return (
+        "before you load the file, import the module that defines it (a function needs @register_mechanism(NAME) above "
+        f"it there); or, {TRUST_IT}"
+    )
 
 
 @dataclass(frozen=True)
@@ -199,10 +202,10 @@ def check_origin(path: str, allowed: Collection[str], place: str) -> None:
     if not _is_library(package) and package not in allowed and not _is_loaded(path):
         raise ValueError(
             f"{place} names {path!r}, which your program has not imported as a class, or a function under "
-            f"@register_mechanism(NAME); it was not imported; {cure_of(place)}"
+            f"@register_mechanism(NAME); it was not imported; {cure_of(place, path)}"
         )
     if any(part.startswith("_") or not part for part in parts):
-        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {cure_of(place)}")
+        raise ValueError(f"{place} names {path!r}, which is private and was not imported; {cure_of(place, path)}")
 
 
 def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
@@ -216,7 +219,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
         TypeError: as :func:`check_kind`.
     """
     if not isinstance(path, str) or "." not in path:  # by a bare name the command line takes any class that is loaded
-        raise TypeError(f"{place} has {path!r} where a dotted path is needed; {cure_of(place)}")
+        raise TypeError(f"{place} has {path!r} where a dotted path is needed; {cure_of(place, path)}")
     check_origin(path, allowed, place)
     found: Any
     found, names = find_module(path)
@@ -233,7 +236,7 @@ def stored_object(path: Any, allowed: Collection[str], place: str) -> Any:
         known = " that @register_mechanism(NAME) registers" if kind is _MECHANISM else ""
         raise TypeError(
             f"{place} names {path!r}, which is {_described(found)}: from a checkpoint it must be {kind.words}{known}. "
-            f"It was not called; {cure_of(place)}"
+            f"It was not called; {cure_of(place, path)}"
         )
     check_kind(found, place, path)
     return found
@@ -257,12 +260,12 @@ def check_package(home: str, path: str, allowed: Collection[str], place: str) ->
         raise ValueError(
             f"{place} names {path!r}, and a checkpoint may name nothing of the package {package!r}: it is neither "
             "attnswap, torch, torchvision, torchmetrics, lightning, timm nor transformers, nor does your own "
-            f"configuration name it. It was not called; {cure_of(place)}"
+            f"configuration name it. It was not called; {cure_of(place, path)}"
         )
     if not f"{home}.".startswith(_PARTS.get(package, "")):
         raise ValueError(
             f"{place} names {path!r}, and of torch a checkpoint may name what is in torch.nn and torch.optim. It was "
-            f"not called; {cure_of(place)}"
+            f"not called; {cure_of(place, path)}"
         )
 
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.checkpoints.resume import gather_random_states, reopen_cut_epoch, set_random_state
+from lightning_tasks.checkpoints.resume import gather_random_states, go_on, reopen_cut_epoch
 
 _STATES = "random_states"  # the key that our tasks use
 
@@ -45,10 +45,8 @@ class ExactResume(Callback):
         reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on with the random state, and have Lightning make the loaders once it has read the place in the data."""
+        """Go on with the random state and at the place in the data."""
         if trainer.ckpt_path is None:  # the checkpoint was loaded as a start for another fit
             return
-        trainer.fit_loop._combined_loader = None
-        if self._states is not None:
-            set_random_state(self._states, trainer.global_rank, pl_module.device)
-            self._states = None
+        go_on(trainer, pl_module, self._states)
+        self._states = None

@@ -2,7 +2,14 @@
 
 import pytest
 from attnswap.datamodules import EpochShuffle, ResumableLoader
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 DATA = list(range(10))
 
@@ -10,6 +17,13 @@ DATA = list(range(10))
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(DATA)
+
+
+class Told(list):
+    """Is told the epoch, and does not say it."""
+
+    def set_epoch(self, epoch):
+        pass
 
 
 def batches(loader):
@@ -42,15 +56,16 @@ def test_the_rest_of_an_epoch_is_given_and_the_next_is_whole(options, epoch):
         if len(given) == 2:
             break
     state = begun.state_dict()
-    assert state == {"epoch": epoch, "batches": 2}
+    assert (state["epoch"], state["batches"]) == (epoch, 2)
     resumed, order = at(epoch)
     resumed.load_state_dict(state)
     assert given + batches(resumed) == batches(at(epoch)[0])
     order.set_epoch(epoch + 1)
     assert batches(resumed) == batches(at(epoch + 1)[0])
     ended, order = at(epoch)
-    ended.load_state_dict({"epoch": epoch, "batches": len(ended)})
+    ended.load_state_dict({**state, "batches": len(ended)})
     order.set_epoch(epoch + 1)
+    assert (ended.state_dict()["epoch"], ended.state_dict()["batches"]) == (epoch + 1, 0)  # before its first batch
     assert batches(ended) == batches(at(epoch + 1)[0])
 
 
@@ -62,9 +77,75 @@ def test_the_rest_of_an_epoch_is_given_and_the_next_is_whole(options, epoch):
         (DATA, {"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "WeightedRandomSampler without set_epoch"),
         (DATA, {"batch_sampler": BatchSampler(RandomSampler(DATA), 2, False)}, "batch_sampler has a RandomSampler"),
         (DATA, {"batch_sampler": [[0, 1], [2, 3]]}, "batch_sampler has a list without set_epoch"),
+        (DATA, {"batch_sampler": Told([[0, 1], [2, 3]])}, "batch_sampler has a Told without.*has as sampler"),
+        (DATA, {"sampler": Told(DATA)}, "sampler has a Told without set_epoch and epoch"),
+        (DATA, {"sampler": SequentialSampler(DATA), "shuffle": True}, "mutually exclusive"),
+        (DATA, {"batch_sampler": BatchSampler(EpochShuffle(DATA), 2, False), "batch_size": 4}, "mutually exclusive"),
     ],
-    ids=range(5),
+    ids=range(9),
 )
 def test_what_has_no_place_to_go_on_from_is_refused(data, options, message):
     with pytest.raises(ValueError, match=message):
         ResumableLoader(data, **options)
+
+
+def half(rank, **options):
+    return DistributedSampler(DATA, num_replicas=2, rank=rank, **options)
+
+
+def begun(**options):
+    """The state of a loader in order, batches of two, after its first."""
+    loader = ResumableLoader(DATA, **{"batch_size": 2, **options})
+    next(iter(loader))
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (DATA, {"batch_size": 3}, "batch_size is 2 there and 3 here"),
+        (DATA, {"batch_size": 2, "sampler": half(0, shuffle=False)}, "batch_size is 2 there and 4 here"),
+        (DATA, {"batch_size": 2, "shuffle": True}, "shuffle is False there and True here"),
+        (DATA[:9], {"batch_size": 2}, "samples is 10 there and 9 here"),
+    ],
+    ids=["batch-size", "processes", "shuffle", "samples"],
+)
+def test_the_rest_of_an_epoch_of_other_batches_is_refused(data, options, message):
+    resumed = ResumableLoader(data, **options)
+    resumed.load_state_dict(begun())
+    with pytest.raises(ValueError, match=rf"behind batch 1 of epoch 0, and {message}.*give what the checkpoint has"):
+        next(iter(resumed))
+    later = ResumableLoader(data, **options)
+    later.load_state_dict(begun())
+    later.sampler.set_epoch(1)  # the next epoch is whole whatever its batches are
+    whole = ResumableLoader(data, **options)
+    whole.sampler.set_epoch(1)
+    assert batches(later) == batches(whole)
+
+
+def test_two_processes_go_on_where_one_with_batches_of_twice_the_size_was():
+    rest = []
+    for rank in range(2):
+        resumed = ResumableLoader(DATA, batch_size=1, sampler=half(rank, shuffle=False))
+        resumed.load_state_dict(begun())
+        rest += batches(resumed)
+    assert sorted(rest) == [[sample] for sample in DATA[2:]]
+
+
+def test_an_order_goes_on_with_its_own_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    first = ResumableLoader(DATA, batch_size=2, shuffle=True)
+    given = [batch.tolist() for _, batch in zip(range(2), first, strict=False)]
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
+    resumed = ResumableLoader(DATA, batch_size=2, shuffle=True)
+    whole = batches(first)
+    assert batches(resumed) != whole
+    resumed.load_state_dict({**first.state_dict(), "batches": 2})
+    assert given + batches(resumed) == whole
+    first.sampler.set_epoch(1)
+    resumed.sampler.set_epoch(1)
+    assert batches(resumed) == batches(first)
+
+
+def test_a_part_of_the_data_in_order_stays_that_part():
+    assert batches(ResumableLoader(DATA, batch_size=2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]

@@ -13,6 +13,8 @@ import torch
 from lightning_tasks.__main__ import main
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
 from lightning_tasks.checkpoints.weights import read_checkpoint
+from lightning_tasks.cli.save_config import CONFIGURATION
+from tests.lightning_tasks.cli.data import SEEN, ReadsSteps
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 
 LAST = ["--ckpt_path", "last", "--trainer.max_steps=4"]
@@ -105,6 +107,52 @@ def test_of_two_models_the_same_one_is_resumed_and_workers_make_no_difference(de
     newest = checkpoint()
     main(["fit", "--config", demo, DATA, "--data.num_workers=1", "--ckpt_path=last", "--trainer.max_steps=6"])
     assert said[-2] == f"attnswap: --ckpt_path last is {newest}"
+
+
+def test_a_module_of_one_s_own_goes_on_at_its_place_in_the_data(demo):
+    """It reads the number of steps as it builds the optimizer; Lightning alone would begin the epoch anew."""
+    fit = ["fit", "--config", demo, f"--model={ReadsSteps.__module__}.ReadsSteps"]
+    fit.append(f"--data={ReadsSteps.__module__}.ResumableData")
+    SEEN.clear()
+    main([*fit, "--trainer.max_steps=12"])
+    whole = SEEN.copy()
+    SEEN.clear()
+    main([*fit, "--trainer.max_steps=3", "--trainer.default_root_dir=cut"])
+    main([*fit, "--trainer.max_steps=12", "--trainer.default_root_dir=cut", "--ckpt_path=last"])
+    assert whole == SEEN
+    assert sorted(whole[:8]) == [*range(8)]
+
+
+def test_a_seed_that_may_be_any_is_that_of_each_checkpoint(demo, said, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")  # which Lightning takes for it
+    fit = ["fit", "--config", demo, "--seed_everything=true", DATA]
+    main(fit)
+    own = checkpoint()
+    main([*fit, *LAST])
+    assert said[-2] == f"attnswap: --ckpt_path last is {own}"
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_config_yaml_of_the_user_s_own_says_nothing_of_the_checkpoints_beside_it(demo, capsys, said, size):
+    Path("config.yaml").write_text(f"data: {{class_path: {DATA[7:]}, init_args: {{size: 8}}}}")
+    fit = ["fit", "--config", demo, "--config=config.yaml", "--trainer.logger=false"]
+    main([*fit, "--data.size=7"])
+    if size == 8:
+        assert "data.init_args.size is 7 there and 8 here" in refused([*fit, *LAST], capsys)
+        return
+    main([*fit, "--data.size=7", *LAST])
+    assert any("last is checkpoints/epoch=0-step=2.ckpt" in line for line in said)
+
+
+def test_a_checkpoint_that_says_nothing_is_of_the_configuration_in_its_run_s_folder(demo, capsys):
+    """As those of earlier versions."""
+    main(["fit", "--config", demo, DATA])
+    content = torch.load(checkpoint(), weights_only=True)
+    del content[CONFIGURATION]
+    torch.save(content, checkpoint())
+    assert "data.init_args.size is 8 there and 7 here" in refused(
+        ["fit", "--config", demo, DATA, "--data.size=7", *LAST], capsys
+    )
 
 
 def test_a_test_may_be_of_other_data(demo, said):

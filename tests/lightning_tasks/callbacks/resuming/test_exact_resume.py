@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 from attnswap.datamodules import ResumableLoader
+from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
@@ -16,13 +17,16 @@ class Killed(RuntimeError):
 
 
 def module_of(package, reads_steps, kill_at=None, shuffle=True):
-    class Own(import_module(package).LightningModule):
+    class Own(getattr(import_module(package), "BaseTask" if package == "lightning_tasks" else "LightningModule")):
         """Draws dropout, and notes the samples that it is given."""
 
         def __init__(self):
             super().__init__()
             self.net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
             self.seen = []
+
+        def build_model(self):
+            return torch.nn.Identity()  # as a task must
 
         def train_dataloader(self):
             data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
@@ -45,10 +49,11 @@ def module_of(package, reads_steps, kill_at=None, shuffle=True):
 
 
 def fitted(package, folder, module, every, resumed=None, callbacks=None):
-    pl = import_module(package)
-    keep = import_module(f"{package}.callbacks").ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    pl = import_module("lightning.pytorch" if package == "lightning_tasks" else package)
+    keep = import_module(f"{pl.__name__}.callbacks").ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    own = [ExactResume()] if package != "lightning_tasks" else []
     options = {"max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    options |= {"enable_model_summary": False, "callbacks": [keep, *(callbacks or [ExactResume()])]}
+    options |= {"enable_model_summary": False, "callbacks": [keep, *(own if callbacks is None else callbacks)]}
     pl.Trainer(**options).fit(module, ckpt_path=resumed)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
@@ -60,6 +65,7 @@ def fitted(package, folder, module, every, resumed=None, callbacks=None):
         ("lightning.pytorch", True, False, 6),  # at the end of an epoch
         ("lightning.pytorch", False, True, 14),
         ("pytorch_lightning", True, False, 3),
+        ("lightning_tasks", True, True, 8),  # a task of one's own has what the callback does
     ],
 )
 def test_a_killed_fit_of_any_module_goes_on_bitwise(tmp_path, package, reads_steps, shuffle, at):
@@ -96,3 +102,23 @@ def test_a_fit_that_resumes_nothing_is_left_alone(tmp_path):
     plain = fitted("lightning.pytorch", tmp_path / "b", alone, 18, callbacks=[other])
     assert module.seen == alone.seen
     assert all(torch.equal(watched[name], value) for name, value in plain.items())
+
+
+class SaveAtStart(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_from_the_start_of_an_epoch_has_that_epoch_before_it(tmp_path):
+    """Lightning alone leaves out all but one of its batches."""
+    package, path = "lightning.pytorch", tmp_path / "start.ckpt"
+    whole = module_of(package, True)
+    expected = fitted(package, tmp_path, whole, 18, callbacks=[ExactResume(), SaveAtStart(path)])
+    resumed = module_of(package, True)
+    found = fitted(package, tmp_path / "resumed", resumed, 18, str(path))
+    assert resumed.seen == whole.seen[6:]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
