@@ -123,6 +123,8 @@ class _Model:
     def _are_twins(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
         """Numbers tell layers and stages apart: there only a copy of a stack counts."""
         stems = [self._branches(part, parts[part]) for part in (one, other)]
+        if any(stem in self.layers for stem, _ in stems):  # one layer, of which only what is around it tells
+            stems = [(part, {}) for part in (one, other)]
         first, second = (self.modules[stem] for stem, _ in stems)
         if _unnumbered(one) != _unnumbered(other):
             return _shape_of(first) == _shape_of(second)
