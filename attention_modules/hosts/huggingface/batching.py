@@ -59,6 +59,14 @@ def _refusals(model: Any, layers: Sequence[Any]) -> list[str]:
         for name, mechanism in mechanisms.items()
         if not mechanism.row_masks
     ]
+    reasons += [
+        f"{name} has no query, and with this version of transformers layers do not tell which keys are new"
+        for name in dict.fromkeys(
+            type(layer.mechanism).__name__
+            for layer in layers
+            if not layer.mechanism.uses_query and "cache" in inspect.signature(layer.plain_class.forward).parameters
+        )
+    ]
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", "eager", "paged|eager"):
         reasons.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -48,6 +49,11 @@ def test_the_same_tokens_are_written(name: str) -> None:
     model = language_model()
     mechanism, options = MECHANISMS[name]
     swap_attention(model, mechanism, **options)
+    layer = model.model.layers[0].self_attn
+    if not layer.mechanism.uses_query and "cache" in inspect.signature(layer.plain_class.forward).parameters:
+        with pytest.raises(NotImplementedError, match="has no query, and with this version of transformers"):
+            batched(model)  # from 5.24 on
+        return
     assert batched(model) == one_by_one(model)
 
 
