@@ -55,7 +55,7 @@ class SwapAttention(Callback):
             or the import path of either.
         options: the mechanism's own arguments, as plain data, for configuration files.
         where: names of layers (a glob or several); all self-attention where None.
-        layers: which of those, counted in module order.
+        layers: which of those, counted in module order within each network of the module.
         exclude: names (globs) to leave out.
         **mechanism_options: the mechanism's own arguments, as ``swap_attention`` takes them, in place of ``options``.
 
@@ -230,9 +230,8 @@ class SwapAttention(Callback):
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
-        matched, _ = select(
-            survey(pl_module), self.where, self.layers, self.exclude, frozen=False
-        )  # cross-attention among them
+        chosen_by = (self.where, self.layers, self.exclude)
+        matched, _ = select(survey(pl_module), *chosen_by, frozen=False)  # cross-attention among them
         chosen = {layer.name for layer in matched}
         for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
             if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:

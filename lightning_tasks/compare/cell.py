@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.compare.identity.sources import Sources, changed_sources, sources_of
+from lightning_tasks.compare.identity.sources import Sources, changed_sources, sources_of, value_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.json_values import of_kind, text_of
 from lightning_tasks.runs.log import read_metrics
@@ -95,7 +95,7 @@ class Cell:
     @property
     def sources(self) -> Sources:
         """The code and the files that its configuration names, as they are now."""
-        values = [yaml.safe_load(each.partition("=")[2]) for each in self.overrides]
+        values = [value_of(each.partition("=")[2]) for each in self.overrides]
         return sources_of([_content(Path(self.config).read_text(encoding="utf-8")), *values])
 
     def changed(self) -> list[str]:
@@ -103,10 +103,22 @@ class Cell:
 
         A result of an earlier version does not say what it was made with: nothing counts as changed.
         """
-        if not self._has_result():
-            return []
-        recorded = self.result().get("sources")
-        return [] if recorded is None else changed_sources(parse_sources(recorded), self.sources)
+        recorded = self.recorded_sources()
+        return [] if recorded is None else changed_sources(recorded, self.sources)
+
+    def recorded_sources(self) -> Sources | None:
+        """What a result of these settings was made with; None where there is none, or it is of an earlier version.
+
+        Raises:
+            UsageError: the result has something else there.
+        """
+        given = self.result().get("sources") if self._has_result() else None
+        try:
+            return None if given is None else parse_sources(given)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UsageError(
+                f"{self.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
+            ) from error
 
     def refuse_links(self) -> None:
         """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.

@@ -132,7 +132,11 @@ def record_of(
         if each not in environments:
             environments.append(each)
 
-    ran_with = {cell: state for cell in (*known, *selection) if (state := recorded_sources(cell)) is not None}
+    ran_with = {
+        cell: state
+        for cell in (*known, *selection)
+        if cell.is_finished() and (state := cell.recorded_sources()) is not None
+    }
     code: list[Sources] = []
     for state in ran_with.values():
         if state not in code:
@@ -202,25 +206,10 @@ def environment_of(cell: Cell) -> Environment | None:
         ) from error
 
 
-def recorded_sources(cell: Cell) -> Sources | None:
-    """The code and files with which a cell was run; None where it is not finished, or was run by an earlier version.
-
-    Raises:
-        UsageError: its result has something else there.
-    """
-    given = cell.result().get("sources") if cell.is_finished() else None
-    try:
-        return None if given is None else parse_sources(given)
-    except TypeError as error:
-        raise UsageError(
-            f"{cell.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
-        ) from error
-
-
 def environment_remarks(cells: Sequence[Cell]) -> list[str]:
     """Sentences where finished cells ran in different environments, or with different code and files."""
     ran_in = [found for cell in cells if (found := environment_of(cell)) is not None]
-    ran_with = [state for cell in cells if (state := recorded_sources(cell)) is not None]
+    ran_with = [state for cell in cells if cell.is_finished() and (state := cell.recorded_sources()) is not None]
     return [*mixed_environments(ran_in), *mixed_sources(ran_with)]
 
 

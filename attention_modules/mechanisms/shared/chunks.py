@@ -18,7 +18,7 @@ Weights = Callable[[Tensor, Tensor, int], Tensor]
 
 def exporting() -> bool:
     """Whether ``torch.export`` traces, in whose programs a loop over rows would fix the number of tokens."""
-    return getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 lacks it
+    return torch.compiler.is_exporting()
 
 
 def row_slices(tokens: int, size: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 Sources = dict[str, str]
-"""By file or package, its digest or version."""
+"""By module, file or package, its digest or version, under the name of the import or of the settings."""
 
 _OURS = ("attention_modules", "attnswap", "datamodules", "lightning_tasks")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -34,7 +34,7 @@ _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size a
 _MOST_SETTINGS, _MOST_MODULES = 1 << 20, 2_000
 
 
-def sources_of(settings: Iterable[Any]) -> Sources:
+def sources_of(settings: Sequence[Any]) -> Sources:
     """What plain settings, and files of settings that they name, say of code and files; by name, sorted.
 
     Args:
@@ -45,7 +45,7 @@ def sources_of(settings: Iterable[Any]) -> Sources:
         if _DOTTED.fullmatch(text):
             found.update(_of_code(text))
         if path := _path(text):
-            found.update(_of_path(path))
+            found.update(_of_path(text, path))
     found.update(source for name in _registered(settings) for source in _of_code(name).items())
     return dict(sorted(found.items()))
 
@@ -77,21 +77,22 @@ def _texts(value: Any, seen: set[Path]) -> Iterator[str]:
         path = _path(value) if value.endswith((".yaml", ".yml")) else None
         if path is not None and path not in seen and path.is_file() and path.stat().st_size <= _MOST_SETTINGS:
             seen.add(path)
-            yield from _texts(_yaml(path.read_text(encoding="utf-8", errors="replace")), seen)
+            yield from _texts(value_of(path.read_text(encoding="utf-8", errors="replace")), seen)
 
 
-def _yaml(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """What a text says as YAML; the text itself where it is none."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
 
 
-def _registered(settings: Any) -> set[str]:
+def _registered(settings: Sequence[Any]) -> set[str]:
     """The import paths of mechanisms that strings name by their short names."""
     from attention_modules.mechanism import available_mechanisms, mechanism_class
 
-    names = {text for text in _texts(list(settings), set()) if text.isidentifier()} & {*available_mechanisms()}
+    names = {text for text in _texts(settings, set()) if text.isidentifier()} & {*available_mechanisms()}
     kinds = [mechanism_class(name) for name in names]
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
@@ -100,20 +101,20 @@ def _path(text: str) -> Path | None:
     """The file or folder of this name; None where there is none, or the name is nobody's path."""
     if not text or len(text) > 4_096 or "\0" in text:
         return None
-    path = Path(text).expanduser()
     try:
+        path = Path(text).expanduser()
         return path.resolve() if path.exists() else None
     except (OSError, RuntimeError):
         return None
 
 
-def _of_path(path: Path) -> Sources:
+def _of_path(name: str, path: Path) -> Sources:
     if path.is_file():
-        return {str(path): _digest(path)}
+        return {name: _digest(path)}
     if not path.is_dir() or (not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file()):
         return {}
     files = [each for each in sorted(path.iterdir()) if each.suffix in _MODEL_FILES and each.is_file()]
-    return {str(each): _digest(each) for each in files}
+    return {f"{name}/{each.name}": _digest(each) for each in files}
 
 
 def _digest(path: Path) -> str:
@@ -139,9 +140,8 @@ def _of_code(name: str) -> Sources:
         return {}
     if _is_installed(file):
         return _package(name.partition(".")[0])
-    ours = name.partition(".")[0] in _OURS
-    files = {file} if ours else _imported(name)
-    return {str(each): _digest(each) for each in files}
+    modules = _with_packages(name)[-1:] if name.partition(".")[0] in _OURS else _imported(name)
+    return {f"{module} ({path.name})": _digest(path) for path, module in modules}
 
 
 def _package(top: str) -> Sources:
@@ -199,33 +199,36 @@ def _spec(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
         return None
 
 
-def _imported(name: str) -> set[Path]:
-    """A module's file, and those of modules that it imports and that are in no installed package, near or far."""
-    found: set[Path] = set()
+def _imported(name: str) -> list[tuple[Path, str]]:
+    """A module, and those that it imports, near or far, and that are in no installed package: files and names."""
+    found: dict[Path, str] = {}
     waiting = _with_packages(name)
     while waiting and len(found) < _MOST_MODULES:
         file, name = waiting.pop()
         if file in found:
             continue
-        found.add(file)
+        found[file] = name
         stat = file.stat()
         for other in _imports(file, name, stat.st_size, stat.st_mtime_ns):
             if other.partition(".")[0] in _OURS:
                 continue
             waiting += _with_packages(other)
-    return found
+    return list(found.items())
 
 
 def _with_packages(name: str) -> list[tuple[Path, str]]:
-    """The files of an import path and of the packages around it, which Python runs first; none of installed ones."""
+    """The module of an import path and the packages around it, which Python runs first: files and names.
+
+    Of installed packages there are none.
+    """
     parts = name.split(".")
-    found = []
+    found: list[tuple[Path, str]] = []
     for depth in range(1, len(parts) + 1):
         outer = ".".join(parts[:depth])
         file = _module_file(outer)
         if file is not None and _is_installed(file):
             return []
-        if file is not None:
+        if file is not None and (not found or found[-1][0] != file):  # else it names something in the module
             found.append((file, outer))
     return found
 

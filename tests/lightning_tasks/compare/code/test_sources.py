@@ -2,8 +2,8 @@
 
 import json
 import os
+import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -58,16 +58,23 @@ SETTINGS = {
 
 def test_what_is_named_counts_and_nothing_else(project):
     found = sources_of([SETTINGS])
-    files = {Path(name).relative_to(project).as_posix() for name in found if not name.startswith("package ")}
-    assert files == {
-        *("my_mechanism.py", "my_helper.py", "my_deeper.py", "weights.pt", "index.json", "more.yaml"),
-        *("my_package/__init__.py", "my_package/part.py", "my_package/sibling.py", "my_namespace/inner.py"),
+    names = {name for name in found if not name.startswith("package ")}
+    assert names == {
+        *("my_mechanism (my_mechanism.py)", "my_helper (my_helper.py)", "my_deeper (my_deeper.py)"),
+        *("my_package (__init__.py)", "my_package.part (part.py)", "my_package.sibling (sibling.py)"),
+        *("my_namespace.inner (inner.py)", "weights.pt", "index.json", "more.yaml"),
         *("model/config.json", "model/model.safetensors"),
     }
     assert "package torch" in found
-    assert sources_of([{"model": {"attention": "softmax"}}]).keys() == {
-        str(Path(sys.modules["attention_modules.mechanisms.softmax"].__file__).resolve())
-    }
+    assert [*sources_of([{"model": {"attention": "softmax"}}])] == ["attention_modules.mechanisms.softmax (softmax.py)"]
+
+
+def test_a_project_that_moved_is_the_same(project, tmp_path, monkeypatch):
+    before = sources_of([SETTINGS])
+    shutil.copytree(project, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(project)])
+    assert sources_of([SETTINGS]) == before
 
 
 @pytest.mark.parametrize(
@@ -90,19 +97,20 @@ def test_a_change_shows_and_a_touch_does_not(project, name):
     assert sources_of([SETTINGS]) == before
     path.write_text(path.read_text() + " ")
     after = sources_of([SETTINGS])
-    assert {key for key in before if before[key] != after[key]} == {str(path)}
+    (changed,) = {key for key in before if before[key] != after[key]}
+    assert changed == name or changed.endswith(f"({path.name})")
     path.unlink()
-    assert str(path) not in sources_of([SETTINGS])
+    assert changed not in sources_of([SETTINGS])
 
 
 def test_odd_projects_are_read(project):
     (project / "my_deeper.py").write_text("this is no Python\n")
     (project / "my_helper.py").write_text("import my_mechanism\nimport my_deeper\nimport nowhere\n")  # a circle
-    assert str(project / "my_deeper.py") in sources_of([SETTINGS])
-    for odd in ("", "a" * 10_000, "x.y", "..", "nowhere.at_all", "\0", "~nobody/x", "os.path.join"):
+    assert "my_deeper (my_deeper.py)" in sources_of([SETTINGS])
+    for odd in ("", "a" * 10_000, "x.y", "..", "nowhere.at_all", "\0", "~no such user/x", "os.path.join"):
         assert not [name for name in sources_of([odd]) if not name.startswith("package ")]
     (project / "linked.pt").symlink_to(project / "weights.pt")
-    assert sources_of(["linked.pt"]) == sources_of(["weights.pt"])
+    assert [*sources_of(["linked.pt"]).values()] == [*sources_of(["weights.pt"]).values()]
     (project / "circle.yaml").write_text("x: circle.yaml\n")
     assert len(sources_of(["circle.yaml"])) == 1
 
@@ -145,8 +153,15 @@ def test_results_of_earlier_versions_are_kept_and_damaged_ones_are_named(cell):
     assert cell.is_finished()
     for damaged in (["x"], {"x": 1}, "x"):
         path.write_text(json.dumps({**result, "sources": damaged}))
-        with pytest.raises((UsageError, TypeError)):
+        with pytest.raises(UsageError, match=r"result\.json is damaged"):
             cell.is_finished()
+
+
+@pytest.mark.parametrize("value", ["a: b: c", "@x", "*no", "[1, 2", "\ud800", "2024-13-45"])
+def test_an_override_that_is_no_yaml_is_text(demo, tmp_path, value):
+    cell = Cell("plain", str(demo), (f"--model.name={value}",), 0, str(tmp_path))
+    assert not cell.is_finished()
+    assert isinstance(cell.sources, dict)
 
 
 def test_mixed_states_are_told():
