@@ -21,8 +21,6 @@ from tests.attention_modules.hosts.cases import (
     settled,
 )
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot be asked")
-
 LONGEST = 200  # more than the rows of a chunk
 SIZES = {"batch": {0: Dim("batch", max=64)}, "length": {1: Dim("length", min=3, max=LONGEST)}}
 ALL = {**MECHANISMS, "scaled, variant='matrix'": ("scaled", {"variant": "matrix", "num_tokens": LONGEST})}
