@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal
 
-.PHONY: quickstart test pages pages-check test-mmseg test-oldest test-newest docs clean
+.PHONY: quickstart test pages pages-check test-mmseg test-oldest test-newest docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
@@ -56,6 +56,10 @@ test-newest:
 # The site in build/docs. `make docs DOCS_ARGS="-D nb_execution_mode=off"` leaves the tutorials as they are written.
 docs: $(VENV)/.installed-docs
 	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto $(DOCS_ARGS) docs build/docs
+
+# The wheel and the source distribution, in dist/.
+dist: $(VENV)/.installed-test
+	$(BIN)/python -m build
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info

@@ -1,8 +1,5 @@
 """Attention mechanisms for PyTorch, and the means to put them into models that exist."""
 
-import sys
-from importlib import import_module
-
 from attention_modules.diagnostics import rpc_diagnostics as rpc_diagnostics
 from attention_modules.hosts.model.connected import connect_layers as connect_layers
 from attention_modules.layers import SelfAttention as SelfAttention
@@ -24,9 +21,5 @@ from attention_modules.swap import (
     swap_attention as swap_attention,
     swapped as swapped,
 )
-
-# Where the mechanisms were until 0.1: pickled models and stored class paths name these modules.
-for _name in ("pursuit", "rpc", "scaled", "softmax", "symmetric", "uniform"):
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.mechanisms.{_name}")
 
 __version__ = "0.2.0"

@@ -80,8 +80,6 @@ class AttentionMechanism(nn.Module):
     uses_query: bool = True
     one_query_per_key: ClassVar[bool] = False
     """Whether it uses queries, and needs as many of them as keys."""
-    one_query_a_key: ClassVar[bool] = False
-    """The same under its former name, in which a subclass may still set it."""
     gives_weights: ClassVar[bool] = False
     """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]``, and mixes the values
     with the list's last: so the map that the layer returns has a gradient."""
@@ -121,9 +119,6 @@ class AttentionMechanism(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "one_query_a_key" in vars(cls) and "one_query_per_key" not in vars(cls):
-            cls.one_query_per_key = cls.one_query_a_key
-        cls.one_query_a_key = cls.one_query_per_key
         unknown = set(cls.needs) - set(NEEDS)
         if isinstance(cls.needs, str) or unknown:
             raise TypeError(f"{cls.__name__}.needs must be a tuple of {', '.join(NEEDS)}, got {cls.needs!r}")
@@ -133,6 +128,10 @@ class AttentionMechanism(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+
+    def reset_parameters(self) -> None:
+        """Give Parameters and buffers the values of a new mechanism, as after ``to_empty``."""
+        self.load_state_dict(type(self)(self.spec, **(self.built_with or {})).state_dict())
 
     def remember(self, x: Tensor) -> Tensor:
         """What must be kept of tokens whose keys are cached; the layer keeps it beside them where ``remembers``.

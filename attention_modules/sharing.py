@@ -342,7 +342,7 @@ def _holders(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
         common.append(level[0])
     for depth in range(len(common) + 1):
         module = model.get_submodule(".".join(common[:depth]))
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if type(module).forward is not nn.Module.forward:  # nor a list of modules; timm's FeatureDictNet has one
             yield module
 
 

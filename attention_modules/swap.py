@@ -32,7 +32,7 @@ from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import wrapped_by_peft
-from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism
+from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism, mechanism_class
 
 __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention", "swapped"]
 
@@ -252,11 +252,17 @@ def restore_attention(model: nn.Module) -> list[str]:
     """
     _refuse_wrapped(model)
     swapped = [layer for layer in survey(model).layers if isinstance(layer.module, Swapped)]
-    sharded = is_sharded(model)
+    known, sharded = {id(layer.module) for layer in swapped}, is_sharded(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Swapped) and id(module) not in known:
+            raise AttentionSwapError(
+                f"cannot restore {name!r}: another module stands in its place and calls it (peft's adapters): call "
+                "merge_and_unload() first"
+            )
     for layer in swapped:
         if sharded:
             _raise_for(layer.name, sharded_refusal(layer.module, None))
-        _raise_for(layer.name, query_return_refusal(layer.module))
+        _raise_for(layer.name, hook_refusal(layer.module) or query_return_refusal(layer.module))
     _restore(model, swapped)
     return [layer.name for layer in swapped]
 
@@ -305,7 +311,7 @@ def _refuse_wrapped(model: nn.Module, compiled: bool = True) -> None:
                 continue
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 raise AttentionSwapError(
-                    f"{name or 'the model'} is a {kind.__name__}, which keeps the layers as they are: "
+                    f"{name or 'the model'} is of {kind.__name__}, which keeps the layers as they are: "
                     f"{_WRAPPERS[kind.__name__]}"
                 )
         if compiled and module._compiled_call_impl is not None:
@@ -316,6 +322,8 @@ def _build(
     model: nn.Module, found: Survey, chosen: list[Found], mechanism: Mechanism, options: dict[str, object]
 ) -> Plan:
     """The mechanisms, each where and how its layer is, without moving the global random state."""
+    if isinstance(mechanism, str):
+        mechanism_class(mechanism)  # an unknown name is no fault of a layer
     layers = [describe(found, layer) for layer in chosen]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -371,7 +379,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
-        _raise_for(layer.name, host.refusal(module))
+        _raise_for(layer.name, hook_refusal(module) or host.refusal(module))
         _raise_for(layer.name, host.mechanism_refusal(module, built))
         if not built.row_masks:
             _raise_for(layer.name, host.row_refusal(module))
@@ -406,7 +414,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             parts = host.query_parts(module)
             _raise_for(layer.name, _tied(parts, place, paths))
             for part in parts:
-                _raise_for(layer.name, hook_refusal(module.get_submodule(part.owner)) or part.hooked(module))
+                _raise_for(layer.name, part.hooked(module))
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:

@@ -18,12 +18,12 @@ SIZE = dict(
 QUIET = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
 
-def top1(attention, seed):
+def top1(mechanism, seed):
     """Top-1 accuracy on the validation images after training with this seed."""
     L.seed_everything(seed, verbose=False)
     task = ImageClassificationTask(
         num_classes=10,
-        attention=attention,
+        mechanism=mechanism,
         model_options=SIZE,
         optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
     )

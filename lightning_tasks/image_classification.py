@@ -31,7 +31,6 @@ from lightning_tasks.runs.files import run_folder, save_figure, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mixup import Mixing, step_seed
-from lightning_tasks.training.spelling import one_spelling
 from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
@@ -51,9 +50,9 @@ class ImageClassificationTask(VisionTask):
     Args:
         model: the name of a timm model, ``NAME`` or ``NAME.WEIGHTS``.
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
-        attention: mechanism of the attention layers: short name, class, or ``{class_path, init_args}``.
-        attention_options: its options by name.
-        attention_layers: which layers get it, counted in module order; all where None.
+        mechanism: that of the attention layers: short name, class, or ``{class_path, init_args}``.
+        options: its options by name.
+        layers: which layers get it, counted in module order; all where None.
         other_attention: the mechanism of the other layers, with its defaults.
         pretrained: start from timm's weights (a download where they are not in its cache).
         model_options: further arguments of ``timm.create_model``: img_size, in_chans, patch_size, embed_dim, depth,
@@ -65,9 +64,6 @@ class ImageClassificationTask(VisionTask):
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and position embeddings have no weight
             decay; ``[]`` for one group.
-        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
-            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
-            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -78,7 +74,7 @@ class ImageClassificationTask(VisionTask):
     Example:
         >>> from attnswap.tasks import ImageClassificationTask
         >>> options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
-        >>> task = ImageClassificationTask(num_classes=10, attention="rpc", attention_layers=[0], model_options=options)
+        >>> task = ImageClassificationTask(num_classes=10, mechanism="rpc", layers=[0], model_options=options)
     """
 
     image_mean: Tensor
@@ -88,9 +84,9 @@ class ImageClassificationTask(VisionTask):
         self,
         model: str = "vit_tiny_patch16_224",
         num_classes: int | None = None,
-        attention: Buildable = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_layers: list[int] | None = None,
+        mechanism: Buildable = "softmax",
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
         other_attention: Buildable = "softmax",
         pretrained: bool = False,
         model_options: dict[str, Any] | None = None,
@@ -108,13 +104,7 @@ class ImageClassificationTask(VisionTask):
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
-        mechanism: Buildable | None = None,
-        options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
     ) -> None:
-        attention, attention_options, attention_layers = one_spelling(
-            (attention, attention_options, attention_layers), (mechanism, options, layers)
-        )
         if layer_decay is not None and param_groups is not None:
             raise ValueError("layer_decay makes the optimizer's groups, and so does param_groups: give one of the two")
         mixing = {
@@ -129,9 +119,9 @@ class ImageClassificationTask(VisionTask):
         super().__init__(
             model=check_model_name(model),
             num_classes=num_classes,
-            attention=attention,
-            attention_options=attention_options,
-            attention_layers=attention_layers,
+            mechanism=mechanism,
+            options=options,
+            layers=layers,
             other_attention=other_attention,
             pretrained=check_flag("pretrained", pretrained),
             model_options=model_options,
@@ -198,8 +188,6 @@ class ImageClassificationTask(VisionTask):
             raise ValueError(f"images must be [B, C, H, W], got {list(images.shape)}")
         self._limits.check(images.shape[1:])
         return (images - self.image_mean) / self.image_std
-
-    normalise = normalize  # its former name
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, num_classes]`` of images ``[B, C, H, W]`` in [0, 1]."""

@@ -20,7 +20,6 @@ from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
-from lightning_tasks.training.spelling import one_spelling
 
 Batch = tuple[Tensor, Tensor]
 
@@ -45,16 +44,13 @@ class LanguageModelingTask(BaseTask):
             constructor takes them), a Hugging Face config (object, or dict with ``model_type``), or the name or
             folder of a pretrained Hugging Face causal language model.
         vocab_size: number of token ids; where None, that of the data module, kept in the hyper-parameters.
-        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+        mechanism: that of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
             name, class, function, import path, or ``{class_path, init_args}``.
-        attention_options: its options by name.
-        attention_layers: which layers get it, counted in module order; all where None.
+        options: its options by name.
+        layers: which layers get it, counted in module order; all where None.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
             :class:`~lightning_tasks.base.BaseTask`.
         chunk_size: tokens whose logits exist together.
-        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
-            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
-            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -62,37 +58,31 @@ class LanguageModelingTask(BaseTask):
 
     Example:
         >>> from attnswap.tasks import LanguageModelingTask
-        >>> task = LanguageModelingTask(vocab_size=4000, attention="symmetric")
+        >>> task = LanguageModelingTask(vocab_size=4000, mechanism="symmetric")
     """
 
     def __init__(
         self,
         model: Buildable = "TransformerLM",
         vocab_size: int | None = None,
-        attention: Buildable = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_layers: list[int] | None = None,
+        mechanism: Buildable = "softmax",
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
         optimizer: Buildable = "AdamW",
         scheduler: Buildable | None = None,
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
         chunk_size: int = 256,
-        mechanism: Buildable | None = None,
-        options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
     ) -> None:
-        attention, attention_options, attention_layers = one_spelling(
-            (attention, attention_options, attention_layers), (mechanism, options, layers)
-        )
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
         super().__init__(
             model=model_spec(model),
             vocab_size=vocab_size,
-            attention=attention_spec(attention, attention_options),
-            attention_options=attention_options,
-            attention_layers=attention_layers,
+            mechanism=attention_spec(mechanism, options),
+            options=options,
+            layers=layers,
             optimizer=optimizer,
             scheduler=scheduler,
             scheduler_interval=scheduler_interval,
@@ -121,8 +111,8 @@ class LanguageModelingTask(BaseTask):
                     f"vocab_size={self.hparams['vocab_size']} is below the {needed} ids of the data module; "
                     "leave it out, or give the data module that vocab_size"
                 )
-        attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
-        layers = self.hparams["attention_layers"]
+        attention, options = mechanism_from(self.hparams["mechanism"], self.hparams["options"])
+        layers = self.hparams["layers"]
         model = build_causal_lm(self.hparams["model"], self.hparams["vocab_size"], attention, options, layers)
         window = getattr(getattr(self._trainer, "datamodule", None), "num_tokens", None)
         if window is not None:

@@ -35,17 +35,6 @@ COMPARISON_KEYS = {
     "grid",
     "select",
 }
-# Files that became variants of another one. The names still work.
-FORMER_NAMES = {
-    f"{recipe}_{variant}": f"{recipe}/{variant}"
-    for recipe, variants in {
-        "locater/wikitext2": ["baseline"],
-        "locater/wikitext2_small_vocabulary": ["baseline"],
-        "rpc/ade20k_segmenter": ["decoder", "symmetric", "softmax"],
-        "rpc/imagenet_deit_tiny": ["all_layers", "scaled_matrix", "scaled_scalar", "symmetric", "softmax"],
-    }.items()
-    for variant in variants
-}
 _MAX_DEPTH = 100  # parsers are recursive: a file of some hundred levels would end them
 _MAX_VALUES = 1_000_000
 _MAX_BYTES = 1 << 24
@@ -232,9 +221,8 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 
 def print_recipes() -> None:
-    """Print every shipped recipe: name, summary, paper, what it needs, its variants with their former names."""
-    former = {name: old for old, name in FORMER_NAMES.items()}
+    """Print every shipped recipe: name, summary, paper, what it needs, its variants."""
     for recipe in shipped_recipes():
         print(f"{recipe.name}\n    {recipe.summary}\n    paper: {recipe.paper}\n    needs: {recipe.needs}")
         for name, summary in recipe.variant_names.items():
-            print(f"    variant {name}: {summary}" + (f" (or {former[name]})" if name in former else ""))
+            print(f"    variant {name}: {summary}")

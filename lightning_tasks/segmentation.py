@@ -19,7 +19,6 @@ from lightning_tasks.training.distributed import mean_of_processes, repeated_row
 from lightning_tasks.training.hparams import plain_data
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores, write_class_iou
-from lightning_tasks.training.spelling import one_spelling
 from lightning_tasks.vision import VisionTask
 
 Batch = tuple[Tensor, Tensor]
@@ -43,11 +42,11 @@ class SegmentationTask(VisionTask):
             ``crop_size`` in pixels, ``pretrained``, and ``cfg_options``, changes of the configuration by dotted path.
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
         ignore_index: the label of pixels that do not count.
-        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+        mechanism: that of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
             name, class, function, import path, or ``{class_path, init_args}``.
-        attention_options: its options by name. In a decoder's layers `scaled` by a matrix needs ``num_tokens``, that of
+        options: its options by name. In a decoder's layers `scaled` by a matrix needs ``num_tokens``, that of
             the patches and the classes (512 pixels, 150 classes: 1,174).
-        attention_layers: which layers get it, counted in module order (a Segmenter's backbone first, then its
+        layers: which layers get it, counted in module order (a Segmenter's backbone first, then its
             decoder); all where None.
         other_attention: the mechanism of the other layers, with its defaults.
         backbone_checkpoint: checkpoint of an `ImageClassificationTask` whose weights the backbone starts from, in a
@@ -59,9 +58,6 @@ class SegmentationTask(VisionTask):
         optimizer, scheduler, scheduler_interval, scheduler_monitor: see :class:`~lightning_tasks.base.BaseTask`.
         param_groups: rules in place of timm's groups, in which norms, biases and embeddings of positions and classes
             have no weight decay; ``[]`` for one group.
-        mechanism, options, layers: the same as attention, attention_options and attention_layers, as
-            :func:`~attention_modules.swap_attention` and ``SwapAttention`` spell it. Where given, they stand in place
-            of those; ``mechanism`` without ``options`` has none.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -70,7 +66,7 @@ class SegmentationTask(VisionTask):
 
     Example:
         >>> from attnswap.tasks import SegmentationTask
-        >>> task = SegmentationTask("deit_tiny_patch16_224", num_classes=11, attention="rpc", attention_layers=[0])
+        >>> task = SegmentationTask("deit_tiny_patch16_224", num_classes=11, mechanism="rpc", layers=[0])
     """
 
     def __init__(
@@ -78,9 +74,9 @@ class SegmentationTask(VisionTask):
         model: str | dict[str, Any] = "deit_tiny_patch16_224",
         num_classes: int | None = None,
         ignore_index: int = 255,
-        attention: Buildable = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_layers: list[int] | None = None,
+        mechanism: Buildable = "softmax",
+        options: dict[str, Any] | None = None,
+        layers: list[int] | None = None,
         other_attention: Buildable = "softmax",
         backbone_checkpoint: str | None = None,
         stride: int | None = None,
@@ -92,13 +88,7 @@ class SegmentationTask(VisionTask):
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
-        mechanism: Buildable | None = None,
-        options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
     ) -> None:
-        attention, attention_options, attention_layers = one_spelling(
-            (attention, attention_options, attention_layers), (mechanism, options, layers)
-        )
         if num_classes is not None:
             _check_ignored(ignore_index, num_classes)
         scales = [1.0] if scales is None else [float(scale) for scale in scales]
@@ -112,9 +102,9 @@ class SegmentationTask(VisionTask):
             model=description,
             num_classes=num_classes,
             ignore_index=ignore_index,
-            attention=attention,
-            attention_options=attention_options,
-            attention_layers=attention_layers,
+            mechanism=mechanism,
+            options=options,
+            layers=layers,
             other_attention=other_attention,
             backbone_checkpoint=backbone_checkpoint,
             **inference,

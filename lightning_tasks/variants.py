@@ -24,7 +24,6 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
     COMPARISON_KEYS,
     CONFIGS,
-    FORMER_NAMES,
     check_recipe,
     find_recipe,
     is_comparison,
@@ -66,7 +65,7 @@ def find_file(name: str, root: Path = CONFIGS) -> tuple[Path, str | None]:
     try:
         return find_recipe(name, root), None
     except UsageError:
-        parts = FORMER_NAMES.get(name.removesuffix(".yaml"), name).split("/")
+        parts = name.removesuffix(".yaml").split("/")
         for cut in range(len(parts) - 1, 0, -1):
             try:
                 path = find_recipe("/".join(parts[:cut]), root)

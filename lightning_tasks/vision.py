@@ -20,10 +20,10 @@ class VisionTask(BaseTask):
 
     Args:
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
-        attention: mechanism of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
+        mechanism: that of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
             name, class, function, import path, or ``{class_path, init_args}``.
-        attention_options: its options by name.
-        attention_layers: which layers get it, counted in module order; all where None.
+        options: its options by name.
+        layers: which layers get it, counted in module order; all where None.
         other_attention: the mechanism of the other layers, with its defaults.
         hparams: further hyper-parameters, and the arguments of :class:`~lightning_tasks.base.BaseTask`.
 
@@ -38,9 +38,9 @@ class VisionTask(BaseTask):
         self,
         *,
         num_classes: int | None,
-        attention: Buildable,
-        attention_options: dict[str, Any] | None,
-        attention_layers: list[int] | None,
+        mechanism: Buildable,
+        options: dict[str, Any] | None,
+        layers: list[int] | None,
         other_attention: Buildable,
         **hparams: Any,
     ) -> None:
@@ -48,9 +48,9 @@ class VisionTask(BaseTask):
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         super().__init__(
             num_classes=num_classes,
-            attention=attention_spec(attention, attention_options),
-            attention_options=attention_options,
-            attention_layers=attention_layers,
+            mechanism=attention_spec(mechanism, options),
+            options=options,
+            layers=layers,
             other_attention=attention_spec(other_attention),
             **hparams,
         )
@@ -70,14 +70,14 @@ class VisionTask(BaseTask):
         return self.hparams["num_classes"]
 
     def swap(self, network: nn.Module) -> None:
-        """Put ``attention`` into the chosen layers of a network, and ``other_attention`` into the rest.
+        """Put ``mechanism`` into the chosen layers of a network, and ``other_attention`` into the rest.
 
         Raises:
             AttentionSwapError: as :func:`attention_modules.swap_attention`.
         """
-        attention, options = mechanism_from(self.hparams["attention"], self.hparams["attention_options"])
+        attention, options = mechanism_from(self.hparams["mechanism"], self.hparams["options"])
         other, other_options = mechanism_from(self.hparams["other_attention"], None)
-        swap_layers(network, attention, options, self.hparams["attention_layers"], other, other_options)
+        swap_layers(network, attention, options, self.hparams["layers"], other, other_options)
 
     def setup(self, stage: str) -> None:
         """Silence Lightning's warning that the module overrides the hook in which it checks its batches."""

@@ -1,4 +1,4 @@
-"""A Lightning module that knows nothing of attnswap; `tests/data/before_the_move` keeps a checkpoint of it."""
+"""A Lightning module that knows nothing of attnswap."""
 
 import lightning.pytorch as pl
 import torch

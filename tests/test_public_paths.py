@@ -29,7 +29,7 @@ lightning_tasks.callbacks.DAMPenalty lightning_tasks.callbacks.ExactResume attns
 attnswap.datamodules.EpochShuffle attnswap.callbacks.ExactResume
 lightning_tasks.callbacks.AttentionDiversification lightning_tasks.callbacks.EntropyRegularizer
 lightning_tasks.callbacks.LogitMonitor lightning_tasks.callbacks.QKClip lightning_tasks.callbacks.SigmaReparam
-lightning_tasks.callbacks.before_sharding lightning_tasks.callbacks.init_from.InitFromCheckpoint
+lightning_tasks.callbacks.swap_now lightning_tasks.callbacks.init_from.InitFromCheckpoint
 lightning_tasks.models.TransformerLM lightning_tasks.models.Segmenter
 lightning_tasks.robustness.fgsm lightning_tasks.robustness.pgd lightning_tasks.robustness.spsa
 lightning_tasks.robustness.square lightning_tasks.robustness.transfer lightning_tasks.robustness.input_gradient_norms
@@ -78,11 +78,6 @@ def test_a_public_path_is_importable(path):
 @pytest.mark.parametrize("path", [path for path in PATHS if path.rpartition(".")[2][0].isupper()])
 def test_a_class_path_in_yaml_and_checkpoints_is_found(path):
     assert import_object(path) is resolve(path)
-
-
-def test_former_modules_are_the_same_objects():
-    """A class is one object under both paths, so that isinstance and pickles agree."""
-    assert resolve("attention_modules.rpc") is resolve("attention_modules.mechanisms.rpc")
 
 
 def test_every_path_in_architecture_md_exists():

@@ -50,7 +50,7 @@ class Swapped(nn.Module):
         super()._apply(fn, recurse)
         with torch.no_grad():
             for part in kept:
-                part.keep_in(self, fn(part.rows_in(self)))
+                part.change_in(self, fn)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
@@ -344,12 +344,13 @@ def has_hooks(module: nn.Module) -> bool:
     return any(kinds)
 
 
-def hook_refusal(module: nn.Module) -> str | None:
-    """Why a module that accelerate dispatched or offloads cannot be changed, if it is one."""
-    if "_hf_hook" not in module.__dict__:
+def hook_refusal(layer: nn.Module) -> str | None:
+    """Why a layer cannot be changed of which accelerate dispatched or offloads a part, if so."""
+    held = next((part for part in layer.modules() if "_hf_hook" in part.__dict__), None)
+    if held is None:
         return None
     return (
-        f"accelerate keeps the {type(module).__name__}'s forward and weights as they are (device_map, dispatch_model "
+        f"accelerate keeps the {type(held).__name__}'s forward and weights as they are (device_map, dispatch_model "
         "or offloading): call accelerate.hooks.remove_hook_from_module(model, recurse=True), swap, and dispatch again"
     )
 

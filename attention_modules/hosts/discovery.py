@@ -357,18 +357,14 @@ def only_cross(matched: Sequence[Found], where: Selector | None) -> str:
     )
 
 
-_OWN_CLASS = (
-    "a layer of a class of your own is none of them: make it an nn.MultiheadAttention or attnswap.SelfAttention, have "
-    "it call transformers' attention interface, or add a host (CONTRIBUTING.md)"
-)
+_OWN_CLASS = "Make a layer of your own class an attnswap.SelfAttention, or add a host (CONTRIBUTING.md)"
 
 
 def _nothing_known(found: Survey) -> str:
     if not found.others:
-        return f"the model has no attention layer; known hosts: {', '.join(known_hosts())}; {_OWN_CLASS}"
+        return f"the model has no attention layer of a known host (docs/hosts.md lists them). {_OWN_CLASS}"
     reasons = "; ".join(f"{other.name or 'the model'} ({other.kind}): {other.reason}" for other in found.others[:5])
-    hosts = ", ".join(known_hosts())
-    return f"no host knows the model's attention layers: {reasons}. Known hosts: {hosts}; {_OWN_CLASS}"
+    return f"no host (docs/hosts.md) knows the model's attention layers: {reasons}. {_OWN_CLASS}"
 
 
 def _all_names(found: Survey) -> list[str]:

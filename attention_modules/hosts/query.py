@@ -6,7 +6,7 @@ every forward) and ``state_dict()``, but copied and pickled with it, and moved a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,15 @@ class QueryPart:
     def keep_in(self, layer: nn.Module, rows: Tensor | None) -> None:
         """Keep the rows, outside the buffers; None forgets them."""
         vars(layer.get_submodule(self.owner))[self._attribute] = rows
+
+    def change_in(self, layer: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move or cast the rows as ``fn`` does; what gives tensors new memory without values loses them."""
+        rows = self.rows_in(layer)
+        assert rows is not None
+        changed = fn(rows)
+        changed.__dict__.update(rows.__dict__)
+        emptied = getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+        self.keep_in(layer, changed.to("meta") if emptied else changed)
 
     def take_from(self, layer: nn.Module) -> Tensor | None:
         """The kept rows, which are kept no longer."""
@@ -138,10 +147,9 @@ def query_parts(
     )
 
 
-def _parameter(data: Tensor, trains: bool, old: Tensor | None) -> nn.Parameter:
+def _parameter(data: Tensor, trains: bool, old: Tensor) -> nn.Parameter:
     new = nn.Parameter(data, requires_grad=trains)
-    if old is not None:
-        new.__dict__.update(old.__dict__)  # marks such as `_no_weight_decay`
+    new.__dict__.update(old.__dict__)
     return new
 
 
@@ -160,7 +168,9 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
         if old is None:
             raise RuntimeError(f"{part.owner}.{part.tensor} has no values to take the query rows from")
         rows, rest = part.split(old.detach())
-        part.keep_in(layer, rows.clone())
+        rows = rows.clone()
+        rows.__dict__.update(old.__dict__)  # marks such as `_no_weight_decay`
+        part.keep_in(layer, rows)
         if part.full > part.size:
             owner._parameters[part.tensor] = _parameter(rest.clone(), old.requires_grad, old)
             _set_size(owner, part.full - part.size)
@@ -172,7 +182,8 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
 
 
 def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
-    """Put the kept query rows in front of the current keys and values."""
+    """Put the kept query rows in front of the current keys and values; they train where all of these do."""
+    now = {tensor.requires_grad for name, tensor in layer.named_parameters() if not name.startswith("mechanism.")}
     for part in parts:
         owner = layer.get_submodule(part.owner)
         rows = part.take_from(layer)
@@ -180,7 +191,8 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             raise RuntimeError(f"the kept query rows of {part.key('')!r} are lost")
         rest = owner._parameters.get(part.tensor)
         if rest is None:
-            owner._parameters[part.tensor] = _parameter(rows, part.trains, None)
+            trains = now == {True} if len(now) == 1 else part.trains
+            owner._parameters[part.tensor] = _parameter(rows, trains, rows)
             if isinstance(owner, QuerylessLinear):
                 owner.__class__ = nn.Linear  # type: ignore[assignment]
         else:
@@ -207,6 +219,7 @@ def accept_plain_layout(
         if tuple(given.shape) != plain_shape:
             continue
         rows, rest = part.split(given.detach())
+        rows = rows.full_tensor() if hasattr(rows, "full_tensor") else rows  # sharded by FSDP2, as kept rows are not
         if assign:
             rest = rest.clone()  # not a view that keeps the whole alive
         if assign or not part.filled(layer):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.shown import ShownMap
-from attention_modules.hosts.weights import Rows, quantized
+from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
@@ -78,9 +78,12 @@ def _check_sizes(
         RuntimeError: if the mask of rows or the batches do not fit.
     """
     length, batch, width = query.shape
+    autocasts = torch.is_autocast_enabled(query.device.type)
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"only bool and floating types of {name} are supported, got {mask.dtype}")
+        if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype) and not autocasts:
+            raise RuntimeError(f"{name} is of {mask.dtype}, and must be boolean or of {query.dtype}, as the query is")
     if width != layer.embed_dim:
         raise AssertionError(f"was expecting embedding dimension of {layer.embed_dim}, but got {width}")
     compared = 2 if layer.in_proj_weight is None else 3  # kdim and vdim may differ
@@ -199,13 +202,19 @@ class SwappedMultiheadAttention(Swapped):
         x = query if self.batch_first and batched else self._turned(query).transpose(0, 1)  # [B, N, C]
         out = self.mix(q, k, v, x, attn_mask=mask, is_causal=hinted, dropout_p=dropout, scale=None, **asked)
         batch, _, tokens, _ = out.shape
-        out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
+        out = self._put_out(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1)).unflatten(0, (tokens, batch))
         shown = weights.shown
         if shown is not None and average_attn_weights:
             shown = shown.mean(dim=1) if batched else shown.mean(dim=1).squeeze(0)
         if not batched:
             return out.squeeze(1), shown
         return (out.transpose(0, 1) if self.batch_first else out), shown
+
+    def _put_out(self: Any, x: Tensor) -> Tensor:
+        """The output projection; as the plain layer, which reads its weights, calls no hooks of it."""
+        if wrapped_by_peft(self.out_proj):
+            return self.out_proj(x)
+        return F.linear(x, self.out_proj.weight, self.out_proj.bias)
 
     def _sequence_first(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[N, B, C]`` from whichever layout the layer was called with; what was one tensor stays one."""

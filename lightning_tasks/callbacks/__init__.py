@@ -3,7 +3,7 @@
 from lightning_tasks.callbacks.attention_maps import AttentionMapLogger
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.configure_hook import before_sharding, swap_now
+from lightning_tasks.callbacks.configure_hook import swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
@@ -54,6 +54,5 @@ __all__ = [
     "SpectrumMonitor",
     "SwapAttention",
     "WarnOfMissedValidation",
-    "before_sharding",
     "swap_now",
 ]

@@ -65,18 +65,15 @@ def swap_now(pl_module: pl.LightningModule) -> None:
 
     Example:
         >>> from lightning.pytorch import LightningModule
-        >>> from attnswap.callbacks import before_sharding
+        >>> from attnswap.callbacks import swap_now
         >>> class Module(LightningModule):
         ...     def configure_model(self):
         ...         self.net = build_network()
-        ...         before_sharding(self)  # callbacks swap now, as the lines below shard what they find
+        ...         swap_now(self)  # callbacks swap now, as the lines below shard what they find
         ...         fully_shard(self.net)
     """
     for _, action in list((_pending_actions(pl_module) or {}).values()):
         action(pl_module)
-
-
-before_sharding = swap_now  # its former name
 
 
 def forget_actions(pl_module: pl.LightningModule, owner: Callback) -> None:

@@ -18,7 +18,7 @@ from lightning_tasks.training.trust import check_kind
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
 PLAIN = ("softmax", "attention_modules.mechanisms.softmax.SoftmaxAttention")
-_ATTENTION = ("attention", "attention_options", "attention_layers", "other_attention")  # of the tasks
+_ATTENTION = ("mechanism", "options", "layers", "other_attention")  # of the tasks
 _PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 

@@ -29,7 +29,7 @@ _CLASSES = {  # imported when one is named: timm behind the first takes a second
     "optimizer": "torch.optim",
     "scheduler": "torch.optim.lr_scheduler",
 }
-_MECHANISMS = ("attention", "mechanism", "other_attention")
+_MECHANISMS = ("mechanism", "other_attention")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
 _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s*Option '([^']+)' is not accepted")

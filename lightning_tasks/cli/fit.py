@@ -26,7 +26,6 @@ from lightning_tasks.cli.arguments import (
 )
 from lightning_tasks.cli.as_run import own_callbacks, show_as_run, without_checkpoints
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
-from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
@@ -332,7 +331,6 @@ def _command_line(
     kind: type[AttnswapCLI], arguments: Sequence[str], callbacks: Sequence[Callback], **options: Any
 ) -> AttnswapCLI:
     build_typed_classes_only()
-    know_former_names()
     set_dumper("yaml", dump_plain)
     recipe = recipe_of(arguments)
     if arguments[0] == "predict":

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.cli.asked import CKPT_WORDS, value_of
-from lightning_tasks.cli.former_names import with_present_names
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 
@@ -42,7 +41,7 @@ def settings_of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]] | N
             f"--ckpt_path {checkpoint}: the configuration of its run is neither {places[0]} nor {places[1]}; give it, "
             "or the recipe that was trained: --config RECIPE"
         )
-    settings = with_present_names(read_settings(found))
+    settings = read_settings(found)
     for section in ("model", "data"):
         if not isinstance(settings.get(section), dict) or "class_path" not in settings[section]:
             raise UsageError(

@@ -13,7 +13,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_tasks.cli.arguments import argument_refusal
 from lightning_tasks.cli.asked import value_of
-from lightning_tasks.cli.former_names import know_former_names
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.training.hparams import import_object
@@ -45,7 +44,6 @@ def main(arguments: Sequence[str]) -> None:
             arguments that the parser refuses.
     """
     build_typed_classes_only()
-    know_former_names()
     parser = LightningArgumentParser(
         prog="attnswap show-batch",
         description="Draw the first images of a data module, as the model will get them.",

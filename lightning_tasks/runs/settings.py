@@ -14,7 +14,6 @@ from lightning_tasks.checkpoints.swaps import SWAPPED
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.recipes import check_size
 from lightning_tasks.runs.safe_files import MOST_SETTINGS_BYTES, refuse_foreign
-from lightning_tasks.training.spelling import one_spelling
 
 # What says where, how often and in how many goes a run was made, and nothing of what was done in it. The number of
 # classes follows from the data where it is not given, and then stands in the settings of a resumed run alone.
@@ -175,10 +174,8 @@ def _swaps(value: Any) -> Iterator[str]:
             given = value.get("init_args") or {}
             options = {**(given.get("options") or {}), **(value.get("dict_kwargs") or {})}
             yield _swap_text(given.get("mechanism"), options, given.get("layers"), given.get("where"))
-        elif isinstance(value.get("attention"), str) and "attention_options" in value:
-            former = (value["attention"], value["attention_options"], value.get("attention_layers"))
-            present = (value.get("mechanism"), value.get("options"), value.get("layers"))
-            text = _swap_text(*one_spelling(former, present), None)
+        elif isinstance(value.get("mechanism"), str) and "scheduler_interval" in value:  # a task's
+            text = _swap_text(value["mechanism"], value.get("options"), value.get("layers"), None)
             other = value.get("other_attention")
             yield f"{text}, {other} in the others" if other else text
     if isinstance(value, (Mapping, list)):

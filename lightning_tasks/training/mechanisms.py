@@ -36,16 +36,16 @@ def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str 
         cls = mechanism_class(value)
         if options and value == "softmax":  # no error: a task whose checkpoint has such options could not be built
             rank_zero_warn(
-                f"attention='softmax' takes no options, and attention_options={dict(options)!r} is not used: leave it "
-                "out by --model.attention_options null (in YAML attention_options: null), or name the mechanism that "
-                "it is for by --model.attention"
+                f"mechanism='softmax' takes no options, and options={dict(options)!r} is not used: leave it "
+                "out by --model.options null (in YAML options: null), or name the mechanism that "
+                "it is for by --model.mechanism"
             )
         elif options:
             _check_options(cls, options)
         return value
     if isinstance(value, Mapping) and "." not in str(value.get("class_path", ".")):
         value = {**value, "class_path": mechanism_class(value["class_path"])}
-    spec = checked_spec(value, place="attention")
+    spec = checked_spec(value, place="mechanism")
     function = import_object(spec["class_path"])
     if is_attention_function(function):
         _check_options(mechanism_class(function), {**spec["init_args"], **(options or {})})
@@ -59,11 +59,11 @@ def plain_name(mechanism: Any) -> Any:
 
 
 def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
-    """What ``attention=`` and its options are for a model or :func:`~attention_modules.swap_attention`."""
+    """What ``mechanism=`` and its options are for a model or :func:`~attention_modules.swap_attention`."""
     if isinstance(spec, str):
         return spec, {} if spec == "softmax" else dict(options or {})
     target, arguments = import_object(spec["class_path"]), {**spec["init_args"], **(options or {})}
-    check_kind(target, "attention", spec["class_path"])
+    check_kind(target, "mechanism", spec["class_path"])
     if isinstance(target, type) or is_attention_function(target):
         return target, arguments
     return functools.partial(target, **arguments), {}
@@ -107,6 +107,6 @@ def _check_options(mechanism: type[AttentionMechanism], options: Mapping[str, An
         check_options(mechanism, options)
     except TypeError as error:
         raise TypeError(
-            f"{str(error).rstrip('.')}. Where attention_options={options!r} is a recipe's, for another "
+            f"{str(error).rstrip('.')}. Where options={options!r} is a recipe's, for another "
             "mechanism, --model.attention_options null leaves it out (in YAML attention_options: null)"
         ) from error

@@ -118,7 +118,6 @@ KINDS = {
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "schedulers": _SCHEDULER,
-    "attention": _MECHANISM,
     "other_attention": _MECHANISM,
     "mechanism": _MECHANISM,
     "callbacks": Kind("a subclass of lightning.pytorch.Callback", _CALLBACKS),

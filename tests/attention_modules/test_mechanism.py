@@ -31,20 +31,6 @@ def test_a_spec_refuses_sizes_that_are_none(field, value):
         AttentionSpec(**{"dim": 24, "num_heads": 3, "head_dim": 8, field: value})
 
 
-def test_the_former_name_of_one_query_per_key_stands_for_it():
-    class Former(SoftmaxAttention):
-        one_query_a_key = True
-
-    class Latter(SoftmaxAttention):
-        one_query_per_key = True
-
-    class Neither(Latter):
-        one_query_per_key = False
-
-    for cls, expected in ((Former, True), (Latter, True), (Neither, False), (SoftmaxAttention, False)):
-        assert cls.one_query_per_key is cls.one_query_a_key is expected
-
-
 def test_a_spec_cannot_be_changed():
     with pytest.raises(AttributeError):
         SPEC.dim = 3
@@ -132,3 +118,13 @@ def test_dropout_is_a_probability(name, dropout):
 def test_forward_is_left_to_subclasses():
     with pytest.raises(NotImplementedError, match="AttentionMechanism must implement forward"):
         AttentionMechanism(SPEC)(*torch.zeros(3, 1, 3, 4, 8))
+
+
+@pytest.mark.parametrize("name", ["sink", "scaled", "dam", "gated", "qk_norm"])
+def test_empty_tensors_are_reset_to_those_of_a_new_mechanism(name):
+    mechanism = build_mechanism(name, AttentionSpec(dim=24, num_heads=3, head_dim=8, num_tokens=5))
+    mechanism.to_empty(device="cpu")
+    for parameter in mechanism.parameters():
+        parameter.data.fill_(torch.nan)
+    mechanism.reset_parameters()
+    assert all(tensor.isfinite().all() for tensor in mechanism.state_dict().values())

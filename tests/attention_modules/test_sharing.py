@@ -472,3 +472,11 @@ def test_a_layers_call_alone_holds_the_values_that_it_read(batches):
         torch.testing.assert_close(call(call.x), outputs[index][:1])
     assert not model.blocks[1].attn.link.shared.passes
     assert torch.autograd.functional.jacobian(calls[3], calls[3].x).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["value_residual", "neutreno"])
+def test_timms_features_are_those_of_a_whole_pass(name):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, features_only=True, out_indices=[0, 2])
+    swap_attention(model, name)
+    assert [tuple(each.shape) for each in model(torch.randn(1, 3, 32, 32))] == [(1, 192, 2, 2)] * 2

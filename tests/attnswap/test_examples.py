@@ -10,7 +10,6 @@ import pytest
 import torch
 
 MODULES = ("", ".functional", ".callbacks", ".tasks", ".analysis", ".datamodules")
-ALIASES = {"swap_now"}  # a second name of before_sharding
 
 
 def _public() -> dict[str, object]:
@@ -18,7 +17,7 @@ def _public() -> dict[str, object]:
     for module in (import_module(f"attnswap{name}") for name in MODULES):
         for name in getattr(module, "__all__", vars(module)):
             value = getattr(module, name)
-            if not name.startswith("_") and callable(value) and name not in ALIASES:
+            if not name.startswith("_") and callable(value):
                 found[f"{module.__name__}.{name}"] = value
     return found
 

@@ -13,7 +13,7 @@ def comparison(tmp_path):
     path.write_text(
         "base: quickstart/classification\n"
         "settings: {data.batch_size: 4}\n"
-        "variants: {rpc: {}, one pass: {model.attention_options: {iterations: 1, lam: 4.0}}}\n"
+        "variants: {rpc: {}, one pass: {model.options: {iterations: 1, lam: 4.0}}}\n"
     )
     return path
 

@@ -123,14 +123,14 @@ def test_configure_model_builds_once():
     ids=["name", "class", "path", "dict", "dict of class"],
 )
 def test_spellings_of_attention(attention):
-    module = built(attention=attention, attention_options={"iterations": 2})
+    module = built(mechanism=attention, options={"iterations": 2})
     mechanism = module.model.layers[0].attn.mechanism
     assert isinstance(mechanism, RPCAttention)
     assert mechanism.iterations == 2
 
 
 def test_attention_with_its_options_inside():
-    module = built(attention={"class_path": "rpc", "init_args": {"iterations": 3}})
+    module = built(mechanism={"class_path": "rpc", "init_args": {"iterations": 3}})
     assert module.model.layers[0].attn.mechanism.iterations == 3
 
 
@@ -140,7 +140,7 @@ def test_hugging_face_model_with_swapped_attention(source, tmp_path):
     config = transformers.AutoConfig.for_model(**GPT2, vocab_size=VOCAB)
     model = {"dict": GPT2, "config": config, "folder": str(tmp_path)}[source]
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    module = task(model=model, attention="rpc", attention_options={"iterations": 2}, attention_layers=[1])
+    module = task(model=model, mechanism="rpc", options={"iterations": 2}, layers=[1])
     run = trainer(tmp_path)
     run.fit(module, RandomText())
     assert all(part.training for part in module.model.modules())
@@ -165,7 +165,7 @@ def test_a_folder_that_was_saved_with_swapped_attention_is_trained_on_with_it(at
         if "mechanism" in name:
             torch.nn.init.normal_(parameter)
     saved.save_pretrained(tmp_path)
-    module = built(model=str(tmp_path), attention=attention)
+    module = built(model=str(tmp_path), mechanism=attention)
     assert {type(layer.attn.mechanism).__name__ for layer in module.model.transformer.h} == {found}
     if attention == "softmax":
         for name, parameter in saved.named_parameters():
@@ -205,7 +205,7 @@ def test_model_of_any_kind_from_its_logits(tmp_path):
     ("options", "error", "text"),
     [
         ({"model": nn.Linear(1, 1)}, TypeError, "say how to build one, got a Linear that is built"),
-        ({"attention": "rcp"}, ValueError, "Did you mean 'rpc'"),
+        ({"mechanism": "rcp"}, ValueError, "Did you mean 'rpc'"),
         ({"attention": lambda spec: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"optimizer": lambda params: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"scheduler": "LinearRL"}, ValueError, "looked in torch.optim.lr_scheduler"),
@@ -314,7 +314,7 @@ def test_resuming_a_plain_run_of_our_own_model_names_the_cure_which_works(mechan
     run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
     run.fit(plain, RandomText())
     run.save_checkpoint(path)
-    other = {"attention": mechanism, "attention_options": options}
+    other = {"attention": mechanism, "options": options}
     with pytest.raises(ValueError, match=rf"is built with .*not as they were: .*{key}.*--init_from"):
         trainer(tmp_path, max_steps=2).fit(task(**other), RandomText(), ckpt_path=path)
     started = task(**other)
@@ -327,7 +327,7 @@ def test_resuming_a_plain_run_of_our_own_model_names_the_cure_which_works(mechan
 
 def test_resuming_a_run_without_a_query_with_plain_attention_promises_no_weights(tmp_path):
     run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
-    run.fit(task(attention="rpc"), RandomText())
+    run.fit(task(mechanism="rpc"), RandomText())
     run.save_checkpoint(tmp_path / "rpc.ckpt")
     with pytest.raises(ValueError, match=r"is built with SoftmaxAttention.* that it was trained with$"):
         trainer(tmp_path, max_steps=2).fit(task(), RandomText(), ckpt_path=tmp_path / "rpc.ckpt")
@@ -341,5 +341,5 @@ def test_resuming_a_plain_run_with_attention_without_a_query_is_refused(spec, tm
     run.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match=r"now has RPCAttention.*(c_attn|q_proj).*--init_from"):
         trainer(tmp_path, max_steps=2).fit(
-            task(model=spec, attention="rpc"), RandomText(), ckpt_path=tmp_path / "plain.ckpt"
+            task(model=spec, mechanism="rpc"), RandomText(), ckpt_path=tmp_path / "plain.ckpt"
         )

@@ -26,7 +26,7 @@ from tests.lightning_tasks.language_data import trainer
 
 OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 MODEL = {"backbone": "deit_tiny_patch16_224", "img_size": 32, "backbone_options": OPTIONS}
-RPC = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0, -2]}
+RPC = {"mechanism": "rpc", "options": {"iterations": 2}, "layers": [0, -2]}
 
 
 def task(model=None, **options):
@@ -157,7 +157,7 @@ def test_mechanisms_go_where_they_were_sent():
 @pytest.mark.parametrize(("options", "sizes"), [({"variant": "scalar"}, [(1,)] * 4), ({"num_tokens": 22}, [22] * 4)])
 def test_scaled_attention_in_backbone_and_decoder(options, sizes):
     """17 tokens of the backbone, 16 and a token a class in the decoder; at S = 0 it is plain attention."""
-    module, (images, _) = built(attention="scaled", attention_options=options), pair()
+    module, (images, _) = built(mechanism="scaled", options=options), pair()
     found = [part.s.shape for part in module.modules() if isinstance(part, AttentionMechanism)]
     assert [tuple(shape) if len(shape) == 1 else shape[-1] for shape in found] == sizes
     with torch.no_grad():
@@ -167,11 +167,11 @@ def test_scaled_attention_in_backbone_and_decoder(options, sizes):
 
 
 def test_scaled_attention_by_a_matrix_knows_the_backbone_s_tokens_and_asks_for_the_decoder_s():
-    module = built(attention="scaled", attention_layers=[0, 1])
+    module = built(mechanism="scaled", layers=[0, 1])
     found = [tuple(part.s.shape) for part in module.modules() if isinstance(part, AttentionMechanism)]
     assert found == [(2, 17, 17)] * 2
     with pytest.raises(ValueError, match=r"'decoder\.blocks\.0\.attn': .*give it the option num_tokens=N, or use var"):
-        built(attention="scaled")
+        built(mechanism="scaled")
 
 
 def test_a_checkpoint_brings_everything(tmp_path):
@@ -189,11 +189,11 @@ def test_a_checkpoint_brings_everything(tmp_path):
 @pytest.mark.parametrize("attention", ["softmax", "symmetric"])
 def test_the_backbone_starts_from_a_classifier_of_another_size(tmp_path, attention):
     smaller = {**OPTIONS, "img_size": 16}
-    classifier = ImageClassificationTask("deit_tiny_patch16_224", 7, attention=attention, model_options=smaller)
+    classifier = ImageClassificationTask("deit_tiny_patch16_224", 7, mechanism=attention, model_options=smaller)
     classifier.configure_model()
     path = tmp_path / "classifier.ckpt"
     torch.save({"state_dict": classifier.state_dict()}, path)
-    module = task(backbone_checkpoint=str(path), attention=attention)
+    module = task(backbone_checkpoint=str(path), mechanism=attention)
     trainer(tmp_path, limit_train_batches=0, limit_val_batches=0).fit(module, scenes())
     ours, theirs = module.model.backbone.state_dict(), classifier.model.state_dict()
     assert torch.equal(ours["blocks.1.attn.qkv.weight"], theirs["blocks.1.attn.qkv.weight"])
@@ -443,7 +443,7 @@ def test_robustness_of_a_segmenter_whose_weights_are_nan_is_nan(tmp_path):
         ({"model": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny"),
         ({"num_classes": 1}, "num_classes must be at least 2"),
         ({"num_classes": 300}, "ignore_index=255 is one of the 300 classes"),
-        ({"attention": "rcp"}, "Did you mean 'rpc'"),
+        ({"mechanism": "rcp"}, "Did you mean 'rpc'"),
         ({"stride": 33, "model": MODEL}, "the stride 33 is above the window 32"),
         ({"windows_at_once": 0}, "batch_size of the windows is 0"),
         ({"scales": [1.0, -1.0]}, "scales are"),

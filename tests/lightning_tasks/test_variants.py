@@ -11,14 +11,12 @@ from lightning_tasks.cli.asked import expand_recipe_names
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
-    FORMER_NAMES,
     check_recipe,
     is_comparison,
-    print_recipes,
     read_settings,
     shipped_recipes,
 )
-from lightning_tasks.variants import Variant, find_variant, full_name, read_variants
+from lightning_tasks.variants import Variant, find_variant, read_variants
 from tests.lightning_tasks.demo import DemoModule
 
 RECIPE = """\
@@ -102,23 +100,6 @@ def test_the_head_of_a_recipe_says_what_each_variant_is(shipped):
     settings = read_settings(shipped.path)
     assert list(shipped.variants) == list(settings["variants"])
     assert not is_comparison(settings)
-
-
-def test_former_names_mean_variants_and_keep_the_folders_of_their_runs(capsys):
-    assert {name for each in VARIED for name in each.variant_names} >= set(FORMER_NAMES.values())
-    for former, name in FORMER_NAMES.items():
-        assert find_variant(former) == find_variant(name)
-        assert full_name(name) == full_name(f"{former}.yaml") == former
-    print_recipes()
-    listed = capsys.readouterr().out
-    assert all(f"(or {former})" in listed and f"variant {name}: " in listed for former, name in FORMER_NAMES.items())
-
-
-def test_a_file_wins_over_a_former_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rpc").mkdir()
-    (tmp_path / "rpc" / "imagenet_deit_tiny_softmax.yaml").write_text("model: {class_path: x}\n")
-    assert find_variant("rpc/imagenet_deit_tiny_softmax.yaml").overrides == ()
 
 
 # -- with comparisons --------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ PLACES: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "model's argument": ("LanguageModelingTask", _in_model),
     "attention": ("LanguageModelingTask", _with("attention")),
     "other_attention": ("ImageClassificationTask", _with("other_attention")),
-    "attention_options": ("LanguageModelingTask", _in_options("attention_options")),
+    "options": ("LanguageModelingTask", _in_options("options")),
     "model_options": ("ImageClassificationTask", _in_options("model_options")),
     "optimizer": ("LanguageModelingTask", _with("optimizer")),
     "optimizer of images": ("ImageClassificationTask", _with("optimizer")),
@@ -252,7 +252,7 @@ def checkpoint_of(case: Case, trap: Trap) -> dict[str, Any]:
 
 
 # What a recipe has in these places is data, which is never built.
-UNBUILT = ("model's argument", "attention_options", "model_options", "param_groups")
+UNBUILT = ("model's argument", "options", "model_options", "param_groups")
 REFUSALS = (
     "It was not called",
     "was not called",

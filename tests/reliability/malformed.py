@@ -37,8 +37,8 @@ TEXT = {
                 "class_path": "lightning_tasks.models.TransformerLM",
                 "init_args": {"num_layers": 1, "num_heads": 2, "dim": 8, "mlp_dim": 8, "num_tokens": 8, "dropout": 0.1},
             },
-            "attention": "rpc",
-            "attention_options": {"iterations": 2, "lam": 4.0},
+            "mechanism": "rpc",
+            "options": {"iterations": 2, "lam": 4.0},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "betas": [0.9, 0.99]}},
             "scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}},
             "param_groups": [{"match": "*norm*", "weight_decay": 0.0}],
@@ -52,8 +52,8 @@ IMAGES = {
         "class_path": "lightning_tasks.ImageClassificationTask",
         "init_args": {
             "model": "vit_tiny_patch16_224",
-            "attention": "symmetric",
-            "attention_layers": [0],
+            "mechanism": "symmetric",
+            "layers": [0],
             "model_options": {
                 "img_size": 8,
                 "patch_size": 4,
@@ -82,8 +82,8 @@ MASKS = {
                 "backbone_options": {"patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2},
                 "decoder": "linear",
             },
-            "attention": "rpc",
-            "attention_options": {"iterations": 2, "lam": 4.0},
+            "mechanism": "rpc",
+            "options": {"iterations": 2, "lam": 4.0},
             "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
         },
     },
@@ -115,7 +115,7 @@ TRAINER = {
 }
 COMPARISON = {
     "base": "base.yaml",
-    "variants": {"one": {"model.attention": "softmax", "model.attention_options": {}}, "two": None},
+    "variants": {"one": {"model.mechanism": "softmax", "model.options": {}}, "two": None},
     "settings": {"trainer.max_steps": 1},
     "references": {"two": ["one"]},
     "test": False,
@@ -138,8 +138,8 @@ OPTIONS = [
     *("--trainer.devices", "--trainer.accelerator", "--trainer.precision", "--trainer.max_epochs", "--trainer.logger"),
     *("--trainer.callbacks", "--trainer.plugins", "--trainer.profiler", "--trainer.val_check_interval"),
     *("--trainer.default_root_dir", "--trainer.gradient_clip_algorithm", "--trainer.max_time", "--trainer.bench"),
-    *("--model.optimizer", "--model.optimizer.lr", "--model.optimizer.betas", "--model.scheduler", "--model.attention"),
-    *("--model.attention_options", "--model.attention_options.lam", "--model.model", "--model.chunk_size", "--nothing"),
+    *("--model.optimizer", "--model.optimizer.lr", "--model.optimizer.betas", "--model.scheduler", "--model.mechanism"),
+    *("--model.options", "--model.options.lam", "--model.model", "--model.chunk_size", "--nothing"),
     *("--model.model.init_args.dim", "--model.param_groups", "--data.batch_size", "--data.num_workers", "--data.root"),
     *("--weights_only", "--trainer.callbacks+", "--trainer.strategy", "--model.scheduler_interval", "--print_config"),
 ]

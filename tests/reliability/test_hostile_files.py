@@ -242,7 +242,7 @@ def test_what_an_honest_checkpoint_names_passes():
     schedule = {"class_path": "timm.scheduler.create_scheduler_v2", "init_args": {"sched": "cosine"}}
     model = "vit_tiny_patch16_224.augreg_in21k"
     task = ImageClassificationTask(
-        model=model, num_classes=2, scheduler=schedule, attention="attention_modules.RPCAttention"
+        model=model, num_classes=2, scheduler=schedule, mechanism="attention_modules.RPCAttention"
     )
     note = {"note": "as os.system", "date": "2026-99-99", "text": "*a* [b", "file": "data/train.csv", "long": "a" * 300}
     note |= {

@@ -20,8 +20,8 @@ def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, wi
         windowed: whether rows see a window of keys.
 
     Raises:
-        RuntimeError: if positions are not 0 to N - 1 from the first column on, or, in a layer that hides the future, a
-            row sees tokens but not the first one. Beyond a sliding window no row sees that one: there some row must.
+        RuntimeError: if positions are not 0 to N - 1 from the first column on, or a row sees tokens but not the first
+            one. Beyond a sliding window no row sees that one: there some row must.
     """
     name = type(module.mechanism).__name__
     if positions is not None:
@@ -31,7 +31,7 @@ def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, wi
             f"{name} counts columns, and these position_ids are not 0 to N - 1 (packed sequences, or padding before "
             "them): give each sequence a row of its own, padded at its end",
         )
-    if mask is None or not getattr(module, "is_causal", True):
+    if mask is None:
         return
     seen = visible(mask)
     first = seen[..., 0] | ~seen.any(-1)

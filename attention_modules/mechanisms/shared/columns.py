@@ -1,7 +1,8 @@
 """Exact terms of the logits on fused attention: a bias per key as further columns of queries and keys.
 
 With q' = [q · scale, 1], k' = [k, b] and values padded to their width, scaled dot-product attention at scale 1 has the
-logits q kᵀ · scale + b, and the gradient of b, for which a mask would leave the fused kernels.
+logits q kᵀ · scale + b, and the gradient of b, for which a mask would leave the fused kernels. In half precision, which
+would round q · scale, it is q' = [q, 1] and k' = [k, b / scale] at that scale.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def attend_with_key_bias(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = autocast(q), autocast(k), autocast(v)
-    columns, factors = _columns(bias, k.dtype)
+    outside = scale if scale > 0 and k.dtype in (torch.bfloat16, torch.float16) else 1.0
+    columns, factors = _columns(bias / outside, k.dtype)
     key = torch.cat([k, *(column.unsqueeze(-1) for column in columns)], -1)
-    query = torch.cat([q * scale, *(q.new_full((*q.shape[:-1], 1), factor) for factor in factors)], -1)
+    inner = q if outside == scale else q * scale
+    query = torch.cat([inner, *(q.new_full((*q.shape[:-1], 1), factor) for factor in factors)], -1)
     width = -(-max(key.shape[-1], v.shape[-1]) // _WIDTH) * _WIDTH if key.is_cuda else max(key.shape[-1], v.shape[-1])
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, v))
-    return attend(query, key, value, attn_mask, is_causal, dropout_p, 1.0)[..., : v.shape[-1]]
+    return attend(query, key, value, attn_mask, is_causal, dropout_p, outside)[..., : v.shape[-1]]
 
 
 def attend_with_sink(

@@ -89,7 +89,7 @@ def test_kept_rows_follow_dtype_and_device(host: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     meta = swapped(host, "symmetric").to("meta")
     assert all(tensor.is_meta for tensor in (*meta.buffers(), *kept_rows(meta)))
-    assert not any(tensor.is_meta for tensor in kept_rows(meta.to_empty(device="cpu")))
+    assert all(rows.is_meta for rows in kept_rows(meta.to_empty(device="cpu"))), "without values they are none"
 
 
 def on_meta(host: str) -> nn.Module:
@@ -183,3 +183,28 @@ def test_frozen_projections_stay_frozen(host: str) -> None:
     swap_attention(model, "symmetric")
     restore_attention(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+def test_rows_without_values_are_refused_until_plain_weights_are_loaded(host: str) -> None:
+    model, plain = swapped(host, "symmetric"), built(host).state_dict()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to_empty(device="cpu").load_state_dict(state)
+    with pytest.raises(AttentionSwapError, match=r"the kept query rows .* are gone"):
+        restore_attention(model)
+    model.load_state_dict(plain)
+    restore_attention(model)
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("host", HOLDERS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_restored_queries_train_as_their_layer_does_and_keep_their_marks(host: str, trains: bool) -> None:
+    model = built(host).requires_grad_(not trains)
+    for parameter in model.parameters():
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    swap_attention(model, "symmetric")
+    model.requires_grad_(trains).double()
+    restore_attention(model)
+    assert {parameter.requires_grad for parameter in model.parameters()} == {trains}
+    assert all(getattr(parameter, "_no_weight_decay", False) for parameter in model.parameters())

@@ -116,3 +116,14 @@ def test_products_are_wide(dtype, autocast):
     torch.testing.assert_close(logits.double(), q.double() @ k.double().mT / 8, rtol=1e-5, atol=1e-2)
     assert bound.dtype == dtype
     assert bound.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("width", [32, 48])
+def test_a_bias_of_keys_beside_a_scale_that_is_no_power_of_two(dtype, width):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, TOKENS, width, generator=generator) * std for std in (90, 90, 1))
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    expected = found.sinkhorn_attention(q.double(), k.double(), v.double())
+    out = found.sinkhorn_attention(q, k, v).double()
+    assert (out - expected).norm() < 0.005 * expected.norm()

@@ -98,8 +98,8 @@ def test_bad_options_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(2, 2), "the model has no attention layer; known hosts: attnswap.*own is none of them: make it"),
-        (nn.Sequential(WindowAttention()), r"0 \(WindowAttention\): no host .*WindowAttention.*own is none of them"),
+        (nn.Linear(2, 2), "the model has no attention layer of a known host .*attnswap.SelfAttention"),
+        (nn.Sequential(WindowAttention()), r"0 \(WindowAttention\): no host .*WindowAttention.*add a host"),
         (nn.Sequential(OwnForward(DIM, HEADS)), "unsupported subclass: OwnForward .* forward of its own"),
     ],
     ids=["no-attention", "unknown", "subclass"],

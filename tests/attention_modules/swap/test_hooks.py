@@ -140,3 +140,33 @@ def test_hooks_that_saw_nothing_are_not_told_of() -> None:
     swap_attention(gpt, "softmax")
     gpt(token_ids(), use_cache=False)
     assert len(seen) == 1
+
+
+def test_hooks_on_the_output_projection_see_no_more_than_in_the_plain_layer() -> None:
+    layer = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    layer.out_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+    x = torch.randn(2, 5, 16)
+    before = layer(x, x, x)[0]
+    swap_attention(layer, "softmax")
+    torch.testing.assert_close(layer(x, x, x)[0], before)
+
+
+def test_a_layer_that_accelerate_offloads_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = gpt2(n_layer=1)()
+    swap_attention(model, "symmetric")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for change in (restore_attention, lambda each: swap_attention(each, "gated")):
+        with pytest.raises(AttentionSwapError, match="accelerate keeps the KeyValueConv1D's forward"):
+            change(model)
+
+
+def test_a_swapped_layer_behind_an_adapter_is_no_restored_one() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    swap_attention(model, "uniform")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["layers.0.self_attn"]))
+    with pytest.raises(
+        AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"
+    ):
+        restore_attention(adapted)

@@ -195,7 +195,7 @@ def test_vision_models_are_cut_to_the_first_tokens(texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("recipe", "attention", "data"),
     [
-        ("max_margin/cifar10_vit_base", ["--model.attention=symmetric"], "cifar10"),
+        ("max_margin/cifar10_vit_base", ["--model.mechanism=symmetric"], "cifar10"),
         ("quickstart/classification", [], "digits"),
     ],
 )

@@ -20,10 +20,10 @@ GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 DIM = 8
 
 
-def task(model=SMALL, attention="softmax", **options):
+def task(model=SMALL, mechanism="softmax", **options):
     torch.manual_seed(1)
     optimizer = {"class_path": "AdamW", "init_args": {"lr": 0.1, "weight_decay": 0.0}}
-    return LanguageModelingTask(model, optimizer=optimizer, vocab_size=VOCAB, attention=attention, **options)
+    return LanguageModelingTask(model, optimizer=optimizer, vocab_size=VOCAB, mechanism=mechanism, **options)
 
 
 def fit(folder, *callbacks, steps=1, **options):
@@ -120,7 +120,7 @@ def test_transposed_projection_of_gpt2(tmp_path):
 
 
 def test_symmetric_attention_has_key_rows_only():
-    module = before(attention="symmetric")
+    module = before(mechanism="symmetric")
     ((parameter, mask),) = qk_entries(attention_layers(module))
     assert parameter is module.model.layers[0].attn.qkv.weight
     assert mask[:DIM].all()

@@ -15,7 +15,7 @@ TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth":
 
 
 def task(num_classes, **options):
-    given = {"model_options": {**TINY, **options}, "attention": "rpc", "attention_layers": [0]}
+    given = {"model_options": {**TINY, **options}, "mechanism": "rpc", "layers": [0]}
     return ImageClassificationTask(num_classes=num_classes, **given)
 
 

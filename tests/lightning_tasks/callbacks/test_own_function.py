@@ -22,7 +22,7 @@ def tempered(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None
 
 
 PATH = f"{__name__}.tempered"
-STORED = {"attention": {"class_path": PATH, "init_args": {"temperature": 3.0}}}
+STORED = {"mechanism": {"class_path": PATH, "init_args": {"temperature": 3.0}}}
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_checkpoint_alone_may_name_no_function_but_a_registered_one(trained, r
 def test_the_user_s_configuration_lets_a_checkpoint_name_this_very_function():
     check_stored(STORED, allowed_packages({"model": STORED}), "a.ckpt")
     check_stored(STORED, allowed_packages(tempered), "a.ckpt")
-    for named in ({"model": {"attention": f"{__name__}.TinyLM"}}, TinyLM, {"attention": "lightning_tasks.tempered"}):
+    for named in ({"model": {"attention": f"{__name__}.TinyLM"}}, TinyLM, {"mechanism": "lightning_tasks.tempered"}):
         with pytest.raises(ValueError, match=r"a function.* @register_mechanism\(NAME\)"):
             check_stored(STORED, allowed_packages(named), "a.ckpt")
     for path in ("shutil.copytree", "torch.nn.functional.multi_head_attention_forward"):
@@ -132,8 +132,8 @@ def test_configurations_give_a_function_by_its_path_and_options():
 
 
 def test_a_task_takes_a_function(registered):
-    task = LanguageModelingTask(SMALL, vocab_size=VOCAB, attention=tempered, attention_options={"temperature": 3.0})
-    assert task.hparams["attention"] == {"class_path": PATH, "init_args": {}}
+    task = LanguageModelingTask(SMALL, vocab_size=VOCAB, mechanism=tempered, options={"temperature": 3.0})
+    assert task.hparams["mechanism"] == {"class_path": PATH, "init_args": {}}
     task.configure_model()
     assert {type(layer.attn.mechanism).__name__ for layer in task.model.layers} == {"tempered"}
     by_name = {"class_path": "tempered", "init_args": {"temperature": 3.0}}
@@ -142,6 +142,6 @@ def test_a_task_takes_a_function(registered):
     assert attention_spec(F.scaled_dot_product_attention) == "softmax"
     assert mechanism_from(attention_spec(PATH), {"temperature": 1.0}) == (tempered, {"temperature": 1.0})
     with pytest.raises(TypeError, match="no option 'temprature'"):
-        LanguageModelingTask(SMALL, vocab_size=VOCAB, attention=tempered, attention_options={"temprature": 3.0})
+        LanguageModelingTask(SMALL, vocab_size=VOCAB, mechanism=tempered, options={"temprature": 3.0})
     with pytest.raises(TypeError, match="cannot be imported again"):
-        LanguageModelingTask(SMALL, vocab_size=VOCAB, attention=lambda q, k, v: v)
+        LanguageModelingTask(SMALL, vocab_size=VOCAB, mechanism=lambda q, k, v: v)

@@ -21,11 +21,11 @@ def test_a_run_without_a_logger_leaves_the_user_s_config_alone(demo):
 
 
 def test_a_dictionary_that_is_given_is_whole():
-    stored = {"class_path": "A", "init_args": {"attention": "rpc", "attention_options": {"iterations": 2, "lam": 1.0}}}
-    options = {"init_args": {"attention_options": {"iterations": 3}}}
-    assert fill(options, stored)["init_args"] == {"attention": "rpc", "attention_options": {"iterations": 3}}
-    assert fill({"init_args": {"attention_options": {}}}, stored)["init_args"]["attention_options"] == {}
-    assert fill({"init_args": {"attention": "softmax"}}, stored)["init_args"] == {"attention": "softmax"}
+    stored = {"class_path": "A", "init_args": {"mechanism": "rpc", "options": {"iterations": 2, "lam": 1.0}}}
+    options = {"init_args": {"options": {"iterations": 3}}}
+    assert fill(options, stored)["init_args"] == {"mechanism": "rpc", "options": {"iterations": 3}}
+    assert fill({"init_args": {"options": {}}}, stored)["init_args"]["options"] == {}
+    assert fill({"init_args": {"mechanism": "softmax"}}, stored)["init_args"] == {"mechanism": "softmax"}
 
 
 def test_the_command_line_beats_the_hyper_parameters_of_the_checkpoint(demo):
@@ -232,7 +232,7 @@ def test_a_test_with_other_attention_than_the_checkpoint_s_warns(trained, capsys
         return [str(each.message) for each in caught if re.search("checkpoint (was|records)", str(each.message))]
 
     assert warned() == []
-    (said,) = warned("--model.attention=twicing")
+    (said,) = warned("--model.mechanism=twicing")
     assert re.search(r"trained with attention '?softmax.*and is used with .*twicing.*: leave it out", said)
 
     main(["fit", "--config", "lm.yaml", "--trainer.callbacks+=SwapAttention", "--trainer.callbacks.mechanism=twicing"])

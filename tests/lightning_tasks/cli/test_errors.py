@@ -28,7 +28,7 @@ OWN_MODEL = '--model.model={"class_path": "lightning_tasks.models.TransformerLM"
         ([OWN_MODEL % '{"dim": 10, "num_heads": 3}'], "dim=10 is not a multiple of num_heads=3"),
         ([OWN_MODEL % '{"num_token": 8}'], "TransformerLM could not be built with"),
         ([OWN_MODEL % '{"num_tokens": 7}'], "windows have 8 tokens and TransformerLM has 7 positions"),
-        (["--model.attention=rpc", '--model.attention_options={"iteration": 2}'], "no option 'iteration'"),
+        (["--model.mechanism=rpc", '--model.options={"iteration": 2}'], "no option 'iteration'"),
         (["--model.chunk_size=0"], "chunk_size must be at least 1, got 0"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments
         (["--data=wikitext"], "Did you mean 'attnswap.datamodules.WikiTextDataModule'? Others there: "),
         (["--model=language_modeling"], "Did you mean 'lightning_tasks.LanguageModelingTask'? Others there: "),
         (["--data.batch_size=some"], "Expected a <class 'int'>. Got value: some"),
-        (["--model.attention=rcp"], "Did you mean 'rpc'"),
+        (["--model.mechanism=rcp"], "Did you mean 'rpc'"),
         (["--data.batch_size=0"], "batch_size"),
     ],
 )

@@ -105,20 +105,20 @@ def test_any_list_of_loggers(demo):
 
 def test_options_of_another_mechanism_are_refused_with_the_cure_and_leave_no_folder(tmp_path, capsys):
     tiny = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    model = {"model_options": tiny, "attention": "rpc", "attention_options": {"iterations": 2}}
+    model = {"model_options": tiny, "mechanism": "rpc", "options": {"iterations": 2}}
     data = {"class_path": "attnswap.datamodules.DigitsDataModule"}
     trainer = {"accelerator": "cpu", "max_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
     trainer["logger"] = [{"class_path": WANDB}, {"class_path": CSV, "init_args": {"save_dir": "here"}}]
     recipe = {"model": {"class_path": "lightning_tasks.ImageClassificationTask", "init_args": model}, "data": data}
     Path("rpc.yaml").write_text(yaml.safe_dump({**recipe, "trainer": {**trainer, "limit_val_batches": 0}}))
     before = set(tmp_path.rglob("*"))
-    command = ["fit", "--config", "rpc.yaml", "--model.attention", "scaled"]
+    command = ["fit", "--config", "rpc.yaml", "--model.mechanism", "scaled"]
     with pytest.raises(SystemExit) as ended:
         main(command)
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert "ScaledAttention has no option 'iterations'" in said
-    assert "--model.attention_options null" in said
+    assert "--model.options null" in said
     assert "Traceback" not in said
     assert set(tmp_path.rglob("*")) == before
-    main([*command, "--model.attention_options", "null", "--trainer.logger", "false"])
+    main([*command, "--model.options", "null", "--trainer.logger", "false"])

@@ -24,8 +24,8 @@ def test_seeds_that_make_no_sense(text):
 
 
 def test_overrides_are_spelled_as_on_the_command_line():
-    assert override_arguments({"model.attention": "rpc", "trainer.callbacks+": {"a": 1}, "model.rate": 0.1}) == (
-        "--model.attention=rpc",
+    assert override_arguments({"model.mechanism": "rpc", "trainer.callbacks+": {"a": 1}, "model.rate": 0.1}) == (
+        "--model.mechanism=rpc",
         '--trainer.callbacks+={"a": 1}',
         "--model.rate=0.1",
     )

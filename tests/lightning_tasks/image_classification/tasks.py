@@ -7,7 +7,7 @@ from lightning_tasks import ImageClassificationTask
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
-RPC = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0]}
+RPC = {"mechanism": "rpc", "options": {"iterations": 2}, "layers": [0]}
 
 
 COSINE = {"class_path": "timm.scheduler.create_scheduler_v2", "init_args": {"warmup_epochs": 1, "min_lr": 1e-4}}

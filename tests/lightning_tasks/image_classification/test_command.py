@@ -19,8 +19,8 @@ def test_the_command_averages_weights_of_a_swapped_model_and_monitors_it(tmp_pat
     ]
     arguments = ["--model", "lightning_tasks.ImageClassificationTask", f"--model.model_options={json.dumps(TINY)}"]
     arguments += [
-        "--model.attention=rpc",
-        "--model.attention_layers=[0]",
+        "--model.mechanism=rpc",
+        "--model.layers=[0]",
         "--data",
         "attnswap.datamodules.DigitsDataModule",
     ]

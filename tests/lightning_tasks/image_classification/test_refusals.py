@@ -21,7 +21,7 @@ from tests.lightning_tasks.language_data import trainer
         ({"model": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny_patch16_224"),
         ({"model": "deit_tiny_patch16_224.fb"}, r"no weights 'fb' for deit_tiny_patch16_224; it has fb_in1k"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
-        ({"attention": "rcp"}, "Did you mean 'rpc'"),
+        ({"mechanism": "rcp"}, "Did you mean 'rpc'"),
         ({"mixup": -1.0}, "mixup must be at least 0"),
         ({"random_erasing": 2.0}, r"random_erasing is a probability in \[0, 1\], got 2.0"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),

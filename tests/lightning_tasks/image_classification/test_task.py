@@ -31,10 +31,10 @@ def counted(**options):
 
 
 def test_parameters_of_the_papers_models():
-    rpc = {"attention": "rpc", "attention_options": {"iterations": 4, "lam": 4.0}}
+    rpc = {"mechanism": "rpc", "options": {"iterations": 4, "lam": 4.0}}
     assert counted() == 5_717_416
-    assert counted(attention="symmetric") == 5_272_744
-    assert counted(**rpc, attention_layers=[0], other_attention="symmetric") == 5_272_744  # RPC-SymViT-tiny
+    assert counted(mechanism="symmetric") == 5_272_744
+    assert counted(**rpc, layers=[0], other_attention="symmetric") == 5_272_744  # RPC-SymViT-tiny
     assert counted(**rpc) == 5_272_744
 
 

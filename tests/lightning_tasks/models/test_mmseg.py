@@ -131,7 +131,7 @@ def test_softmax_for_softmax_changes_nothing(name):
         torch.testing.assert_close(ours, module(images), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "rpc", "attention_layers": [0]}])
+@pytest.mark.parametrize("options", [{}, {"mechanism": "rpc", "layers": [0]}])
 def test_no_layer_of_a_task_makes_a_map(options):
     module = built(cfg_options=SHALLOW, **options)
     _, images, _ = batch()
@@ -165,7 +165,7 @@ def test_the_preprocessor_follows_the_model_to_another_device():
 
 @pytest.mark.parametrize("name", [SEGMENTER, SETR, UPERNET])
 def test_any_mechanism_trains(name):
-    options = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0, -1]}
+    options = {"mechanism": "rpc", "options": {"iterations": 2}, "layers": [0, -1]}
     module = built(name, **options, other_attention="symmetric")
     kinds = [type(part) for part in module.model.modules() if isinstance(part, AttentionMechanism)]
     assert len(kinds) == LAYERS[name]
@@ -204,8 +204,8 @@ def test_a_layer_on_reduced_keys_has_no_call_of_its_input_alone():
 
 def test_segformer_takes_symmetric_attention_in_its_last_stage_alone():
     with pytest.raises(ValueError, match=r"backbone\.layers\.0\.1\.0\.attn\.attn': SymmetricAttention needs one query"):
-        built(SEGFORMER, attention="symmetric")
-    module = built(SEGFORMER, attention="symmetric", attention_layers=[-2, -1])
+        built(SEGFORMER, mechanism="symmetric")
+    module = built(SEGFORMER, mechanism="symmetric", layers=[-2, -1])
     _, images, masks = batch()
     torch.stack(list(module.model.losses(images, masks, 255).values())).sum().backward()
 
@@ -246,7 +246,7 @@ def test_scores_are_those_of_iou_metric():
 
 def test_a_run_and_its_checkpoint(tmp_path):
     sizes = {"num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2, "img_size": 40, "crop_size": 32}
-    module = task(crop_size=32, num_classes=None, cfg_options=SHALLOW, attention="rpc", attention_layers=[0])
+    module = task(crop_size=32, num_classes=None, cfg_options=SHALLOW, mechanism="rpc", layers=[0])
     run = trainer(tmp_path)
     run.fit(module, DigitScenesDataModule(**sizes))
     assert run.callback_metrics["val/loss"] > 0

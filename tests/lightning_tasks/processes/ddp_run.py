@@ -23,7 +23,7 @@ SEGMENTER = {
 
 def segmentation(num_val: int = 2) -> tuple[SegmentationTask, DigitScenesDataModule]:
     """A task of random weights, and seven scenes one by one: of two processes one gets a scene that does not count."""
-    task = SegmentationTask(SEGMENTER, attention="rpc")
+    task = SegmentationTask(SEGMENTER, mechanism="rpc")
     return task, DigitScenesDataModule(
         num_train=2, num_val=num_val, num_test=7, batch_size=1, img_size=40, crop_size=32
     )

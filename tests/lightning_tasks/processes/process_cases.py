@@ -87,12 +87,12 @@ def task_and_data(kind: str, batch_size: int, num_train: int, num_val: int) -> t
     """A task of random weights, the same in every process, and its data."""
     pl.seed_everything(3, verbose=False)
     if kind == "images":
-        task = ImageClassificationTask("vit_tiny_patch16_224", model_options=TINY, attention="rpc", optimizer=SGD)
+        task = ImageClassificationTask("vit_tiny_patch16_224", model_options=TINY, mechanism="rpc", optimizer=SGD)
         return task, RandomImages(batch_size, num_train, num_val)
     if kind == "text":
         return LanguageModelingTask(SMALL, optimizer=SGD), RandomText(batch_size, num_train, num_val)
     if kind == "masks":
-        task = SegmentationTask(SEGMENTER, attention="rpc", optimizer=SGD)
+        task = SegmentationTask(SEGMENTER, mechanism="rpc", optimizer=SGD)
         sizes = {"num_train": num_train, "num_val": num_val, "num_test": num_val}
         plain = {"photometric": 0.0}
         return task, DigitScenesDataModule(batch_size=batch_size, img_size=32, train_transform=plain, **sizes)

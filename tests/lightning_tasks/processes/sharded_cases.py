@@ -21,7 +21,7 @@ from lightning_tasks.callbacks import (
     QKWeightDecay,
     SpectrumMonitor,
     SwapAttention,
-    before_sharding,
+    swap_now,
 )
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, network
 from tests.lightning_tasks.processes.process_cases import task_and_data
@@ -37,7 +37,7 @@ class Sharded(TinyLM):
         del self.net
 
     def swap(self) -> None:
-        before_sharding(self)
+        swap_now(self)
 
     def configure_model(self):
         if hasattr(self, "net"):

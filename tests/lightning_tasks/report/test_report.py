@@ -219,14 +219,12 @@ def test_one_callback_more_does_not_shift_the_others():
 
 
 def test_swaps_of_models_and_callbacks():
-    model = {"attention": "symmetric", "attention_options": None, "attention_layers": [1], "other_attention": "rpc"}
+    model = {"mechanism": "symmetric", "options": None, "layers": [1], "other_attention": "rpc"}
     assert swapped({"trainer": {"callbacks": [SWAP]}, "model": {"init_args": model}}) == [
         "rpc (iterations 4) in layers 0",
         "symmetric in layers 1, rpc in the others",
     ]
-    assert swapped({"model": {"attention": "softmax", "attention_options": {}}}) == [
-        "nothing that the settings say: softmax"
-    ]
+    assert swapped({"model": {"mechanism": "softmax", "options": {}}}) == ["nothing that the settings say: softmax"]
 
 
 def test_a_swap_that_another_replaced_is_not_named(tmp_path):
@@ -238,7 +236,7 @@ def test_a_swap_that_another_replaced_is_not_named(tmp_path):
     layers = "net.encoder.layers.{}.self_attn"
     texts = [f"symmetric in layers {layers.format(0)}", f"rpc (iterations 2) in layers {layers.format(1)}"]
     assert swapped(read_run_settings(folder)) == texts
-    told = {"model": {"attention": "symmetric", "attention_options": {}}, "trainer": {"callbacks": [SWAP]}}
+    told = {"model": {"mechanism": "symmetric", "options": {}}, "trainer": {"callbacks": [SWAP]}}
     (folder / "config.yaml").write_text(yaml.safe_dump(told))
     assert swapped(read_run_settings(folder)) == texts
     assert differences({"one": told, "two": read_run_settings(folder)}) == {}

@@ -30,7 +30,7 @@ FRAME = """<!DOCTYPE html><title>nothing</title>
 @pytest.fixture
 def page(tmp_path):
     folders = [run_folder(tmp_path / "a_recipe_of_language_modeling" / f"version_{n}", n, n / 10) for n in (0, 1)]
-    other = {"class_path": "lightning_tasks.LanguageModelingTask", "init_args": {"attention": "rpc", "lr": 0.5}}
+    other = {"class_path": "lightning_tasks.LanguageModelingTask", "init_args": {"mechanism": "rpc", "lr": 0.5}}
     folders.append(run_folder(tmp_path / "the_other_recipe_with_a_long_name" / "version_0", 0, 0.5, model=other))
     report(tmp_path, *folders)
     return tmp_path / "report.html"

@@ -39,7 +39,7 @@ def convolutional(seed=0, scale=3.0):
     return Normalized(network)
 
 
-def vit(attention=None, seed=0, **options):
+def vit(mechanism=None, seed=0, **options):
     """A timm ViT of two layers for 12 x 12 pixels and others, swapped where a mechanism is named."""
     torch.manual_seed(seed)
     size = {
@@ -53,8 +53,8 @@ def vit(attention=None, seed=0, **options):
     }
     network = timm.create_model("vit_tiny_patch16_224", **size)
     network.head.weight.data.normal_(std=1.0)
-    if attention:
-        swap_attention(network, attention, **options)
+    if mechanism:
+        swap_attention(network, mechanism, **options)
     return Normalized(network)
 
 

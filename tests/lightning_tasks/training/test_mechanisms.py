@@ -11,7 +11,7 @@ from lightning_tasks.training.mechanisms import attention_spec
 from tests.lightning_tasks.language_data import SMALL, VOCAB
 from tests.lightning_tasks.training.test_mean import MASKS, VIT
 
-LEFT_OVER = {"attention": "softmax", "attention_options": {"iterations": 2, "lam": 4.0}}
+LEFT_OVER = {"mechanism": "softmax", "options": {"iterations": 2, "lam": 4.0}}
 TASKS = {
     "language": lambda: LanguageModelingTask(SMALL, vocab_size=VOCAB, **LEFT_OVER),
     "images": lambda: ImageClassificationTask("vit_tiny_patch16_224", 6, model_options=VIT, **LEFT_OVER),
@@ -38,7 +38,7 @@ def test_softmax_without_options_says_nothing():
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("name", ["neutreno", "gated"])
 def test_mechanisms_that_need_more_of_their_layers(name, layers):
-    chosen = {"attention": name, "attention_layers": layers}
+    chosen = {"attention": name, "layers": layers}
     images = ImageClassificationTask("vit_tiny_patch16_224", 6, model_options={**VIT, "depth": 2}, **chosen)
     images.configure_model()
     assert images(torch.randn(2, 3, VIT["img_size"], VIT["img_size"])).isfinite().all()
@@ -56,17 +56,3 @@ def _small(kind, **chosen):
     if kind == "images":
         return ImageClassificationTask("vit_tiny_patch16_224", 6, model_options=VIT, **chosen)
     return SegmentationTask(MASKS, num_classes=3, **chosen)
-
-
-@pytest.mark.parametrize("kind", TASKS)
-def test_one_spelling_of_a_swap(kind):
-    former = {"attention": "rpc", "attention_options": {"iterations": 2}, "attention_layers": [0]}
-    present = {"mechanism": "rpc", "options": {"iterations": 2}, "layers": [0]}
-    expected = dict(_small(kind, **former).hparams)
-    assert dict(_small(kind, **present).hparams) == expected
-    over_a_recipe = dict(_small(kind, **former, mechanism="symmetric").hparams)
-    assert (over_a_recipe["attention"], over_a_recipe["attention_options"]) == ("symmetric", None)
-    assert over_a_recipe["attention_layers"] == [0]
-    assert _small(kind, **former, options={"iterations": 3}).hparams["attention_options"] == {"iterations": 3}
-    with pytest.raises(TypeError, match="SymmetricAttention has no option 'iterations'"):
-        _small(kind, mechanism="symmetric", options={"iterations": 3})

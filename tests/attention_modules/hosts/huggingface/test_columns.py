@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attention_modules.swap import swap_attention
-from tests.attention_modules.hosts.cases import decoder, gpt2
+from tests.attention_modules.hosts.cases import decoder, gpt2, hugging_face
 
 CAUSAL_BUILDS = {"llama": decoder("Llama", num_hidden_layers=2), "gpt2": gpt2(n_layer=2)}
 FIRST, SECOND = torch.tensor([[5, 9, 3, 8, 22]]), torch.tensor([[7, 30, 31, 2]])
@@ -54,3 +54,12 @@ def test_relative_mechanisms_take_packed_sequences(name: str, options: dict[str,
     packed, positions = torch.cat([FIRST, SECOND], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     together = run(model, packed, position_ids=positions)
     torch.testing.assert_close(together[:, 5:], run(model, SECOND), atol=1e-5, rtol=1e-4)
+
+
+def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:
+    model = hugging_face("BertModel", "BertConfig", hidden_size=16, num_attention_heads=2, vocab_size=50)().eval()
+    swap_attention(model, "position_bias", num_tokens=8)
+    seen = torch.tensor([[0, 0, 1, 1, 1]])
+    model(FIRST, attention_mask=seen.flip(1))
+    with pytest.raises(RuntimeError, match="counts columns, and this mask hides the first token"):
+        model(FIRST, attention_mask=seen)

@@ -202,3 +202,33 @@ def test_averages_of_a_swapped_model_are_its_twin() -> None:
     average.update_parameters(model["net"])  # zips Parameters: the first update copies
     for one, other in zip(model["net"].parameters(), average.module.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_frozen_network_of_another_depth_is_left_out() -> None:
+    model, x = (
+        nn.ModuleDict({"student": encoder(2), "teacher": encoder(4).requires_grad_(False)}),
+        torch.randn(2, 5, 16),
+    )
+    before = model["teacher"](x)
+    report = swap_attention(model, "entmax")
+    assert [row.name.partition(".")[0] for row in report] == ["student", "student"]
+    assert torch.equal(model["teacher"](x), before)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.01])
+def test_a_frozen_twin_under_a_number_is_a_network(drift: float) -> None:
+    student = encoder(1)
+    model = nn.ModuleList([student, copy.deepcopy(student).requires_grad_(False)])
+    for parameter in model[1].parameters():
+        parameter.mul_(1 + drift)
+    assert len(swap_attention(model, "gated", layers=[0])) == 2
+    if not drift:
+        x = torch.randn(2, 5, 16)
+        torch.testing.assert_close(model[0](x), model[1](x))
+
+
+def test_frozen_first_layers_are_no_network() -> None:
+    model = encoder(4)
+    model.layers[0].requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    assert [row.name for row in swap_attention(model, "entmax", layers=[3])] == ["layers.3.self_attn"]

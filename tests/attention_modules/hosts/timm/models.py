@@ -103,9 +103,9 @@ def _short(error: str) -> str:
     """The reasons without the layers' names and sizes, each once, and without the cure."""
     if "has no attention layer" in error:
         return "it has no attention layer"
-    unknown = "no host knows the model's attention layers: "
+    unknown = "no host (docs/hosts.md) knows the model's attention layers: "
     if error.startswith(unknown):
-        error = error.removeprefix(unknown).partition(". Known hosts")[0]
+        error = error.removeprefix(unknown).partition(". Make a layer")[0]
         return "; ".join(dict.fromkeys(re.sub(r"^\S+ \((\w+)\)", r"\1", reason) for reason in error.split("; ")))
     return re.sub(r"^cannot swap '[^']*': | \(\d+ and \d+\)", "", error).partition("; ")[0]
 

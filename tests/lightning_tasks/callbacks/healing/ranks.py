@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
-from lightning_tasks.callbacks import Heal, SwapAttention, before_sharding
+from lightning_tasks.callbacks import Heal, SwapAttention, swap_now
 from lightning_tasks.callbacks.base import whole
 from tests.lightning_tasks.callbacks.healing.healed import Task, data
 from tests.lightning_tasks.callbacks.modules import fit
@@ -21,7 +21,7 @@ class Sharded(Task):
     """Shards its network in ``configure_model`` where there is a mesh."""
 
     def configure_model(self):
-        before_sharding(self)
+        swap_now(self)
         if self._device_mesh is not None and not hasattr(self, "sharded"):
             self.sharded = True
             for part in (*self.net.encoder.layers, self.net):

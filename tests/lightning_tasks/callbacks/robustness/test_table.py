@@ -242,7 +242,7 @@ def test_transfer_from_the_checkpoint_of_a_twin(tmp_path, module, swapped):
 
 def test_perplexity_with_words_swapped(tmp_path):
     data = RandomText(val_windows=30)
-    task = LanguageModelingTask(SMALL, vocab_size=VOCAB, attention="rpc", attention_options={"iterations": 2})
+    task = LanguageModelingTask(SMALL, vocab_size=VOCAB, mechanism="rpc", options={"iterations": 2})
     callback = RobustnessEvaluation(word_swap=np.float32(0.3), word_swap_token=0, batch_size=7)
     metrics = trainer(tmp_path, callback).test(task, data, verbose=False)[0]
     found = values(callback.table)

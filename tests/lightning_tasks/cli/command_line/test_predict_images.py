@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.former_names import with_present_names
 from lightning_tasks.cli.predict_images import arguments_of_run
 from lightning_tasks.errors import UsageError
 
@@ -133,25 +132,3 @@ def test_the_configuration_beside_a_checkpoint_is_data(classifier, section, tmp_
     with pytest.raises(ValueError, match=r"evil_beside.*--trust_checkpoint"):
         arguments_of_run(asked)
     assert "evil_beside.Evil" in " ".join(arguments_of_run([*asked, "--trust_checkpoint"]))
-
-
-def test_a_run_whose_configuration_has_former_names_predicts(classifier, folder, tmp_path):
-    former = tmp_path / "former"
-    shutil.copytree(classifier.parents[1], former)
-    saved = (former / "config.yaml").read_text()
-    assert "class_path: attnswap.datamodules." in saved
-    (former / "config.yaml").write_text(saved.replace("class_path: attnswap.datamodules.", "class_path: datamodules."))
-    checkpoint = former / classifier.relative_to(classifier.parents[1])
-    with pytest.warns(UserWarning, match="1 of 4 images cannot be read"):
-        main(["predict", "--ckpt_path", str(checkpoint), "--images", str(folder), *QUIET])
-    (table,) = Path("runs").rglob("predictions.csv")
-    assert len(rows(table)) == 3
-
-
-def test_a_former_name_stays_that_of_the_users_own_package(tmp_path, monkeypatch):
-    (tmp_path / "datamodules").mkdir()
-    (tmp_path / "datamodules" / "__init__.py").write_text("")
-    settings = {"data": {"class_path": "datamodules.Own"}, "others": [{"class_path": "torch.optim.SGD"}]}
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        assert with_present_names(settings) == settings

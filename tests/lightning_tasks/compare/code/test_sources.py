@@ -49,7 +49,7 @@ def project(tmp_path, monkeypatch):
 
 
 SETTINGS = {
-    "model": {"attention": "my_mechanism.mine", "weights": "weights.pt", "name": "model"},
+    "model": {"mechanism": "my_mechanism.mine", "weights": "weights.pt", "name": "model"},
     "data": {"index": ["index.json"], "stage": "val/loss"},
     "optimizer": {"class_path": "torch.optim.AdamW"},
     "trainer": "more.yaml",
@@ -66,7 +66,7 @@ def test_what_is_named_counts_and_nothing_else(project):
         *("model/config.json", "model/model.safetensors"),
     }
     assert "package torch" in found
-    assert [*sources_of([{"model": {"attention": "softmax"}}])] == ["attention_modules.mechanisms.softmax (softmax.py)"]
+    assert [*sources_of([{"model": {"mechanism": "softmax"}}])] == ["attention_modules.mechanisms.softmax (softmax.py)"]
 
 
 def test_a_project_that_moved_is_the_same(project, tmp_path, monkeypatch):
