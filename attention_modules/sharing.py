@@ -291,6 +291,11 @@ def _checkpoint_frame() -> Any:
     return None
 
 
+def recomputes() -> bool:
+    """Whether backward computes a part of the forward again, as activation checkpointing does."""
+    return _graph_task() != -1
+
+
 def without_wrappers(name: str) -> str:
     """A module's name without those of wrappers around single layers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

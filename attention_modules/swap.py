@@ -262,7 +262,8 @@ def restore_attention(model: nn.Module) -> list[str]:
     for layer in swapped:
         if sharded:
             _raise_for(layer.name, sharded_refusal(layer.module, None))
-        _raise_for(layer.name, hook_refusal(layer.module) or query_return_refusal(layer.module))
+        changed = _changes_parameters(layer.module)
+        _raise_for(layer.name, (hook_refusal(layer.module) if changed else None) or query_return_refusal(layer.module))
     _restore(model, swapped)
     return [layer.name for layer in swapped]
 
@@ -379,7 +380,9 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
-        _raise_for(layer.name, hook_refusal(module) or host.refusal(module))
+        _raise_for(layer.name, host.refusal(module))
+        changed = not built.uses_query or _has_parameters(built) or (swapped and _changes_parameters(module))
+        _raise_for(layer.name, hook_refusal(module) if changed else None)
         _raise_for(layer.name, host.mechanism_refusal(module, built))
         if not built.row_masks:
             _raise_for(layer.name, host.row_refusal(module))
@@ -414,7 +417,16 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
             parts = host.query_parts(module)
             _raise_for(layer.name, _tied(parts, place, paths))
             for part in parts:
-                _raise_for(layer.name, part.hooked(module))
+                _raise_for(layer.name, part.hooked(module) or part.watched(module))
+
+
+def _changes_parameters(layer: Any) -> bool:
+    """Whether a swapped layer has other Parameters than the plain one."""
+    return bool(layer.dropped_query) or _has_parameters(layer.mechanism)
+
+
+def _has_parameters(mechanism: nn.Module) -> bool:
+    return next(mechanism.parameters(), None) is not None
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:

@@ -16,7 +16,8 @@ author = "the authors of attnswap"
 copyright = "the authors of attnswap, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "attnswap_command"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design"]
+extensions += ["attnswap_command"]
 exclude_patterns = ["_build", "extensions", "results/*/**"]  # beside each page of results: the files that it links to
 
 html_theme = "furo"

@@ -6,7 +6,7 @@ every forward) and ``state_dict()``, but copied and pickled with it, and moved a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,22 @@ class QueryPart:
         hooks = {**(held._backward_hooks or {}), **(held._post_accumulate_grad_hooks or {})} if held is not None else {}
         if not hooks:
             return None
-        names = ", ".join(
-            f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__name__)}"
-            for hook in hooks.values()
-        )
         return (
-            f"its {self.key('')} has hooks ({names}), which another Parameter with more or fewer rows, in its place, "
-            "would not have: register hooks (W&B's watch, an optimizer step in backward) after it, or remove them first"
+            f"its {self.key('')} has hooks ({_names(hooks.values())}), which another Parameter with more or fewer "
+            "rows, in its place, would not have: register hooks (W&B's watch, an optimizer step in backward) after it, "
+            "or remove them first"
+        )
+
+    def watched(self, layer: nn.Module) -> str | None:
+        """Why hooks on a projection of the query alone forbid to drop it, if there are some."""
+        owner = layer.get_submodule(self.owner)
+        kinds = (owner._forward_hooks, owner._forward_pre_hooks, owner._backward_hooks, owner._backward_pre_hooks)
+        hooks = [hook for kind in kinds for hook in kind.values()] if self.full == self.size else []
+        if not hooks:
+            return None
+        return (
+            f"its query projection {self.owner!r} has hooks ({_names(hooks)}), which would see nothing of a query that "
+            "is dropped: remove them first, or choose a mechanism with a query"
         )
 
     def key(self, prefix: str) -> str:
@@ -99,6 +108,12 @@ class QueryPart:
         """The whole tensor from its query's rows and the others."""
         parts = [part.unflatten(self.dim, (self.blocks, -1)) for part in (rows, rest)]
         return torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+
+def _names(hooks: Iterable[object]) -> str:
+    return ", ".join(
+        f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__name__)}" for hook in hooks
+    )
 
 
 class WithoutQuery(nn.Module):

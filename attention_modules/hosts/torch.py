@@ -78,7 +78,7 @@ def _check_sizes(
         RuntimeError: if the mask of rows or the batches do not fit.
     """
     length, batch, width = query.shape
-    autocasts = torch.is_autocast_enabled(query.device.type)
+    autocasts = not query.is_meta and torch.is_autocast_enabled(query.device.type)
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"only bool and floating types of {name} are supported, got {mask.dtype}")
@@ -190,7 +190,8 @@ class SwappedMultiheadAttention(Swapped):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         # As in the plain layer: there the hint stands for the mask, whatever it holds.
-        hinted = is_causal and key_padding_mask is None and not need_weights
+        square = query.shape[-2 if self.batch_first else 0] == key.shape[-2 if self.batch_first else 0]
+        hinted = is_causal and key_padding_mask is None and not need_weights and square
         attn_mask = None if hinted else attn_mask
         first, second, third = self._sequence_first(query, key, value)
         _check_sizes(self, first, second, third, key_padding_mask, attn_mask)

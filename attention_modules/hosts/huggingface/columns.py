@@ -20,25 +20,31 @@ def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, wi
         windowed: whether rows see a window of keys.
 
     Raises:
-        RuntimeError: if positions are not 0 to N - 1 from the first column on, or a row sees tokens but not the first
-            one. Beyond a sliding window no row sees that one: there some row must.
+        RuntimeError: if the positions of what is seen are not 0 to N - 1 from the first column on, or a row sees tokens
+            but not the first one, or, where positions are not known, not all before its last one. Beyond a sliding
+            window no row sees the first: there some row must.
     """
     name = type(module.mechanism).__name__
+    seen = None if mask is None else visible(mask)
     if positions is not None:
-        columns = torch.arange(positions.shape[-1], device=positions.device)
+        length = positions.shape[-1]
+        right = positions == torch.arange(length, device=positions.device)
+        if seen is not None and seen.shape[-1] == length:
+            right = right | ~seen.flatten(1, -2).any(1)  # what nobody sees may be anywhere
         torch._assert_async(
-            (positions == columns).all(),
+            right.all(),
             f"{name} counts columns, and these position_ids are not 0 to N - 1 (packed sequences, or padding before "
             "them): give each sequence a row of its own, padded at its end",
         )
-    if mask is None:
+    if seen is None:
         return
-    seen = visible(mask)
     first = seen[..., 0] | ~seen.any(-1)
     if windowed:
         first = seen[..., 0].any(-1) | ~seen.flatten(-2).any(-1)
+    elif positions is None:  # then a model that counts positions may count what is seen alone
+        first = first & (seen[..., 1:] <= seen[..., :-1]).all(-1)
     torch._assert_async(
         first.all(),
-        f"{name} counts columns, and this mask hides the first token from rows that see others (padding before a "
-        "sequence, or packed sequences): give each sequence a row of its own, padded at its end",
+        f"{name} counts columns, and this mask hides a token from rows that see later ones (padding before or between, "
+        "or packed sequences): give each sequence a row of its own, padded at its end",
     )

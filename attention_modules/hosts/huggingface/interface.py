@@ -26,6 +26,7 @@ from attention_modules.hosts.huggingface.given import (
 )
 from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.shown import ShownMap
+from attention_modules.sharing import recomputes
 
 INTERFACE = "attnswap"
 INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
@@ -41,7 +42,7 @@ def mechanism_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function of swapped layers.
 
     Softmax gives its attention map where the caller asks for attentions; else there is one without keys in its place.
@@ -106,7 +107,14 @@ def mechanism_attention_forward(
     for name in given_of(kwargs, ("s_aux", "sinks")):
         attention_mask, key, value = with_key(attention_mask, query, key, value, kwargs[name])
     weights = ShownMap(keys)
-    asked = {"weights": weights} if mechanism.gives_weights and _attentions_asked(module, kwargs) else {}
+    asked = {}
+    if mechanism.gives_weights:
+        wanted = _attentions_asked(module, kwargs)
+        if recomputes():  # nobody collects the outputs of a checkpointed layer when backward computes it again
+            wanted = vars(module).get("_attnswap_gave", wanted)
+        elif module.training and not torch.compiler.is_compiling():
+            vars(module)["_attnswap_gave"] = wanted
+        asked = {"weights": weights} if wanted else {}
     x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
     out = module.mix(
         query,
@@ -120,8 +128,8 @@ def mechanism_attention_forward(
         **asked,
         **remembered,
     )
-    shown = out.new_empty(*out.shape[:-1], 0) if weights.shown is None else weights.shown
-    return out.transpose(1, 2).contiguous(), shown
+    nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
+    return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
 
 
 def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> None:

@@ -33,7 +33,7 @@ def _is_frozen(layer: nn.Module) -> bool:
 
 
 def equalize_copies(found: Survey, plan: Plan) -> None:
-    """Give equal tensors to new mechanisms in layers of two networks that are copies, value by value."""
+    """Give equal tensors to new mechanisms in twins that are copies, value by value, or of which one is frozen."""
     made: dict[str, AttentionMechanism] = {}
     for layer, built in plan:
         network = found.network_of(layer.name)
@@ -44,7 +44,8 @@ def equalize_copies(found: Survey, plan: Plan) -> None:
                 acting = acting_mechanism(getattr(found.modules[other], "mechanism", None))
                 known = acting is not None and acting.built_with is not None
                 source = acting if known and acting.built_with == built.built_with else None  # type: ignore[union-attr]
-            if source is not None and _fits(source, built) and are_copies(layer.module, found.modules[other]):
+            copies = network.frozen != twin.frozen or are_copies(layer.module, found.modules[other])
+            if source is not None and copies and _fits(source, built):
                 built.load_state_dict(source.state_dict())
                 break
         made[layer.name] = built

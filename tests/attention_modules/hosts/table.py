@@ -109,7 +109,10 @@ What else to know:
   in the plain layout, kept query rows among them, and the tensors of mechanisms under their names in `state_dict()`.
   Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so. Whatever reads the
   weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
-  model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`.
+  model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These fill what acts. Where a
+  mechanism uses no query and you will restore the layer, load by `load_pretrained` or into the plain model: the query
+  rows that are kept aside are no entry of the model that such a loader fills. `strict=True` names the mark
+  `saved_by_attnswap_load_with_load_pretrained`, which tells a plain class what it reads.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
   have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder
   builds plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from attention_modules.swap import AttentionSwapError, make_observable, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import gpt2, token_ids
+from tests.attention_modules.hosts.cases import gpt2, hugging_face, token_ids
 
 
 def vit(fused: bool = False, **options: Any) -> nn.Module:
@@ -170,3 +170,22 @@ def test_a_swapped_layer_behind_an_adapter_is_no_restored_one() -> None:
         AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"
     ):
         restore_attention(adapted)
+
+
+def test_hooks_on_a_query_projection_that_is_dropped_are_refused() -> None:
+    model = hugging_face("BertModel", "BertConfig", hidden_size=16, num_attention_heads=2, vocab_size=9)()
+    model.encoder.layer[0].attention.self.query.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(AttentionSwapError, match="its query projection 'query' has hooks"):
+        swap_attention(model, "symmetric")
+    swap_attention(model, "entmax")
+
+
+def test_maps_of_checkpointed_layers_are_made_again_and_none_where_the_plain_layer_gives_none() -> None:
+    model = gpt2(n_layer=2)().train()
+    seen: list[Any] = []
+    swap_attention(model, "softmax")
+    model.h[0].attn.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    model(token_ids())
+    assert seen == [None]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(token_ids(), output_attentions=True)[0].sum().backward()

@@ -42,7 +42,7 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for wrap, text in [
-        (nn.DataParallel, "is a DataParallel.*swap before wrapping the model in DataParallel"),
+        (nn.DataParallel, "is of DataParallel.*swap before wrapping the model in DataParallel"),
         (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
         (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
         (lambda model: torch.compile(model, backend="eager"), "OptimizedModule.*swap before torch.compile"),

@@ -41,7 +41,7 @@ def test_other_positions_are_refused(family: str, name: str, options: dict[str, 
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
     with pytest.raises(RuntimeError, match="counts columns, and these position_ids"):
         run(model, left, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
-    with pytest.raises(RuntimeError, match="counts columns, and this mask hides the first token"):
+    with pytest.raises(RuntimeError, match="counts columns, and this mask hides a token"):
         run(model, left, attention_mask=mask)
     right = torch.tensor([[*SECOND[0].tolist(), 0, 0]])
     padded = run(model, right, attention_mask=mask.flip(1))[:, :4]
@@ -61,5 +61,5 @@ def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:
     swap_attention(model, "position_bias", num_tokens=8)
     seen = torch.tensor([[0, 0, 1, 1, 1]])
     model(FIRST, attention_mask=seen.flip(1))
-    with pytest.raises(RuntimeError, match="counts columns, and this mask hides the first token"):
+    with pytest.raises(RuntimeError, match="counts columns, and this mask hides a token"):
         model(FIRST, attention_mask=seen)
