@@ -20,6 +20,7 @@ from attention_modules import (
 )
 from attention_modules.testing import CHECKS, check_mechanism
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.pairwise import pairwise
 
 HEADS = (2, 3, 9, 8)
 
@@ -104,12 +105,24 @@ def _first_heads(mask: Any, heads: int) -> Any:
     return mask[..., :heads, :, :] if torch.is_tensor(mask) and mask.dim() > 2 else mask
 
 
-@each
-@pytest.mark.parametrize("mask", masks())
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_equals_its_equation(case, mask, scale):
-    if mask not in PADDING and not mechanism_class(case.name).row_masks:
-        pytest.skip("takes padding alone")
+PADDING = ("nothing", "padding")
+
+
+def _taken(index: int, mask: str, scale: float | None) -> bool:
+    return mask in PADDING or mechanism_class(CASES[index].name).row_masks
+
+
+COMPARED = pairwise(range(len(CASES)), masks(), (None, 0.7), allowed=_taken)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_equals_its_equation(index, subtests):
+    for _, mask, scale in (row for row in COMPARED if row[0] == index):
+        with subtests.test(mask=mask, scale=scale):
+            check_equation(CASES[index], mask, scale)
+
+
+def check_equation(case, mask, scale):
     given = {name: _first_heads(value, case.shape[1]) for name, value in masks()[mask].items()}
     given |= {"scale": scale, **{name: case.options[name] for name in case.shared if name in case.options}}
     actual = values_and_gradients(lambda **inputs: case.function(**inputs, **given), case.inputs())
@@ -117,7 +130,6 @@ def test_equals_its_equation(case, mask, scale):
     assert_same(actual, expected, case.tolerance)
 
 
-PADDING = ("nothing", "padding")
 EAGER = set(CHECKS) - {"compile"}
 
 

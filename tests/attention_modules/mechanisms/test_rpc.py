@@ -19,6 +19,7 @@ from attention_modules.mechanisms.pursuit import FusedPursuit
 from attention_modules.mechanisms.rpc import pursuit_threshold
 from attention_modules.naive import naive_rpc, soft
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.pairwise import pairwise
 
 SETTINGS = {
     "default": {},
@@ -42,9 +43,7 @@ def fused_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("form", ["fused", "plain", "math"])
-@pytest.mark.parametrize("case", masks())
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "case", "form"), pairwise(SETTINGS, masks(), ("fused", "plain", "math")))
 def test_equals_its_equations(setting, case, form, monkeypatch, fused_calls):
     kwargs = {**SETTINGS[setting], **masks()[case]}
     inputs = random_heads("kv", seed=3)
