@@ -70,14 +70,11 @@ def resolve(path: str) -> object:
     raise ModuleNotFoundError(path)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_public_path_is_importable(path):
-    assert resolve(path) is not None
-
-
-@pytest.mark.parametrize("path", [path for path in PATHS if path.rpartition(".")[2][0].isupper()])
-def test_a_class_path_in_yaml_and_checkpoints_is_found(path):
-    assert import_object(path) is resolve(path)
+def test_public_paths_are_importable_and_class_paths_found_in_yaml_and_checkpoints(subtests):
+    for path in PATHS:
+        with subtests.test(path):
+            found = resolve(path)
+            assert not path.rpartition(".")[2][0].isupper() or import_object(path) is found
 
 
 def test_every_path_in_architecture_md_exists():

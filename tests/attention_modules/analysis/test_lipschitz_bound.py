@@ -23,7 +23,7 @@ def radius_of(x):
 
 @pytest.mark.parametrize("qkv_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(6))
 def test_never_below_the_estimate(seed, masked, qkv_bias):
     torch.manual_seed(seed)
     heads, tokens = 1 + seed % 4, 1 + seed % 6

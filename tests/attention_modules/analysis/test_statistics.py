@@ -15,6 +15,7 @@ from attention_modules.analysis import (
     kernels,
     token_similarity,
 )
+from tests.pairwise import pairwise
 
 
 def naive_statistics(q, k, mask, is_causal, scale):
@@ -56,10 +57,10 @@ def masks(batch, heads, rows, columns):
 SHAPES = [(2, 3, 7, 7, 4), (1, 1, 1, 1, 2), (2, 2, 5, 9, 3), (2, 2, 9, 5, 3)]
 
 
-@pytest.mark.parametrize("differentiable", [False, True], ids=["kernel", "chunks"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("mask", masks(1, 1, 1, 1))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "mask", "is_causal", "differentiable"),
+    pairwise(SHAPES, masks(1, 1, 1, 1), (False, True), (False, True)),
+)
 def test_equals_the_whole_map(shape, mask, is_causal, differentiable):
     batch, heads, rows, columns, dim = shape
     torch.manual_seed(0)

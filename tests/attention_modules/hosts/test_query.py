@@ -68,10 +68,9 @@ def test_ddp_sends_no_kept_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("mechanism", FEW)
 @pytest.mark.parametrize("host", HOLDERS)
-def test_copies_are_whole_and_independent(host: str, mechanism: str, clone: Callable) -> None:
-    model = swapped(host, mechanism)
+def test_copies_are_whole_and_independent(host: str, clone: Callable) -> None:
+    model = swapped(host, "symmetric")
     expected, twin = output(host, model), clone(model)
     assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
     restore_attention(model)
@@ -122,7 +121,7 @@ def test_a_swapped_checkpoint_assigned_to_a_model_on_meta_leaves_no_rows_to_rest
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("mechanism", FEW)
+@pytest.mark.parametrize("mechanism", ["symmetric", "scaled"])
 @pytest.mark.parametrize("host", HOLDERS)
 def test_plain_and_swapped_checkpoints_load_strictly(host: str, mechanism: str, assign: bool) -> None:
     source, model = built(host, seed=1), swapped(host, mechanism)

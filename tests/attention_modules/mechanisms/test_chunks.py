@@ -29,9 +29,12 @@ def _given(kind):
     }[kind]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("kind", ["nothing", "causal", "boolean", "additive", "padding"])
-def test_many_rows_equal_the_equation(name, options, kind):
+KINDS = ["nothing", "causal", "boolean", "additive", "padding"]
+
+
+@pytest.mark.parametrize(("index", "kind"), [(i, KINDS[(i + j) % 5]) for i in range(len(CASES)) for j in (0, 2, 3)])
+def test_many_rows_equal_the_equation(index, kind):
+    name, options = CASES[index]
     inputs = random_heads("qkv", (2, 2, TOKENS, 4))
     if name in LEARNED:
         argument, shape = LEARNED[name]
@@ -95,25 +98,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", available_mechanisms())
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_holds_no_map_of_all_rows(name, is_causal):
+@pytest.mark.parametrize("name", [name for name in available_mechanisms() if name != "position_bias"])  # learns one
+def test_holds_no_map_of_all_rows(name):
     tokens = 2048
     spec = AttentionSpec(8, 1, 8, num_tokens=tokens)
     mechanism = build_mechanism(name, spec, **{"scaled": {"variant": "scalar"}}.get(name, {}))
-    if is_causal and not mechanism.row_masks:
-        pytest.skip("takes padding alone")
-    if name == "position_bias":
-        pytest.skip("learns one")
     inputs = {n: x.float() for n, x in random_heads(("q", "k", "v", *mechanism.needs), (1, 1, tokens, 8)).items()}
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]
     with Largest() as largest:
-        mechanism(**{n: x.requires_grad_() for n, x in inputs.items()}, is_causal=is_causal).sum().backward()
+        mechanism(**{n: x.requires_grad_() for n, x in inputs.items()}, is_causal=mechanism.row_masks).sum().backward()
     assert largest.found <= tokens * 256
 
 
-@pytest.mark.parametrize("name", ["dam", "entmax", "hard", "position_bias", "sigmoid", "mom", "qk_norm", "rkde"])
+@pytest.mark.parametrize("name", ["dam", "entmax", "sigmoid", "mom", "qk_norm"])
 def test_compiled_with_dynamic_shapes(name):
     """Numbers of a module and options are symbols then, which what is computed again in backward could not take up."""
     mechanism = build_mechanism(name, AttentionSpec(8, 2, 4, num_tokens=TOKENS)).double().eval()

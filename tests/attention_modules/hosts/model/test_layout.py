@@ -94,13 +94,10 @@ def check(model: nn.Module, run: Callable[[nn.Module], Any], rounded: bool) -> N
             assert torch.equal(mine, plain)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_training_is_the_same(host: str, padded: bool) -> None:
+def test_training_is_the_same(host: str) -> None:
     case = HOSTS[host]
-    if padded and not case.padding:
-        pytest.skip("images have no padding")
-    padding = padding_mask() if padded else None
+    padding = padding_mask() if case.padding else None
     check(with_dropout(built(host)), lambda model: case.run(model, padding), host in ROUNDED_HOSTS)
 
 
