@@ -11,6 +11,7 @@ from attention_modules.testing import Subject
 from tests.another_device import AnotherDevice, WaitsForDeviceError
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
 from tests.attention_modules.hosts.placed import Placed
+from tests.rows import each_row
 
 TOKENS = 9
 DEVICES = {"mps": (False, True), "cuda": (True, False)}  # whether it has float64, and may be read from
@@ -139,7 +140,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("error", "fault"), [(error, fault) for error, faults in FAULTS.items() for fault in faults])
+@each_row(("error", "fault"), [(error, fault) for error, faults in FAULTS.items() for fault in faults])
 def test_the_device_refuses(error, fault):
     kind = "cuda" if error == "waits" else "mps"
     with another(kind), pytest.raises((TypeError, RuntimeError, WaitsForDeviceError), match=error):

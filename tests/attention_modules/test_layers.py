@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from attention_modules import AttentionMechanism, RPCAttention, SelfAttention, rpc_attention
+from tests.rows import each_row
 
 
 def test_plain_equals_timm_with_its_weights():
@@ -42,13 +43,13 @@ def test_a_head_count_that_does_not_divide_the_width_is_an_error():
         SelfAttention(24, 5)
 
 
-@pytest.mark.parametrize(("dim", "heads", "text"), [(24, 0, "num_heads"), (24, -4, "num_heads"), (0, 1, "dim")])
+@each_row(("dim", "heads", "text"), [(24, 0, "num_heads"), (24, -4, "num_heads"), (0, 1, "dim")])
 def test_sizes_below_one_are_an_error(dim, heads, text):
     with pytest.raises(ValueError, match=f"{text} must be positive, got"):
         SelfAttention(dim, heads)
 
 
-@pytest.mark.parametrize("option", ["qk_norm", "scale_norm"])
+@each_row("option", ["qk_norm", "scale_norm"])
 def test_a_norm_needs_its_layer(option):
     with pytest.raises(ValueError, match="norm_layer"):
         SelfAttention(24, 3, **{option: True})
@@ -116,7 +117,7 @@ def test_a_timm_model_that_keeps_the_configured_class_pickles():
         assert torch.equal(other(x), model(x))
 
 
-@pytest.mark.parametrize("name", ["attn_head_dim", "dim_out"])
+@each_row("name", ["attn_head_dim", "dim_out"])
 def test_a_width_of_zero_is_no_default(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, or None .* got 0"):
         SelfAttention(8, 2, **{name: 0})
@@ -142,7 +143,7 @@ def test_a_causal_layer_hides_the_future_and_tells_its_mechanism():
     torch.testing.assert_close(layer(x), layer(x, is_causal=True))
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (2, 1, 5, 8), (2, 0, 8), (2, 5, 7)])
+@each_row("shape", [(5, 8), (2, 1, 5, 8), (2, 0, 8), (2, 5, 7)])
 def test_an_input_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=rf"\[batch, tokens, 8\].*got \({', '.join(map(str, shape))}\).*x\[None\]"):
         SelfAttention(8, 2)(torch.zeros(shape))

@@ -6,13 +6,14 @@ from attention_modules.analysis import projection_loss
 from attention_modules.analysis.statistics import attention_row_sums
 from attention_modules.masks import combine_masks, hide, visible
 from attention_modules.mechanism import build_mechanism
+from tests.rows import each_row
 
 
 def tokens(n: int = 4, m: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(2, 3, n, 8), torch.zeros(2, 3, m or n, 8)
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (4, 5), (3, 1, 1, 4), (1, 2, 4, 4), (1, 1, 1, 1, 4), (3,)])
+@each_row("shape", [(5, 4), (4, 5), (3, 1, 1, 4), (1, 2, 4, 4), (1, 1, 1, 1, 4), (3,)])
 def test_a_mask_of_the_wrong_shape_is_an_error_that_names_both_shapes(shape):
     with pytest.raises(ValueError, match=r"does not broadcast to .* \(2, 3, 4, 4\)") as error:
         combine_masks(torch.ones(shape, dtype=torch.bool), False, *tokens())

@@ -29,6 +29,7 @@ from attention_modules import (
 from attention_modules.base import described
 from attention_modules.mechanism import _REGISTRY
 from attention_modules.testing import CHECKS, MechanismCheckError, check_mechanism
+from tests.rows import each_row
 
 SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
 
@@ -208,7 +209,7 @@ class WithParameter(AttentionMechanism):
         self.gain = nn.Parameter(torch.ones(()))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "text"),
     [
         (WithParameter(SPEC), "a built WithParameter, which would be one for all layers; give the class WithParameter"),
@@ -243,7 +244,7 @@ def test_the_class_of_a_function_lives_no_longer_than_its_uses():
     assert kept() is None
 
 
-@pytest.mark.parametrize("function", [rpc_attention, symmetric_attention])
+@each_row("function", [rpc_attention, symmetric_attention])
 def test_functions_of_keys_and_values_take_no_query(function):
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     function(k, v)
@@ -254,7 +255,7 @@ def test_functions_of_keys_and_values_take_no_query(function):
     pickle.loads(pickle.dumps(function))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("returned", "said"),
     [
         (lambda v: None, "got NoneType"),

@@ -9,6 +9,7 @@ import torch
 
 from attention_modules import PromptAttention, prompt_attention
 from tests.attention_modules.compare import assert_same, random_heads, values_and_gradients
+from tests.rows import each_row
 
 FORMS = pytest.mark.parametrize("form", ["difference", "plain"])
 
@@ -108,7 +109,7 @@ def test_module_has_the_parameters_in_float64():
     torch.testing.assert_close(module.probabilities(case["x"]), (2 * case["x"] @ case["p"]).softmax(-1))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "words"),
     [
         ({"form": "exact"}, "form must be one of difference, plain"),
@@ -122,7 +123,7 @@ def test_bad_input(change, words):
         prompt_attention(**{**inputs(), **change})
 
 
-@pytest.mark.parametrize("dim", [0, 2.5, True, "3", None])
+@each_row("dim", [0, 2.5, True, "3", None])
 def test_bad_width_of_the_module(dim):
     with pytest.raises(ValueError, match=rf"dim must be an integer of at least 1, got {dim!r}"):
         PromptAttention(dim)

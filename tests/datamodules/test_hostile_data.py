@@ -23,6 +23,7 @@ from PIL import Image, UnidentifiedImageError
 
 from attnswap import datamodules
 from tests.datamodules.image_files import encoded, random_pixels, write_class_folders
+from tests.rows import each_row
 
 CELL = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -71,7 +72,7 @@ def test_an_archive_is_not_unpacked_into_memory_without_end(tmp_path):
         read_archive(path, "test")
 
 
-@pytest.mark.parametrize("content", [pickle.dumps({b"data": Vast()}, 2), b"\x80\x02" + b"(l" * 9, pickle.dumps(3, 2)])
+@each_row("content", [pickle.dumps({b"data": Vast()}, 2), b"\x80\x02" + b"(l" * 9, pickle.dumps(3, 2)])
 def test_a_pickle_that_is_no_cifar10_is_named(tmp_path, content):
     path = tmp_path / "cifar-10-python.tar.gz"
     archive(path, (member("test_batch", len(content)), io.BytesIO(content)))
@@ -102,7 +103,7 @@ def test_a_pipe_among_images_and_masks_is_not_waited_for(tmp_path):
         FileScenes(tmp_path / "images", tmp_path / "masks").read(0)
 
 
-@pytest.mark.parametrize("cells", [["a"], [1]])
+@each_row("cells", [["a"], [1]])
 def test_a_column_of_cifar10_without_images_is_named(tmp_path, cells):
     folder = tmp_path / "cifar10/plain_text"
     folder.mkdir(parents=True)
@@ -121,7 +122,7 @@ def test_an_image_of_another_size_is_refused_before_it_is_decoded(tmp_path, monk
         CIFAR10DataModule(root=tmp_path).load("train")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("column", "features"), [(pa.array([1]), None), (pa.array([None], CELL), "{"), (pa.array([None], CELL), "type")]
 )
 def test_parquet_without_images_is_named(tmp_path, column, features):
@@ -141,7 +142,7 @@ def test_a_path_in_parquet_is_never_opened(tmp_path):
         ParquetImages([tmp_path / "a.parquet"], "image", "label", tmp_path / "cache").read(0)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "text"])
+@each_row("damage", ["bytes", "text"])
 def test_parquet_whose_text_is_damaged_is_named(tmp_path, damage):
     path = tmp_path / "a.parquet"
     column = [f"line {number} " * 20 for number in range(999)]
@@ -167,9 +168,7 @@ def entry_with(folder, change=lambda folder: None):
     return entry
 
 
-@pytest.mark.parametrize(
-    "index", ["3", "{}", "[" * 100_000, '{"train": "zz"}', '{"train": [["a", "O"]]}'], ids=range(5)
-)
+@each_row("index", ["3", "{}", "[" * 100_000, '{"train": "zz"}', '{"train": [["a", "O"]]}'])
 def test_prepared_tokens_of_no_type_are_named(tmp_path, index):
     entry = entry_with(tmp_path)
     (entry.folder / "tokens.json").write_text(index)
@@ -178,7 +177,7 @@ def test_prepared_tokens_of_no_type_are_named(tmp_path, index):
     assert not entry.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"abc"])
+@each_row("content", [b"", b"abc"])
 def test_prepared_tokens_that_are_none_are_named(tmp_path, content):
     entry = entry_with(tmp_path, lambda folder: (folder / "train.bin").write_bytes(content) and None)
     with pytest.raises(ValueError, match=r"train\.bin holds no ids of type <u2 .*; delete this folder"):

@@ -16,6 +16,7 @@ from attnswap.datamodules.shared.images import ArrayImages
 from timm.data import ImageNetInfo
 
 from tests.datamodules.image_files import random_pixels, write_class_folders, write_parquet
+from tests.rows import each_row
 
 PLAIN = {"train_transform": {"no_aug": True}, "batch_size": 100}
 
@@ -132,7 +133,7 @@ def test_a_damaged_image_of_the_hubs_files_is_left_out(tmp_path):
     assert len(data.images("train")) == 49
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"label": {3: 10}}, r"train-00000-of-00001\.parquet, 3\.png: the label is 10, where .* 0 to 9"),
@@ -146,9 +147,7 @@ def test_files_that_are_not_cifar10(tmp_path, options, text):
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("cifar-10-batches-py", "data_batch_2"), ("cifar-10-batches-bin", "data_batch_2.bin")]
-)
+@each_row(("kind", "name"), [("cifar-10-batches-py", "data_batch_2"), ("cifar-10-batches-bin", "data_batch_2.bin")])
 def test_a_label_of_the_archive_that_is_no_class(tmp_path, kind, name):
     write_archive(tmp_path / "cifar10", kind)
     path, pixels, labels = tmp_path / "cifar10" / kind / name, random_pixels(10, 32), np.arange(10)
@@ -163,7 +162,7 @@ def test_a_label_of_the_archive_that_is_no_class(tmp_path, kind, name):
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("label", "said"),
     [
         (0.5, r"image 4 has label 0\.5, which is no whole number \(1 of 10 labels are none\)"),
@@ -184,7 +183,7 @@ def test_a_label_of_the_archive_that_is_no_whole_number(tmp_path, label, said):
         CIFAR10DataModule(root=tmp_path, val_fraction=0.1).setup()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "label", "said"),
     [(pa.float64(), 0.5, "0.5"), (pa.float64(), float("nan"), "nan"), (pa.bool_(), True, "True")],
 )
@@ -308,7 +307,7 @@ def test_a_thousand_wordnet_ids_must_be_those_of_imagenet():
         check_wnids([*known[1:], known[0]])
 
 
-@pytest.mark.parametrize("layout", ["folders", "parquet"])
+@each_row("layout", ["folders", "parquet"])
 def test_both_layouts_of_imagenet_check_its_wordnet_ids(tmp_path, layout):
     names = ["n01440765", *ImageNetInfo("imagenet-1k").label_names()[1:]]
     for split, folder in (("train", "train"), ("validation", "val")):
@@ -321,7 +320,7 @@ def test_both_layouts_of_imagenet_check_its_wordnet_ids(tmp_path, layout):
         imagenet(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "says"),
     [
         (["dog", "cat", "eel"], "validation-00000-of-00001.parquet calls label 0 'dog', the training files 'cat'"),
@@ -342,7 +341,7 @@ def test_a_damaged_file_of_the_hub_is_named(tmp_path):
         imagenet(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["data", "."])
+@each_row("place", ["data", "."])
 def test_the_hubs_files(tmp_path, place):
     for split in ("train", "validation"):
         write_parquet(tmp_path / "imagenet" / place, split, 6, classes=3, names=["cat", "dog", "eel"], content={4: b""})
@@ -370,7 +369,7 @@ def test_the_hubs_labels_that_are_no_integers(tmp_path):
         imagenet(tmp_path)
 
 
-@pytest.mark.parametrize("names", [None, [f"class {index}" for index in range(1000)]])
+@each_row("names", [None, [f"class {index}" for index in range(1000)]])
 def test_the_hubs_labels_in_another_order(tmp_path, names):
     for split in ("train", "validation"):
         changed = {"path": {0: "n01440764_1.JPEG", 1: "n01440764_2.JPEG"}, "label": {3: 999}}  # tench, which is label 0

@@ -16,6 +16,7 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from tests.datamodules.scene_files import write_ade20k, write_camvid
+from tests.rows import each_row
 
 
 def digits(**options):
@@ -300,7 +301,7 @@ def test_nothing_there(tmp_path):
         ADE20KDataModule(root=tmp_path).setup()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "text"),
     [
         (lambda folder: wrong_mask(folder, np.zeros((36, 47))), r"val_0\.png has 47 x 36 pixels, its image 48 x 36"),
@@ -336,7 +337,7 @@ def test_palette_masks_are_read_as_numbers():
     assert LabelCode(3, 1, 0).decode(image, (2, 2), "a").tolist() == [[IGNORED, 0], [1, 2]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"crop_size": 0}, "crop_size is 0"),
@@ -360,7 +361,7 @@ def test_bad_arguments(options, text):
         DigitScenesDataModule(**options)
 
 
-@pytest.mark.parametrize("label", [0.5, float("nan")])
+@each_row("label", [0.5, float("nan")])
 def test_a_mask_of_numbers_that_are_no_whole_ones_is_refused(label):
     mask = Image.fromarray(np.full((2, 3), label, np.float32))
     with pytest.raises(ValueError, match=r"mine\.tif has mode F: a mask has one number per pixel, its class"):

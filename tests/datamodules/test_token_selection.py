@@ -7,6 +7,8 @@ import torch
 from attnswap.datamodules import TokenSelectionDataModule
 from attnswap.datamodules.token_selection import CONSTRUCTIONS, GAP
 
+from tests.rows import each_row
+
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", CONSTRUCTIONS)
@@ -40,7 +42,7 @@ def test_random_sizes_and_batches():
     assert data.problem.w.shape == (6, 6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "words"),
     [
         ({"construction": "double"}, "give single, multi, joint or random"),

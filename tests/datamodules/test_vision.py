@@ -15,6 +15,7 @@ from lightning.pytorch import seed_everything
 from PIL import Image
 
 from tests.datamodules.image_files import random_pixels, write_class_folders
+from tests.rows import each_row
 
 
 class Noise(VisionDataModule):
@@ -142,7 +143,7 @@ def test_a_loader_goes_on_where_the_other_was_without_loading_what_was_given(wor
     assert equal(batches(resumed), whole)  # and the next pass is a whole one
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@each_row("workers", [0, 1])
 def test_damaged_images_are_left_out_counted_and_named(workers):
     data = ready(broken={3, 11}, num_workers=workers, batch_size=20)
     loader = data.train_dataloader()
@@ -226,7 +227,7 @@ def test_images_of_any_mode_get_the_channels_that_were_asked_for(mode, in_chans)
     assert next(iter(data.train_dataloader()))[0].shape == (2, in_chans, 16, 16)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
@@ -242,7 +243,7 @@ def test_bad_arguments(options, text):
         Noise(**options)
 
 
-@pytest.mark.parametrize("labels", [[0, 2], [-1, 1]])
+@each_row("labels", [[0, 2], [-1, 1]])
 def test_labels_out_of_range(labels):
     says = r"labels from -?\d to \d, but 2 classes are known: .* 0 to 1.* is (2 of image 1|-1 of image 0)"
     with pytest.raises(ValueError, match=says):

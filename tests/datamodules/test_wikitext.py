@@ -9,6 +9,7 @@ import pytest
 from attnswap.datamodules import WikiTextDataModule
 
 from tests.datamodules.conftest import LINES, SPLITS, write_split
+from tests.rows import each_row
 
 NAME = "wikitext-2-v1"
 
@@ -217,7 +218,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+@each_row(("arguments", "message"), BAD.values())
 def test_bad_arguments_are_named_with_limit_and_cure(arguments, message):
     with pytest.raises(ValueError, match=message):
         WikiTextDataModule(**arguments)

@@ -10,6 +10,7 @@ import lightning_tasks
 from lightning_tasks.base import BaseTask
 from lightning_tasks.training.optimization import build_scheduler, parameter_groups, scheduler_spec
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 
 class Regression(BaseTask):
@@ -47,7 +48,7 @@ def test_parameter_groups_by_name():
     assert len(rest["params"]) == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rules", "text"),
     [
         ([{"match": "*attn*"}], r"'\*attn\*' matches no parameter"),

@@ -14,6 +14,7 @@ from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
+from tests.rows import each_row
 
 GPT2 = {
     "model_type": "gpt2",
@@ -201,7 +202,7 @@ def test_model_of_any_kind_from_its_logits(tmp_path):
     assert -predicted.sum().item() == pytest.approx(expected.item() * (targets != -100).sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "text"),
     [
         ({"model": nn.Linear(1, 1)}, TypeError, "say how to build one, got a Linear that is built"),
@@ -333,7 +334,7 @@ def test_resuming_a_run_without_a_query_with_plain_attention_promises_no_weights
         trainer(tmp_path, max_steps=2).fit(task(), RandomText(), ckpt_path=tmp_path / "rpc.ckpt")
 
 
-@pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@each_row("spec", [GPT2, LLAMA])
 def test_resuming_a_plain_run_with_attention_without_a_query_is_refused(spec, tmp_path):
     pytest.importorskip("transformers")
     run = trainer(tmp_path, max_steps=1, limit_val_batches=0)

@@ -31,6 +31,7 @@ from lightning_tasks.variants import find_file, find_variant, full_name
 from tests.lightning_tasks.gathered import CHECKS
 from tests.lightning_tasks.recipe_table import PAGE, page
 from tests.lightning_tasks.twins import OVERLAYS, overlaid, twin
+from tests.rows import each_row
 
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
 FILES = [recipe for recipe in shipped_recipes() if recipe.name not in COMPARISONS]
@@ -115,7 +116,7 @@ def test_names_do_not_leave_the_folder(configs):
         find_recipe("../outside", configs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "says"),
     [
         ("model: [\n", "is no YAML"),

@@ -23,6 +23,7 @@ from lightning_tasks.robustness import fgsm, input_gradient_norms
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 OPTIONS = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 MODEL = {"backbone": "deit_tiny_patch16_224", "img_size": 32, "backbone_options": OPTIONS}
@@ -434,7 +435,7 @@ def test_robustness_of_a_segmenter_whose_weights_are_nan_is_nan(tmp_path):
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"model": {"backbne": "vit_tiny_patch16_224"}}, "needs one of the keys 'backbone'.*did you mean 'backbone'"),
@@ -457,7 +458,7 @@ def test_bad_arguments(options, text):
         SegmentationTask(**options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"num_classes": 9}, "num_classes=9 is below the 11 classes of the data module"),
@@ -471,7 +472,7 @@ def test_data_that_does_not_fit_is_refused_before_training(tmp_path, options, te
         trainer(tmp_path).fit(task(**options), scenes())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("images", "masks", "text"),
     [
         (pair()[0], pair()[1] + 1, "a mask has the label 256: there are 5 classes"),

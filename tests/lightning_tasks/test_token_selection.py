@@ -8,6 +8,7 @@ from attnswap.datamodules import TokenSelectionDataModule
 from lightning_tasks import TokenSelectionTask
 from lightning_tasks.analyses.descent import gradient_path
 from lightning_tasks.token_selection import LOSSES, NormalizedGradientDescent, unit
+from tests.rows import each_row
 
 
 def fit(folder, steps=20, construction="multi", precision=None, **options):
@@ -66,7 +67,7 @@ def test_losses_fall_as_the_margin_grows():
         assert slope.lt(0).all(), name  # also where softplus(-x) would have been rounded to zero
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "words"),
     [
         ({"learn": ["q"]}, "learn must name some of p, v, w"),
@@ -93,7 +94,7 @@ def test_bad_widths_and_rates(tmp_path):
             NormalizedGradientDescent([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@each_row("precision", ["16-true", "bf16-true"])
 def test_less_than_float64_is_refused(tmp_path, precision):
     with pytest.raises(ValueError, match=rf"precision is '{precision}': token selection needs float64.*give 64-true"):
         fit(tmp_path, precision=precision)

@@ -24,6 +24,7 @@ from lightning_tasks.training.hparams import build
 from tests.lightning_tasks.language_data import VOCAB
 from tests.reliability import hostile_files
 from tests.reliability.hostile_files import PACKAGE, Case, Reduced, cases, opened, quiet, trapped
+from tests.rows import each_row
 
 IN_CI = 60
 
@@ -191,7 +192,7 @@ def test_a_sharded_checkpoint_is_read_by_unpickling_and_needs_trust(trap, capsys
     assert not trap.sprung()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     [
         {"model": {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "a--b.C"}}},
@@ -404,7 +405,7 @@ def _attributes(value):
     return value
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options",
     [
         {"cache_dir": "autostart"},
@@ -442,7 +443,7 @@ def test_the_type_of_hyper_parameters_is_no_callable():
         LanguageModelingTask.load_from_checkpoint("a.ckpt")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path",
     [
         *("torch.distributed.nn.RemoteModule", "torch.jit.ScriptModule", "torch.fx.GraphModule", "RemoteModule"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
+from tests.rows import each_row
 
 
 def draw(*shape, scale=1.0):
@@ -164,7 +165,7 @@ def test_an_integer_mask_is_refused():
         projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.ones(4, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "words"),
     [
         (lambda: kernel_pca(draw(1, 1, 4, 4)), "4 tokens have at most 3 principal components, 4 are needed"),

@@ -8,6 +8,7 @@ from torch import nn
 from attention_modules import SelfAttention
 from attention_modules.analysis import local_lipschitz
 from attention_modules.analysis.lipschitz import _orthogonalized
+from tests.rows import each_row
 
 CASES = range(50)
 
@@ -288,7 +289,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+@each_row(("call", "error", "message"), BAD.values())
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()

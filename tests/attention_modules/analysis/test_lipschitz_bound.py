@@ -10,6 +10,7 @@ from torch import nn
 from attention_modules import SelfAttention, swap_attention
 from attention_modules.analysis import layer_lipschitz_bound, lipschitz_bound, local_lipschitz
 from attention_modules.hosts import attention_layers
+from tests.rows import each_row
 
 
 def layer_of(module):
@@ -167,7 +168,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
+@each_row(("build", "reason"), REFUSED.values())
 def test_what_it_does_not_cover_is_refused(build, reason):
     with pytest.raises(ValueError, match=f"does not cover .*{reason}"):
         layer_lipschitz_bound(layer_of(build()), radius=1.0, num_tokens=3)
@@ -189,7 +190,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("options", "weights", "message"), BAD.values(), ids=BAD)
+@each_row(("options", "weights", "message"), BAD.values())
 def test_bad_input_is_named(options, weights, message):
     with pytest.raises(ValueError, match=message):
         lipschitz_bound(*weights, **options)
@@ -203,7 +204,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("options", "weights", "message"), WRONG.values(), ids=WRONG)
+@each_row(("options", "weights", "message"), WRONG.values())
 def test_other_types_are_named(options, weights, message):
     with pytest.raises(TypeError, match=message):
         lipschitz_bound(*weights, num_tokens=1, **options)

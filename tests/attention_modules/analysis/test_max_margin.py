@@ -14,6 +14,7 @@ from attention_modules.analysis import (
     max_margin_head,
 )
 from tests.attention_modules.mechanisms.test_golden import golden
+from tests.rows import each_row
 
 
 def another_solver(rows, right):
@@ -152,7 +153,7 @@ def test_solves_what_is_feasible_and_certifies_what_is_not():
     assert 150 < sum(found) < 350
 
 
-@pytest.mark.parametrize("scale", [1e-200, 1e-6, 1e6, 1e200])
+@each_row("scale", [1e-200, 1e-6, 1e6, 1e200])
 def test_scale_changes_the_length_alone(scale):
     for seed in range(60):
         (keys, selected, relaxed), _ = random_sizes(seed)
@@ -173,7 +174,7 @@ def test_differences_of_unlike_sizes(gap):
     torch.testing.assert_close(p, torch.tensor([2, 1 / gap], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-7])
+@each_row("gap", [1e-3, 1e-5, 1e-7])
 def test_nearly_opposite_differences(gap):
     keys = torch.tensor([[[0, 0], [-1, -gap], [1, -gap]]], dtype=torch.float64)
     p = max_margin_direction(keys, torch.tensor([0]))
@@ -255,7 +256,7 @@ def test_locally_optimal_looks_at_active_constraints_only():
         locally_optimal(keys, torch.zeros(1, 3), selected, p=torch.tensor([-1.0, 0]) * 5 / 6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "error", "words"),
     [
         ((torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)), ValueError, r"keys must be \[n, T, d\]"),

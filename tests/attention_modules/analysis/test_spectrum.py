@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attention_modules.analysis import frobenius_squared, qk_spectrum, qk_statistics, trace, trace_squared
+from tests.rows import each_row
 
 HEADS, HEAD_DIM, DIM = 3, 4, 10
 
@@ -76,7 +77,7 @@ def test_number_of_eigenvalues_is_the_head_dim():
     assert qk_spectrum(*weights()).eigenvalues.shape == (HEADS, HEAD_DIM)
 
 
-@pytest.mark.parametrize("shapes", [((2, 4, 8), (2, 4, 9)), ((4, 8), (4, 8)), ((2, 8, 4), (2, 8, 4))], ids=str)
+@each_row("shapes", [((2, 4, 8), (2, 4, 9)), ((4, 8), (4, 8)), ((2, 8, 4), (2, 8, 4))])
 def test_bad_shapes(shapes):
     with pytest.raises(ValueError, match="head_dim"):
         qk_statistics(*(torch.zeros(shape) for shape in shapes))

@@ -15,7 +15,7 @@ from attention_modules.analysis import (
     kernels,
     token_similarity,
 )
-from tests.pairwise import pairwise
+from tests.rows import each_row, pairwise
 
 
 def naive_statistics(q, k, mask, is_causal, scale):
@@ -157,7 +157,7 @@ def test_is_fp32_under_autocast(dtype):
     torch.testing.assert_close(found, attention_entropy(q.float(), k.float()))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "message"),
     [
         ({"statistics": ("entropie",)}, "entropie"),

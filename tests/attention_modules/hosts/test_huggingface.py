@@ -27,7 +27,7 @@ from tests.attention_modules.hosts.cases import (
     subject,
     token_ids,
 )
-from tests.pairwise import pairwise
+from tests.rows import each_row, pairwise
 
 transformers = pytest.importorskip("transformers")
 CAUSAL = {"gpt2": gpt2, "llama": lambda **options: decoder("Llama", **options)}
@@ -391,7 +391,7 @@ def test_subclasses_with_their_own_forward_are_refused() -> None:
     assert "unsupported subclass: Louder has a forward of its own" in skipped.reason
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "text"),
     [
         ({"attention_mask": torch.ones(2, TOKENS, dtype=torch.bool)}, r"takes masks \[B, H, N, M\], got \(2, 6\)"),
@@ -399,7 +399,6 @@ def test_subclasses_with_their_own_forward_are_refused() -> None:
         ({"attention_mask": None, "s_aux": torch.zeros(HEADS)}, "L2Attention cannot honor s_aux"),
         ({"attention_mask": None, "block_indices": torch.zeros(1)}, "cannot honor block_indices"),
     ],
-    ids=["mask", "softcap", "s_aux", "block_indices"],
 )
 def test_what_a_mechanism_cannot_see_is_an_error(given: dict, text: str) -> None:
     model = causal_model("gpt2")

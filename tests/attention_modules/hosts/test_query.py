@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from attention_modules.hosts.base import Swapped
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import FEW, HOSTS, built
+from tests.rows import each_row
 
 # One host for each way in which a query is held: joint rows, joint columns (Conv1D), a projection of its own.
 HOLDERS = ["own", "timm-attention", "timm-rope-unfused", "mha", "gpt2", "bert", "llama"]
@@ -138,7 +139,7 @@ def test_plain_and_swapped_checkpoints_load_strictly(host: str, mechanism: str, 
     torch.testing.assert_close(output(host, model), output(host, source))
 
 
-@pytest.mark.parametrize("host", HOLDERS)
+@each_row("host", HOLDERS)
 def test_a_checkpoint_that_fits_neither_layout_is_refused(host: str) -> None:
     model = swapped(host, "symmetric")
     state = model.state_dict()

@@ -24,7 +24,7 @@ from tests.attention_modules.hosts.cases import (
     padding_mask,
     subject,
 )
-from tests.pairwise import pairwise
+from tests.rows import pairwise
 
 MODES = ("eval", "no_grad", "inference_mode", "autocast", "padding", "train")
 CONTEXTS = {

@@ -24,6 +24,7 @@ from tests.attention_modules.hosts.cases import (
     padding_mask,
 )
 from tests.attention_modules.hosts.test_table import count_calls
+from tests.rows import each_row
 
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
 
@@ -115,7 +116,7 @@ def test_without_a_query_another_key_is_an_error() -> None:
         module(features(), features(1), features(1))
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+@each_row("option", ["add_bias_kv", "add_zero_attn"])
 def test_keys_that_no_mechanism_sees_are_refused(option: str) -> None:
     with pytest.raises(AttentionSwapError, match="add_bias_kv or add_zero_attn"):
         swap_attention(layer(**{option: True}), "softmax")
@@ -332,7 +333,7 @@ MISFITS: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("title", MISFITS)
+@each_row("title", MISFITS)
 def test_what_the_plain_layer_refuses_is_refused(title: str) -> None:
     arguments, named = MISFITS[title]
     for need_weights, mechanism in itertools.product((True, False), ("softmax", "rpc")):

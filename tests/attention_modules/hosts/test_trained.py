@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from attention_modules.hosts import trained
 from attention_modules.swap import restore_attention, swap_attention
+from tests.rows import each_row
 
 DIM, HEADS = 8, 2
 
@@ -170,7 +171,7 @@ def test_a_parameter_group_that_was_added_is_enough() -> None:
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_row("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_train(clone: Callable) -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -16,6 +16,7 @@ from attention_modules.mechanisms.scaled import ScaledAttention
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import DIM, FEW, HOSTS, built, deep, features
+from tests.rows import each_row
 
 # Layers that read their input directly, so that the test can multiply by hand (rope and norms turn q and k).
 PLAIN = [name for name in HOSTS if not any(part in name for part in ("norm", "rope", "llama", "mistral", "qwen"))]
@@ -186,7 +187,7 @@ def test_lora_is_swapped_with_its_effective_weight(host: str, target: str) -> No
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("host", "target"), LORA)
+@each_row(("host", "target"), LORA)
 def test_lora_around_a_query_that_would_be_dropped_is_refused(host: str, target: str) -> None:
     model = lora(host, target)
     before = [id(parameter) for parameter in model.parameters()]
@@ -209,7 +210,7 @@ def test_lora_put_around_a_shrunk_projection_must_go_before_restoring() -> None:
     assert restored["model"](features()).shape == features().shape
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("host", "target"), [("gpt2", "c_attn"), ("llama", "q_proj"), ("bert", "query"), ("timm-rope-unfused", "q_proj")]
 )
 def test_lora_on_a_query_that_was_dropped_is_refused_with_the_cure(host: str, target: str) -> None:
@@ -323,7 +324,7 @@ class Codes(nn.Parameter):
 Codes.__module__ = "torchao.dtypes"
 
 
-@pytest.mark.parametrize("how", ["int8", "float8", "torchao", "a method"])
+@each_row("how", ["int8", "float8", "torchao", "a method"])
 def test_quantized_weights_are_refused_by_name(how: str) -> None:
     projection = nn.Linear(8, 8)
     weight = projection.weight.data

@@ -20,7 +20,7 @@ from attention_modules import (
 )
 from attention_modules.testing import CHECKS, check_mechanism
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.pairwise import pairwise
+from tests.rows import pairwise
 
 HEADS = (2, 3, 9, 8)
 

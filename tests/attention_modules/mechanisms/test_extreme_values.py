@@ -13,6 +13,7 @@ from attention_modules import AttentionSpec, available_mechanisms, build_mechani
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
 from tests.attention_modules.compare import random_heads
 from tests.attention_modules.mechanisms.test_equations import each
+from tests.rows import each_row
 
 
 @each
@@ -49,7 +50,7 @@ def test_gates_of_nan_are_not_shut():
         assert mechanism(**random_heads(dtype=torch.float32)).isnan().any()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "options", "message"),
     [
         (
@@ -69,7 +70,7 @@ def test_what_would_fill_the_memory_or_never_end_is_refused(name, options, messa
         build_mechanism(name, AttentionSpec(24, 3, 8), **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "option", "value", "message"),
     [
         ("entmax", "alpha", 1.3, "alpha must be 1, 1.5 or 2, got 1.3"),

@@ -10,7 +10,7 @@ from attention_modules.hosts.huggingface.given import bounded
 from attention_modules.precision import scaled_logits
 from tests.attention_modules.compare import random_heads
 from tests.attention_modules.mechanisms.test_equations import CASES, IDS, Case
-from tests.pairwise import pairwise
+from tests.rows import pairwise
 
 PLAIN = [
     Case("softmax"),

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from attention_modules import AttentionSpec, RPCAttention, SinkAttention
 from attention_modules.function import function_class
 from attention_modules.mechanisms.shared.held_options import held_option, other_options
+from tests.rows import each_row
 
 SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
 
@@ -39,7 +40,7 @@ def test_an_option_of_a_function_too():
     assert torch.equal(mechanism(*inputs()), before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "said"),
     [
         (

@@ -19,7 +19,7 @@ from attention_modules.mechanisms.pursuit import FusedPursuit
 from attention_modules.mechanisms.rpc import pursuit_threshold
 from attention_modules.naive import naive_rpc, soft
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
-from tests.pairwise import pairwise
+from tests.rows import each_row, pairwise
 
 SETTINGS = {
     "default": {},
@@ -255,7 +255,7 @@ def test_a_layer_whose_values_are_not_as_wide_as_its_keys_is_refused():
     RPCAttention(AttentionSpec(24, 3, 8, value_dim=8))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"iterations": 0}, "iterations.*at least 1, got 0"),

@@ -33,6 +33,7 @@ from tests.attention_modules.swap.models import (
     names,
     state_of,
 )
+from tests.rows import each_row
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_selection(choice: dict, expected: list[str]) -> None:
     assert [layer.name for layer in attention_layers(Pyramid(), **choice)] == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "text"),
     [
         ({"where": "blocks.9.attn"}, r"matches no module name.*Did you mean 'blocks\..\.attn'"),
@@ -76,7 +77,6 @@ def test_selection(choice: dict, expected: list[str]) -> None:
         ({"mechanism": "sofmax"}, r"unknown attention mechanism 'sofmax'.*softmax"),
         ({"mechanism": Noisy, "fail_at": 2}, r"layer 2 refuses"),
     ],
-    ids=lambda value: None if isinstance(value, dict) else value[:20],
 )
 def test_errors_name_the_value_and_change_nothing(arguments: dict, text: str) -> None:
     model = Pyramid()
@@ -95,14 +95,13 @@ def test_bad_options_change_nothing() -> None:
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "text"),
     [
         (nn.Linear(2, 2), "the model has no attention layer of a known host .*attnswap.SelfAttention"),
         (nn.Sequential(WindowAttention()), r"0 \(WindowAttention\): no host .*WindowAttention.*add a host"),
         (nn.Sequential(OwnForward(DIM, HEADS)), "unsupported subclass: OwnForward .* forward of its own"),
     ],
-    ids=["no-attention", "unknown", "subclass"],
 )
 def test_models_without_a_host(model: nn.Module, text: str) -> None:
     with pytest.raises(AttentionSwapError, match=text):
@@ -229,7 +228,7 @@ def test_a_callable_returns_a_mechanism_for_each_layer(layers: list[int] | None,
     assert model.blocks[2].attn.mechanism is one
 
 
-@pytest.mark.parametrize("argument", [{"layers": 0.5}, {"where": 1}, {"exclude": 5}], ids=str)
+@each_row("argument", [{"layers": 0.5}, {"where": 1}, {"exclude": 5}])
 def test_selectors_of_the_wrong_type_are_named(argument: dict) -> None:
     ((name, value),) = argument.items()
     with pytest.raises(AttentionSwapError, match=f"{name} takes .*got {value}"):

@@ -11,6 +11,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.rows import each_row
+
 DATA = list(range(10))
 
 
@@ -69,7 +71,7 @@ def test_the_rest_of_an_epoch_is_given_and_the_next_is_whole(options, epoch):
     assert batches(ended) == batches(at(epoch + 1)[0])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "options", "message"),
     [
         (Stream(), {}, "Stream is an IterableDataset.*give a data set with a length"),
@@ -82,7 +84,6 @@ def test_the_rest_of_an_epoch_is_given_and_the_next_is_whole(options, epoch):
         (DATA, {"sampler": SequentialSampler(DATA), "shuffle": True}, "mutually exclusive"),
         (DATA, {"batch_sampler": BatchSampler(EpochShuffle(DATA), 2, False), "batch_size": 4}, "mutually exclusive"),
     ],
-    ids=range(9),
 )
 def test_what_has_no_place_to_go_on_from_is_refused(data, options, message):
     with pytest.raises(ValueError, match=message):

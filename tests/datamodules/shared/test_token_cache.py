@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from attnswap.datamodules.shared.token_cache import CacheEntry, write_tokens
 
+from tests.rows import each_row
+
 
 def entry_in(folder):
     return CacheEntry.of(folder, "text", {"source": 1})
@@ -34,7 +36,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
     assert entry.tokens("train").tolist() == [vocab_size - 1]
 
 
-@pytest.mark.parametrize("dtype", ["O", "float32", "V8"])
+@each_row("dtype", ["O", "float32", "V8"])
 def test_ids_that_are_no_integers_are_refused(tmp_path, dtype):
     """A memory map of objects would read addresses from the file."""
     entry = entry_in(tmp_path)
@@ -71,7 +73,7 @@ CORRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
+@each_row("corrupt", CORRUPTIONS.values())
 def test_a_corrupt_entry_is_made_again_with_a_warning(tmp_path, corrupt):
     entry = entry_in(tmp_path)
     entry.prepare(write)

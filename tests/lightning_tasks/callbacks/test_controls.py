@@ -6,6 +6,7 @@ from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay, qk_entries
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
+from tests.rows import each_row
 
 GPT2 = {
     "model_type": "gpt2",
@@ -139,13 +140,13 @@ def test_fading_over_no_steps_is_an_error():
         QKWeightDecay(0.1, fade_steps=0)
 
 
-@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan"), "1", None, True])
+@each_row("value", [-0.1, float("inf"), float("nan"), "1", None, True])
 def test_bad_weight_decay(value):
     with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
         QKWeightDecay(value)
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["freeze first", "locater first"])
+@each_row("order", [1, -1])
 def test_freezing_what_locater_trains_is_refused(tmp_path, order):
     with pytest.raises(ValueError, match=r"penalty that LocAteR puts on model\.layers\.0\.attn.*observe_only=True"):
         fit(tmp_path, *[FreezeQK(), LocAteR(0.1)][::order])

@@ -15,6 +15,7 @@ from attention_modules import AttentionMechanism, AttentionSwapError
 from lightning_tasks.callbacks import SwapAttention, swap_now
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, network, weights_of
 from tests.lightning_tasks.programs import run_ranks
+from tests.rows import each_row
 
 CHOICE: dict[str, Any] = {"where": ["net.*"], "layers": [0, 1], "exclude": ["*.1.*"]}
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -78,7 +79,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "flag"), FLAGS)
+@each_row(("name", "flag"), FLAGS)
 def test_words_are_no_flags(name: str, flag: str) -> None:
     """They would all count as true."""
     for word in ("false", "no", ""):

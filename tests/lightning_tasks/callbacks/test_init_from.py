@@ -10,6 +10,7 @@ from attnswap.datamodules import DigitsDataModule
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -48,7 +49,7 @@ def test_weights_of_the_same_classes_are_all_taken_silently(tmp_path, inner):
     assert all(torch.equal(own[name if name in own else f"model.{name}"], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["of the task", "of its model"])
+@each_row("inner", [False, True])
 def test_a_head_of_other_classes_is_left_out_with_a_warning(tmp_path, inner):
     saved(tmp_path / "a.ckpt", 7, inner)
     text = "its head (model.head.bias [7], model.head.weight [7, 16]) is not that of this model (model.head.bias [10]"

@@ -36,6 +36,7 @@ from tests.lightning_tasks.callbacks.modules import (
     weights_of,
 )
 from tests.lightning_tasks.programs import run_ranks
+from tests.rows import each_row
 
 TOLERANCE = 2e-6
 ROOT = Path(__file__).parents[3]
@@ -189,7 +190,7 @@ def test_trace_scale():
     torch.testing.assert_close(*trained, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"weight": -1.0}, "weight .* at least 0, got -1.0"),
@@ -232,7 +233,7 @@ def test_nothing_matched_is_an_error():
         fit(TinyLM(), [callback(where="blocks.*")])
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+@each_row("name", ["FSDPStrategy", "DeepSpeedStrategy"])
 def test_strategies_that_hide_gradients_are_refused(name):
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(ValueError, match="DDP"):

@@ -23,6 +23,7 @@ from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.training.non_finite import Flags, NonFiniteError, dataset_indices, plain
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
 from tests.lightning_tasks.language_data import SMALL, RandomText, trainer
+from tests.rows import each_row
 
 
 def read_metrics(folder):
@@ -359,7 +360,7 @@ def test_it_belongs_to_both_trees(package):
         run.fit(demo)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "says"),
     [
         ({"action": "halt"}, "action must be one of 'stop', 'skip', got 'halt'"),

@@ -14,6 +14,7 @@ from lightning_tasks.checkpoints.stored_names import allowed_packages, check_sto
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.language_data import SMALL, VOCAB
+from tests.rows import each_row
 
 
 def tempered(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None, *, temperature=2.0):
@@ -90,7 +91,7 @@ def test_a_registered_function_needs_no_configuration(registered):
         check_stored({"attention": f"{__name__}.fit"}, (), "a.ckpt")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "options", "message"),
     [
         ((lambda q, k, v: v,), {}, "cannot be stored in a checkpoint, as it cannot be imported again"),

@@ -35,6 +35,7 @@ from tests.lightning_tasks.callbacks.modules import (
     fit,
     weights_of,
 )
+from tests.rows import each_row
 
 KINDS = [TinyLM, BuildsInSetup, BuildsInConfigureModel]
 
@@ -57,7 +58,7 @@ def mechanisms(module):
     return [found for found in module.modules() if isinstance(found, AttentionMechanism)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("mechanism", "options", "text"),
     [("rpc", {"iterations": 0}, "iterations"), ("rpc", {"lam": -1.0}, "lam"), ("scaled", {"variant": "x"}, "variant")],
 )
@@ -163,7 +164,7 @@ def test_weight_averaging_listed_after_averages_the_swapped_module(kind, averagi
     assert weights_of(module).isfinite().all()
 
 
-@pytest.mark.parametrize("averaging", [WeightAveraging, EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1)])
+@each_row("averaging", [WeightAveraging, EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1)])
 def test_weight_averaging_listed_before_is_an_error(averaging):
     module = TinyLM()
     with pytest.raises(ValueError, match="list SwapAttention before"):
@@ -236,7 +237,7 @@ def test_resume_continues_the_swapped_run(tmp_path):
     assert torch.equal(weights_of(resumed(tmp_path / "one.ckpt", SwapAttention("symmetric"))), weights_of(straight))
 
 
-@pytest.mark.parametrize(("mechanism", "key"), [("rpc", "in_proj_weight"), (PATH, "log_temperature")])
+@each_row(("mechanism", "key"), [("rpc", "in_proj_weight"), (PATH, "log_temperature")])
 def test_resuming_a_plain_run_under_other_parameters_is_refused(tmp_path, mechanism, key):
     fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match=rf"not as they were: .*{key}.*--init_from"):
@@ -356,7 +357,7 @@ def make_local_class():
     return Local
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "message"),
     [
         (("softmx",), "Did you mean 'softmax'"),

@@ -19,6 +19,7 @@ from lightning_tasks.runs.robustness import Row, right_as_text, right_from_text,
 from lightning_tasks.training.segmentation_metrics import SCORES, scores_of_counts
 from lightning_tasks.variants import Variant, override_arguments
 from tests.lightning_tasks.compare.test_record import finish
+from tests.rows import each_row
 
 SHORT = {"trainer.max_epochs": 1, "trainer.limit_train_batches": 1, "trainer.limit_val_batches": 1}
 SHORT |= {"trainer.num_sanity_val_steps": 0, "trainer.callbacks": []}
@@ -106,7 +107,7 @@ def test_outcomes_as_text_and_back(samples):
     assert np.array_equal(right_from_text(right_as_text(right), samples), right)
 
 
-@pytest.mark.parametrize(("text", "samples"), [("ff", 9), ("ffff", 8), ("f", 4), ("xy", 8), ("", -1)])
+@each_row(("text", "samples"), [("ff", 9), ("ffff", 8), ("f", 4), ("xy", 8), ("", -1)])
 def test_text_of_other_samples_is_refused(text, samples):
     with pytest.raises(ValueError, match=r"bits of|hexadecimal|fromhex"):
         right_from_text(text, samples)

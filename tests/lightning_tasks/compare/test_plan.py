@@ -10,6 +10,7 @@ from lightning_tasks.compare.plan import parse_seeds, plan_cells, summary_endpoi
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import Variant, override_arguments, read_variants
+from tests.rows import each_row
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0:3", [0, 1, 2]), ("4,2", [4, 2]), ("7", [7])])
@@ -17,7 +18,7 @@ def test_seeds(text, seeds):
     assert parse_seeds(text) == seeds
 
 
-@pytest.mark.parametrize("text", ["3:3", "a", "1,1", "0:2:4", ""])
+@each_row("text", ["3:3", "a", "1,1", "0:2:4", ""])
 def test_seeds_that_make_no_sense(text):
     with pytest.raises(UsageError, match="--seeds"):
         parse_seeds(text)
@@ -52,7 +53,7 @@ def test_a_comparison_stands_for_its_variants(comparison, demo, tmp_path):
     assert all(cell.test for cell in plan_cells(read_variants(str(comparison)), [0], tmp_path))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [
         "variants: {a: {}}",

@@ -31,6 +31,7 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.environment import Environment, commit_of, mixed_environments
 from lightning_tasks.runs.run import is_comparison
 from lightning_tasks.variants import Variant
+from tests.rows import each_row
 
 SEEDS = (0, 1)
 
@@ -180,7 +181,7 @@ TRIED = CHOICE["tried"][0]
 GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a", 0)], {"torch": "2"}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "says"),
     [
         ("", "Expecting value"),
@@ -213,7 +214,6 @@ GOOD = asdict(Record([VariantRecord("a")], {}, ["val/loss"], [0], [CellRecord("a
         ({"selection": GOOD["cells"] * 2}, "selection has a cell twice"),
         ({"selection": [{**GOOD["cells"][0], "environment": 3}]}, "a cell ran in environment 3, of 0"),
     ],
-    ids=range(26),
 )
 def test_a_record_that_no_comparison_wrote_is_named_with_the_cure(tmp_path, change, says):
     text = change if isinstance(change, str) else json.dumps({**GOOD, **change} if isinstance(change, dict) else change)
@@ -229,7 +229,7 @@ def test_a_record_of_a_later_version_and_names_that_are_paths_are_read(tmp_path)
     assert read_record(tmp_path).configs == ["../x"]
 
 
-@pytest.mark.parametrize("kind", ["link", "broken link", "folder", "large"])
+@each_row("kind", ["link", "broken link", "folder", "large"])
 def test_a_record_is_a_bounded_file_of_its_folder(tmp_path, kind):
     out, path = tmp_path / "out", tmp_path / "out" / "comparison.json"
     out.mkdir()

@@ -12,9 +12,10 @@ from lightning_tasks import ImageClassificationTask, SegmentationTask, load_swap
 from lightning_tasks.checkpoints.load import load_module
 from tests.lightning_tasks.image_classification.tasks import TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"model": "vit_tiny_patch16_225"}, "no model 'vit_tiny_patch16_225'; the nearest names are vit_tiny_patch16_"),
@@ -45,7 +46,7 @@ def test_weights_that_cannot_be_reached_name_the_cure(options, monkeypatch):
         built()  # nothing was to be fetched
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"model_options": {"depht": 2}}, "could not be built with model_options {'depht': 2}"),
@@ -97,7 +98,7 @@ def test_layer_decay_out_of_range():
         built(layer_decay=1.5).configure_optimizers()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         (
@@ -129,7 +130,7 @@ def test_images_that_do_not_fit():
         built()(images()[0])
 
 
-@pytest.mark.parametrize("name", ["levit_128s", "coatnet_nano_rw_224", "crossvit_tiny_240", "hiera_tiny_224"])
+@each_row("name", ["levit_128s", "coatnet_nano_rw_224", "crossvit_tiny_240", "hiera_tiny_224"])
 def test_images_that_do_not_fit_models_whose_size_is_elsewhere(name):
     """These say it to timm, not in their patch embedding, and fail deep inside."""
     with torch.device("meta"):
@@ -147,7 +148,7 @@ def test_a_model_for_images_of_any_size_takes_them():
     assert module(images(size=16)).shape == (6, 10)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("labels", "text"),
     [
         (torch.tensor([0, 10]), "labels from 0 to 10 for 10 classes: give num_classes=11"),

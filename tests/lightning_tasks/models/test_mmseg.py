@@ -23,6 +23,7 @@ from lightning_tasks.models.mmseg_config import set_num_classes, shipped_configs
 from lightning_tasks.training.segmentation_metrics import class_accuracy, class_iou, scores
 from tests.attention_modules.hosts.test_mmseg import LargestMap
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 SEGMENTER = "segmenter_vit-t_mask_8xb1-160k_ade20k-512x512"
 SEGFORMER = "segformer_mit-b0_8xb2-160k_ade20k-512x512"
@@ -329,7 +330,7 @@ def test_the_configuration_is_changed_where_it_was_asked():
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"name": "segmenter_vit-t_mask_8xb1-160k_ade20k"}, f"the nearest are {SEGMENTER}"),
@@ -397,7 +398,7 @@ def test_code_in_the_place_of_weights_is_refused(tmp_path):
         module.configure_model()
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>no such page</html>"])
+@each_row("content", [b"", b"<html>no such page</html>"])
 def test_weights_that_cannot_be_read_are_named(tmp_path, content):
     path = tmp_path / "weights.pth"
     path.write_bytes(content)

@@ -9,6 +9,7 @@ from attention_modules import RPCAttention, SymmetricAttention, restore_attentio
 from attention_modules.mechanism import AttentionMechanism
 from lightning_tasks.models import Segmenter
 from lightning_tasks.models.segmenter import MaskTransformer
+from tests.rows import each_row
 
 TINY = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -141,7 +142,7 @@ def test_parameters_of_the_papers_model():
     assert model.decoder.blocks[0].attn.num_heads == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "text"),
     [
         ({"backbone": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny_patch16_224"),

@@ -9,6 +9,7 @@ from torch.nn import functional
 from lightning_tasks.models import sliding_window
 from lightning_tasks.models.sliding_window import Windows, logit_bands, multi_scale_probabilities, sliding_logits
 from tests.lightning_tasks.programs import run_forked
+from tests.rows import each_row
 
 
 def network(images):
@@ -114,7 +115,7 @@ def test_scales_and_mirror_images_are_averaged_as_probabilities():
     torch.testing.assert_close(one, naive(images, 8, 4).softmax(1))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "text"),
     [
         ((0, 1), "size of the windows is 0"),

@@ -6,6 +6,7 @@ from torch import nn
 
 from attention_modules import AttentionSpec, SelfAttention, SoftmaxAttention, available_mechanisms, mechanism_class
 from lightning_tasks.models import TransformerLM
+from tests.rows import each_row
 
 SMALL = {"vocab_size": 23, "num_layers": 2, "dim": 16, "num_heads": 2, "mlp_dim": 24, "num_tokens": 12}
 
@@ -101,7 +102,7 @@ def test_same_seed_same_initial_weights_for_softmax_and_uniform():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "text"),
     [
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
@@ -118,7 +119,7 @@ def test_bad_arguments(options, text):
         small(**options)
 
 
-@pytest.mark.parametrize("shape", [(2, 13), (5,)])
+@each_row("shape", [(2, 13), (5,)])
 def test_bad_tokens(shape):
     with pytest.raises(ValueError, match=rf"N of at most 12, got \{list(shape)}"):
         small()(torch.zeros(shape, dtype=torch.long))

@@ -17,6 +17,7 @@ from lightning_tasks.runs.heads import read_heads, write_heads
 from lightning_tasks.runs.safe_files import read_result
 from lightning_tasks.variants import read_variants
 from tests.lightning_tasks.report.report_folders import report, run_folder
+from tests.rows import each_row
 
 ROW = {"step": 0, "metric": "val/loss", "value": 1.0}
 CELL = {"config": "a", "seed": 0, "rows": [ROW]}
@@ -218,7 +219,7 @@ def test_tables_replace_links_and_write_through_none(tmp_path):
     )
 
 
-@pytest.mark.parametrize("value", ["!!bool foo", "2024-99-99"])
+@each_row("value", ["!!bool foo", "2024-99-99"])
 def test_a_value_that_is_none_of_its_tag_is_named_wherever_yaml_is_read(tmp_path, value):
     (tmp_path / "c.yaml").write_text(f"variants:\n  a: {value}\n")
     with pytest.raises(UsageError, match=r"c\.yaml is no YAML: it is no (?s:.*)line 2, column 6"):
@@ -251,7 +252,7 @@ def test_a_line_of_heads_that_was_cut_is_no_value_and_stops_no_resumed_run(tmp_p
     assert (steps, values[:, 0, 0].tolist()) == ([0, 8], [0.25, 0.25])
 
 
-@pytest.mark.parametrize("value", ["2020-01-01", "!!binary aGk=", "!!set {a}", "{2020-01-01: 1}", '"\\uD800"'])
+@each_row("value", ["2020-01-01", "!!binary aGk=", "!!set {a}", "{2020-01-01: 1}", '"\\uD800"'])
 def test_a_value_of_a_comparison_that_is_no_plain_data_is_named(tmp_path, value):
     (tmp_path / "base.yaml").write_text("model: {class_path: x}\n")
     (tmp_path / "c.yaml").write_text(f"base: {tmp_path}/base.yaml\nvariants: {{a: {{x: {value}}}}}\n")

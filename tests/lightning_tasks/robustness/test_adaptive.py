@@ -12,6 +12,7 @@ from lightning_tasks.robustness.attacks.table import AttackSetting, read_eps
 from lightning_tasks.robustness.images import attack_measurement
 from lightning_tasks.robustness.subject import Subject
 from tests.lightning_tasks.robustness.models import batch, vit
+from tests.rows import each_row
 
 SETTING = {"name": "transfer", "mechanism": {"iterations": 1, "lam": math.inf}, "steps": 3}
 EPS = read_eps("8/255")
@@ -37,7 +38,7 @@ def test_it_attacks_with_the_other_options_and_tests_without_them():
         assert torch.equal(model(images), before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "said"),
     [
         ({"name": "transfer"}, "needs source: .*or mechanism"),

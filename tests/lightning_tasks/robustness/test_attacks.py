@@ -22,6 +22,7 @@ from lightning_tasks.robustness import (
 from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.attacks.square import square_share
 from tests.lightning_tasks.robustness.models import CLASSES, STD, Normalized, batch, convolutional, vit
+from tests.rows import each_row
 
 EPS = 4 / 255
 TWIN = convolutional(seed=9)
@@ -325,7 +326,7 @@ def test_autocast_around_the_attack(mode):
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("attack", "eps"),
     zip(EVERY.values(), [8, -0.1, float("nan"), "4", True, np.float32("nan"), np.bool_(True), 8], strict=True),
 )
@@ -366,7 +367,7 @@ def test_a_model_without_gradients_is_an_error_that_names_the_cure(attack):
     assert few_spsa(NoGrad(), *batch(), eps=0.3).shape == (8, 3, 12, 12)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "error", "says"),
     [
         (lambda images, labels: (images * 255, labels), ValueError, r"in \[0, 255\]: give them in \[0, 1\]"),

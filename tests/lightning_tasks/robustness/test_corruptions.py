@@ -16,6 +16,7 @@ from lightning_tasks.robustness.corruptions import (
     corruption_library,
 )
 from lightning_tasks.robustness.scores import mean_corruption_error, relative_mean_corruption_error
+from tests.rows import each_row
 
 EVERY = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 NEEDS = "imagecorruptions-imaug is not installed (extra `robustness`)"
@@ -101,7 +102,7 @@ def test_the_library_itself_refuses_them(library):
         library.corrupt(np.zeros((28, 28, 3), dtype=np.uint8), 1, "fog")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "severity", "says"),
     [
         ("blur", 1, "'blur' is unknown; known are gaussian_noise"),

@@ -15,6 +15,7 @@ from lightning_tasks.robustness.class_folders import (
 )
 from lightning_tasks.robustness.scores import anomaly_scores, detection_metrics
 from lightning_tasks.robustness.text import swap_words
+from tests.rows import each_row
 
 # -- out of distribution -----------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ def test_random_state_and_text_are_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("share", [2.5, -0.1, math.nan, "2.5%", True])
+@each_row("share", [2.5, -0.1, math.nan, "2.5%", True])
 def test_a_share_outside_of_0_to_1_is_an_error(share):
     with pytest.raises(ValueError, match=r"share is .*2\.5% is 0\.025"):
         swap_words(*windows(), share=share)

@@ -14,6 +14,7 @@ from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, conti
 from lightning_tasks.variants import Variant
 from tests.lightning_tasks.programs import run_forked
 from tests.lightning_tasks.runs.logged_files import final_config, offline_runs, rows_and_updates, run_record
+from tests.rows import each_row
 
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"project": "demo", "tags": ["mine"]}}
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -77,7 +78,7 @@ def test_long_names_and_dots_are_folders_of_their_own(cells, tmp_path):
     assert len({cell.folder for cell in planned}) == 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("loggers", "text"),
     [
         (False, "trainer.logger is false"),
@@ -151,9 +152,7 @@ def test_a_given_id_or_another_project_is_no_continuation():
     assert arguments["id"] is None
 
 
-@pytest.mark.parametrize(
-    "run", [None, 3, ["abc"], {"a": 1}, "", " a", "../../other", "team/project/abc", "a\\b", "a" * 129]
-)
+@each_row("run", [None, 3, ["abc"], {"a": 1}, "", " a", "../../other", "team/project/abc", "a\\b", "a" * 129])
 def test_what_is_no_id_in_a_checkpoint_is_refused(run):
     arguments = {"project": "demo", "id": None}
     for saved in ({"id": run, "project": "demo"}, {"project": "demo"}):

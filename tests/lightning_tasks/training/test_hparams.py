@@ -8,6 +8,7 @@ from torch import optim
 
 from attention_modules.function import FunctionAttention
 from lightning_tasks.training import hparams
+from tests.rows import each_row
 
 
 class Mine:
@@ -55,9 +56,7 @@ def test_spec_shares_nothing_with_what_was_given():
     assert given["init_args"]["betas"] == [0.9, 0.98]
 
 
-@pytest.mark.parametrize(
-    "value", [lambda params: None, functools.partial(lambda params: None)], ids=["lambda", "partial"]
-)
+@each_row("value", [lambda params: None, functools.partial(lambda params: None)])
 def test_lambda_names_the_cure(value):
     with pytest.raises(TypeError, match=r"cannot be stored in a checkpoint.*top level of a module.*class_path"):
         hparams.plain_spec(value, optim)
@@ -71,7 +70,7 @@ def test_local_class_names_the_cure():
         hparams.plain_spec(Local)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "error", "text"),
     [
         ("Adm", ValueError, "no 'Adm' was found; looked in torch.optim"),

@@ -10,6 +10,7 @@ from lightning_tasks import ImageClassificationTask, LanguageModelingTask, Segme
 from lightning_tasks.training.mechanisms import attention_spec
 from tests.lightning_tasks.language_data import SMALL, VOCAB
 from tests.lightning_tasks.training.test_mean import MASKS, VIT
+from tests.rows import each_row
 
 LEFT_OVER = {"mechanism": "softmax", "options": {"iterations": 2, "lam": 4.0}}
 TASKS = {
@@ -19,7 +20,7 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", TASKS)
+@each_row("kind", TASKS)
 def test_options_that_a_recipe_leaves_for_softmax_are_said(kind):
     """They are no error: tasks with such options were trained, and their checkpoints load."""
     said = r"softmax' takes no options.*'iterations': 2.* is not used.*--model\.attention_options null"

@@ -12,6 +12,7 @@ from torch import nn
 
 from attention_modules.swap import make_observable, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import MECHANISMS
+from tests.rows import each_row
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
@@ -44,7 +45,7 @@ def batched(model: nn.Module) -> list[list[int]]:
     return [found[name].generated_tokens for name in sorted(found)]
 
 
-@pytest.mark.parametrize("name", WRITES)
+@each_row("name", WRITES)
 def test_the_same_tokens_are_written(name: str) -> None:
     model = language_model()
     mechanism, options = MECHANISMS[name]
@@ -57,7 +58,7 @@ def test_the_same_tokens_are_written(name: str) -> None:
     assert batched(model) == one_by_one(model)
 
 
-@pytest.mark.parametrize("name", sorted({*MECHANISMS} - {*WRITES}))
+@each_row("name", sorted({*MECHANISMS} - {*WRITES}))
 def test_the_others_are_refused_in_the_main_thread(name: str) -> None:
     model = language_model()
     mechanism, options = MECHANISMS[name]

@@ -20,6 +20,7 @@ from attention_modules.hosts.huggingface.caches import CACHE
 from attention_modules.sharing import SharedValueError
 from tests.attention_modules.hosts.huggingface import generating
 from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
+from tests.rows import each_row
 
 REFUSED = ("rpc", "scaled", "dam", "neutreno", "position_bias", "twicing")
 OF_OTHER_LAYERS, MIXED = ("elliptical", "value_residual"), "sliding and full layers"
@@ -76,7 +77,7 @@ def test_a_copied_and_cropped_cache_goes_on(name: str, copied: object) -> None:
         torch.testing.assert_close(got, whole[:1, 6:].expand(2, -1, -1), atol=5 * TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["symmetric", "forgetting"])
+@each_row("name", ["symmetric", "forgetting"])
 def test_a_cache_from_before_the_swap_is_refused(name: str) -> None:
     model = language_model()
     tokens = torch.randint(5, 60, (1, 6))
@@ -131,7 +132,7 @@ def test_the_swap_warns_of_a_cache_that_will_be_refused() -> None:
     assert model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False).shape == (1, 8)
 
 
-@pytest.mark.parametrize("name", OF_OTHER_LAYERS)
+@each_row("name", OF_OTHER_LAYERS)
 def test_the_swap_warns_where_only_some_layers_keep_a_window(name: str) -> None:
     model = language_model(4, mixed=True)
     with pytest.warns(UserWarning, match=r"reads the values of other layers.*window.*generation_config.use_cache = F"):

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from tests.attention_modules.hosts.huggingface.exercise import exercise  # noqa: E402
 from tests.attention_modules.hosts.huggingface.tiny import built, first_that_runs  # noqa: E402
+from tests.rows import each_row  # noqa: E402
 
 
 def plain_eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -117,7 +118,7 @@ def test_the_argument_of_the_call_comes_before_the_layers_own() -> None:
     assert not torch.allclose(own(X), expected)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "text"),
     [
         (Hinted, "it hands hint to the attention interface, which no mechanism is given"),
@@ -160,7 +161,7 @@ def test_other_heads_than_the_layer_says_are_an_error() -> None:
         own(X)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "argument", "mechanism"),
     [
         ("Gemma2Model", "softcap", "l2"),

@@ -21,6 +21,7 @@ from tests.attention_modules.hosts.cases import (
     deep,
     settled,
 )
+from tests.rows import each_row
 
 TOKENS = 7
 PAST = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -103,7 +104,7 @@ NO_COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(("host", "mechanism"), _pairs())
+@each_row(("host", "mechanism"), _pairs())
 def test_a_token_changes_no_row_that_may_not_see_it(host, mechanism):
     build, call = MODELS[host]
     model, (name, options) = build(), MECHANISMS[mechanism]

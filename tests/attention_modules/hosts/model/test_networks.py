@@ -14,6 +14,7 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import MECHANISMS, features, hugging_face
+from tests.rows import each_row
 
 
 def encoder(depth: int = 2, width: int = 16) -> nn.TransformerEncoder:
@@ -131,7 +132,7 @@ def test_copies_stay_copies_and_frozen(name: str) -> None:
             torch.testing.assert_close(student(features()), teacher(features()), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mechanism", ["gated", "differential", "dam"])
+@each_row("mechanism", ["gated", "differential", "dam"])
 def test_copies_get_equal_parameters_in_two_calls_too(mechanism: str) -> None:
     options = {"num_tokens": 20} if mechanism == "dam" else {}
     model = pair()
@@ -152,7 +153,7 @@ def test_networks_that_only_look_alike_get_parameters_of_their_own() -> None:
     assert not torch.equal(*gates)
 
 
-@pytest.mark.parametrize("where", ["student*", ["student.layers.*"], lambda name, module: name.startswith("student")])
+@each_row("where", ["student*", ["student.layers.*"], lambda name, module: name.startswith("student")])
 def test_a_twin_that_is_left_out_is_told(where: object) -> None:
     model = pair()
     with pytest.warns(UserWarning, match="'student' and 'teacher' have equal layers.*zipped Parameters") as caught:

@@ -13,6 +13,7 @@ from torch import nn
 from attention_modules import load_pretrained, restore_attention, swap_attention
 from attention_modules.hosts.base import PLAN
 from tests.attention_modules.hosts.saving.saved_models import SIZES, built, output, saved
+from tests.rows import each_row
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +45,7 @@ def test_a_plan_beside_the_weights_of_a_plain_model_is_refused(shards: dict[str,
         load_pretrained(transformers.BertModel, tmp_path)
 
 
-@pytest.mark.parametrize("shards", [{}, {"max_shard_size": 5_000}], ids=["one-file", "shards"])
+@each_row("shards", [{}, {"max_shard_size": 5_000}])
 def test_a_plan_of_other_layers_than_the_weights_is_refused(shards: dict[str, int], tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")
@@ -74,7 +75,7 @@ def test_a_plan_of_another_save_is_refused(shards: dict[str, int], tmp_path: Pat
         load_pretrained(transformers.BertModel, tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [
         "",
@@ -151,7 +152,7 @@ def test_weights_of_another_save_are_refused(tmp_path: Path, monkeypatch: pytest
             load_pretrained(transformers.BertModel, tmp_path / name)
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "{"])
+@each_row("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "{"])
 def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, "uniform")

@@ -12,6 +12,7 @@ from attention_modules import AttentionMechanism, AttentionSpec, SoftmaxAttentio
 from attention_modules.hosts.base import PLAN
 from attention_modules.mechanism import short_name
 from tests.attention_modules.hosts.saving.saved_models import built, output, recorded, saved
+from tests.rows import each_row
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +92,7 @@ CIRCLE: list[object] = []
 CIRCLE.append(CIRCLE)
 
 
-@pytest.mark.parametrize("factor", [torch.ones(2), {"a": [{1: "a key that comes back as a string"}]}, CIRCLE])
+@each_row("factor", [torch.ones(2), {"a": [{1: "a key that comes back as a string"}]}, CIRCLE])
 def test_options_that_are_no_plain_data_are_said(factor: object, tmp_path: Path) -> None:
     model = built("bert")
     swap_attention(model, Unregistered, factor=factor)

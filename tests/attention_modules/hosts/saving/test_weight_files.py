@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attention_modules import restore_attention, swap_attention
 from attention_modules.hosts.base import MARK
 from tests.attention_modules.hosts.saving.saved_models import SIZES, built, output
+from tests.rows import each_row
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:saving 2 swapped attention layers")
@@ -95,7 +96,7 @@ def output_restored(model: nn.Module) -> Tensor:
     return output(model)
 
 
-@pytest.mark.parametrize("mechanism", ["gated", "sink"])
+@each_row("mechanism", ["gated", "sink"])
 def test_what_a_file_lacks_of_a_mechanism_is_missing(mechanism: str, tmp_path: Path) -> None:
     model = trained("bert", mechanism)
     model.save_pretrained(tmp_path)

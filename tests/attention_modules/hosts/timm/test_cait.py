@@ -15,6 +15,7 @@ from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import MECHANISMS
 from tests.attention_modules.hosts.timm.cases import noise
 from tests.attention_modules.hosts.timm.models import on_meta
+from tests.rows import each_row
 
 cait = pytest.importorskip("timm.models.cait")
 MODELS = [
@@ -75,7 +76,7 @@ def test_taken_out_copied_and_loaded_it_is_the_same_bit_by_bit() -> None:
     assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
 
 
-@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "talking_heads"])
+@each_row("mechanism", [name for name in MECHANISMS if name != "talking_heads"])
 def test_what_would_drop_the_talking_heads_is_refused(mechanism: str) -> None:
     model, (name, options) = small(), MECHANISMS[mechanism]
     with pytest.raises(AttentionSwapError, match=r"'blocks\.[01]\.attn': .*(talking heads|which nothing was put)"):

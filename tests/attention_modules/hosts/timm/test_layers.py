@@ -16,7 +16,7 @@ from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEW, MECHANISMS, WITHOUT_QUERY, Beside
 from tests.attention_modules.hosts.timm.cases import LAYERS, layer
-from tests.pairwise import pairwise
+from tests.rows import each_row, pairwise
 
 
 class Recorder(SoftmaxAttention):
@@ -194,7 +194,7 @@ def check_logits(name: str, mechanism: type[Recorder]) -> None:
     assert all(g.abs().sum() > 0 for g in torch.autograd.grad((w_q * w_k).sum(), parameters))
 
 
-@pytest.mark.parametrize("name", ["levit", "levit-conv"])
+@each_row("name", ["levit", "levit-conv"])
 def test_weights_behind_a_batch_norm_are_refused_by_name(name: str) -> None:
     (found,) = attention_layers(layer(name))
     for read in (found.qk_weights, found.qk_parameters):

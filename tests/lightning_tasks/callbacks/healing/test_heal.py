@@ -14,6 +14,7 @@ from attention_modules import SelfAttention, load_pretrained, restore_attention,
 from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKClip, QKWeightDecay, SwapAttention
 from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
+from tests.rows import each_row
 
 THREE = [
     {"match": "layers", "steps": 3},
@@ -420,7 +421,7 @@ class TwoParts(OwnBlocks):
         del self.net
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "said"),
     [
         (lambda: heal(Heal(THREE), None), "no layer is swapped.*list SwapAttention before Heal"),

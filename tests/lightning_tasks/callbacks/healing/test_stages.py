@@ -11,6 +11,7 @@ from lightning_tasks.callbacks.healing.anneal import Anneal
 from lightning_tasks.callbacks.healing.stages import Stage, stage_at, stages_of
 from tests.lightning_tasks.callbacks.healing.healed import Task, data
 from tests.lightning_tasks.callbacks.modules import fit
+from tests.rows import each_row
 
 LAYERS = {"match": "layers", "steps": 2}
 
@@ -22,7 +23,7 @@ def test_the_stage_of_a_step():
     assert (stages[0].train, stages[1].train) == ("attention", "all")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "said"),
     [
         ({"match": "task"}, "list of mappings"),
@@ -55,7 +56,7 @@ def test_which_parameters_train():
     assert Stage("task", train=("*.head.*", "*sink")).chosen(names, ["net.attn"]) == {names[1], names[2]}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "said"),
     [
         ({"lam": [0.0, 0.8]}, "anneal must be a mapping such as"),
@@ -99,7 +100,7 @@ def test_values_go_from_the_first_to_the_last():
     assert isinstance(mechanism.iterations, int)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("mechanism", "options", "anneal", "said"),
     [
         ("rpc", {"lam": 2.0}, {"lam": [0.5, 1.0]}, "ends at 1, and the mechanism of 'net.encoder.*was built with 2.0"),

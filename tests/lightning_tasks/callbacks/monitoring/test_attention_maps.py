@@ -16,6 +16,7 @@ from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, Swap
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
 from tests.lightning_tasks.language_data import trainer
+from tests.rows import each_row
 
 TINY = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
 TARGET = "lightning_tasks.callbacks.attention_maps"
@@ -173,7 +174,7 @@ def test_patch_grid(tokens, size, grid):
     assert patch_grid(tokens, *size) == (None if grid[0] > 9 else grid)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"every_n_epochs": 0}, "every_n_epochs must be an integer of at least 1, got 0"),
@@ -187,7 +188,7 @@ def test_bad_arguments(options, message):
         AttentionMapLogger(**options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"heads": [HEADS]}, r"heads \[2\] do not fit .*self_attn', which has 2, counted from 0"),

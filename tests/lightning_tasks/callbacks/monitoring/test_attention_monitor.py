@@ -25,6 +25,7 @@ from tests.lightning_tasks.callbacks.modules import (
     weights_of,
 )
 from tests.lightning_tasks.callbacks.monitoring.test_spectrum_monitor import logged
+from tests.rows import each_row
 
 
 def first_layer_statistics(module, tokens):
@@ -204,7 +205,7 @@ def test_bf16_mixed():
     assert trainer.callback_metrics["attention/entropy/mean"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "at least 1, got 0"),

@@ -11,6 +11,7 @@ from attention_modules.analysis import local_lipschitz
 from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.callbacks import LipschitzMonitor
 from tests.lightning_tasks.callbacks.modules import VOCABULARY, TinyLM, batches
+from tests.rows import each_row
 
 TOKENS, DIM = 5, 8
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -146,7 +147,7 @@ def test_a_nested_tensor_from_elsewhere_is_refused():
         LayerCall.of(nn.MultiheadAttention(DIM, 2, batch_first=True), (x, x, x), {})
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@each_row("by_name", [False, True])
 def test_keys_from_elsewhere_are_refused_by_name(tmp_path, by_name):
     """With its keys held, a layer on reduced keys would be measured by its query alone."""
 
@@ -366,7 +367,7 @@ def test_a_layer_that_is_not_called_is_said(tmp_path):
     assert "val/lipschitz/layer_01" not in metrics
 
 
-@pytest.mark.parametrize("name", ["every_n_validations", "num_samples", "max_tokens", "max_iter", "tol"])
+@each_row("name", ["every_n_validations", "num_samples", "max_tokens", "max_iter", "tol"])
 def test_limits(name):
     with pytest.raises(ValueError, match=f"{name} must be .*got 0"):
         LipschitzMonitor(**{name: 0})

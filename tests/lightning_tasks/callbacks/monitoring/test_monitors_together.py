@@ -26,6 +26,7 @@ from lightning_tasks.callbacks import (
 from lightning_tasks.figures.heads import draw_heads
 from lightning_tasks.runs.heads import TABLE, read_heads
 from tests.lightning_tasks.callbacks.modules import HEADS, TinyLM, batches, fit
+from tests.rows import each_row
 
 MONITORS = [AttentionMonitor, SpectrumMonitor, PursuitMonitor, LipschitzMonitor, AttentionMapLogger]
 
@@ -102,7 +103,7 @@ def test_different_penalties_and_monitors_of_one_base_go_together():
     fit(TinyLM(), [SwapAttention("softmax"), *callbacks], batches(1))
 
 
-@pytest.mark.parametrize("kind", [RunSummary, PredictionTable, SegmentationOverlay])
+@each_row("kind", [RunSummary, PredictionTable, SegmentationOverlay])
 def test_a_second_callback_that_writes_the_same_files_is_refused(kind):
     derived = [type(name, (kind,), {})() for name in "AB"]
     for callbacks in ([kind(), kind()], derived):

@@ -20,6 +20,7 @@ from lightning_tasks.callbacks import (
     SwapAttention,
 )
 from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel, TinyLM, batches, fit
+from tests.rows import each_row
 
 
 def attentions(module):
@@ -81,7 +82,7 @@ def test_nothing_is_put_in_where_nothing_is_observed():
     assert notes.seen == {("test", type(None)), ("predict", type(None))}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+@each_row("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_plain_layers_are_plain_again_after_an_error(error):
     module = TinyLM()
     with pytest.raises((RuntimeError, SystemExit)):

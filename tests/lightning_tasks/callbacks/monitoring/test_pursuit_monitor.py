@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from attention_modules import SelfAttention, rpc_diagnostics
 from lightning_tasks.callbacks import PursuitMonitor
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
+from tests.rows import each_row
 
 
 class Tokens(pl.LightningModule):
@@ -93,7 +94,7 @@ def test_calls_of_a_layer_add_up(tmp_path, num_samples):
         torch.testing.assert_close(value, whole[name], msg=name)
 
 
-@pytest.mark.parametrize("which", [0, 3])
+@each_row("which", [0, 3])
 def test_a_call_with_nan_makes_the_mean_nan_and_is_said(tmp_path, which):
     class Damaged(Windows):
         def validation_step(self, batch, batch_idx):

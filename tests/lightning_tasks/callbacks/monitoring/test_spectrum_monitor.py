@@ -16,6 +16,7 @@ from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.loggers import log_histogram
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, BuildsInConfigureModel, TinyLM, fit
 from tests.lightning_tasks.runs.logged_files import tensorboard_events
+from tests.rows import each_row
 
 
 def logged(logger, name):
@@ -59,7 +60,7 @@ def test_chosen_layers_only():
     assert "qk_spectrum/scale/layer_00" not in trainer.callback_metrics
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+@each_row("every", [0, -1, 1.5, True])
 def test_bad_interval(every):
     with pytest.raises(ValueError, match=f"at least 1, got {every}"):
         SpectrumMonitor(every_n_steps=every)

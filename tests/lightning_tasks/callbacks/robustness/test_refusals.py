@@ -12,9 +12,10 @@ from lightning_tasks.callbacks import RobustnessEvaluation
 from lightning_tasks.robustness.attacks.table import AttackSetting, read_eps
 from tests.lightning_tasks.callbacks.robustness.evaluations import evaluate, trainer
 from tests.lightning_tasks.robustness.modules import TinyClassifier, TinyImages, random_images
+from tests.rows import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "says"),
     [
         ({"attacks": ["pgdd"]}, "unknown attack 'pgdd'; did you mean 'pgd'"),
@@ -105,7 +106,7 @@ def test_an_adaptive_attack_on_a_model_without_such_mechanisms_is_refused_before
     assert not list(tmp_path.rglob("robustness_rows.jsonl"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "said"),
     [
         ({"attacks": "pgd"}, r"attacks must be a list, got 'pgd': give \['pgd'\]"),
@@ -137,14 +138,13 @@ def test_eps_and_attacks_as_written():
 ONE = RobustnessEvaluation(corruptions=[])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "both",
     [
         [ONE, RobustnessEvaluation(attacks=["fgsm"], corruptions=[])],
         [ONE, ONE],
         [type(name, (RobustnessEvaluation,), {})(corruptions=[]) for name in ("First", "Second")],
     ],
-    ids=["other options", "the same twice", "two derived classes"],
 )
 def test_a_second_evaluation_is_refused_as_both_write_one_table(tmp_path, both):
     runner = trainer(tmp_path, *both, max_steps=1)

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, LocAteR, QKClip
 from tests.lightning_tasks.callbacks.modules import TinyLM, fit, weights_of
 from tests.lightning_tasks.callbacks.stabilizers.ranks import TAU
+from tests.rows import each_row
 
 
 class HeadFirst(BaseFinetuning):
@@ -25,7 +26,7 @@ class Finetuned(TinyLM):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.hparams.lr)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [
         lambda: QKClip(TAU),
@@ -33,7 +34,6 @@ class Finetuned(TinyLM):
         lambda: EntropyRegularizer(10.0, target=0.0),
         lambda: AttentionDiversification(10.0, threshold=0.1),
     ],
-    ids=["QKClip", "LocAteR", "EntropyRegularizer", "AttentionDiversification"],
 )
 def test_layers_that_are_trained_later_are_warned_of_and_then_acted_on(make):
     for epochs, same in ((1, True), (2, False)):

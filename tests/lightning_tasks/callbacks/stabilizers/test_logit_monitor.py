@@ -10,6 +10,7 @@ from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import LogitMonitor
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit
 from tests.lightning_tasks.callbacks.monitoring.test_spectrum_monitor import logged
+from tests.rows import each_row
 
 
 def naive_largest(module, inputs):
@@ -67,7 +68,7 @@ def test_logits_of_a_mechanisms_own_are_named():
         fit(module, [LogitMonitor()], max_steps=1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, got 0"),

@@ -12,6 +12,7 @@ from attention_modules.stabilizers.naive import naive_diversification, naive_row
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip
 from tests.lightning_tasks.callbacks.modules import DIM, TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.rows import each_row
 
 FLOOR, WEIGHT = 0.95, 20.0
 
@@ -228,7 +229,7 @@ def test_layers_that_it_cannot_penalize_are_refused():
         fit(module, [entropy()])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"weight": -1.0}, "weight .* at least 0, got -1.0"),

@@ -12,6 +12,7 @@ from lightning_tasks.callbacks import NonFiniteGuard, QKClip
 from lightning_tasks.callbacks.stabilizers import qk_clip
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, TwoOptimizers, batches, fit, weights_of
 from tests.lightning_tasks.callbacks.stabilizers.ranks import TAU
+from tests.rows import each_row
 
 
 def attentions(module):
@@ -383,7 +384,7 @@ def test_layers_that_cannot_be_clipped_are_refused_by_name():
         fit(module, [QKClip()])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"tau": 0}, "tau must be above 0, got 0"),

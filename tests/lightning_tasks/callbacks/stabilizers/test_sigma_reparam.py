@@ -27,6 +27,7 @@ from tests.lightning_tasks.callbacks.modules import (
     fit,
     weights_of,
 )
+from tests.rows import each_row
 
 QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
@@ -179,7 +180,7 @@ def test_watching_does_not_train_it():
     assert attention_layers(watched)[0].mechanism is None
 
 
-@pytest.mark.parametrize("other", [lambda: QKClip(), lambda: FreezeQK()], ids=["QKClip", "FreezeQK"])
+@each_row("other", [lambda: QKClip(), lambda: FreezeQK()])
 def test_what_changes_weights_itself_refuses_weights_that_are_computed(other):
     with pytest.raises(ValueError, match=r"computed (at each call|of several)"):
         fit(TinyLM(), [SigmaReparam(), other()])
@@ -274,7 +275,7 @@ def test_linear_layers_are_left_out_by_name():
         fit(TinyLM(), [SigmaReparam(all_linear=True, exclude=["nothing_here"])])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"gamma": 0}, "gamma must be above 0, got 0"),

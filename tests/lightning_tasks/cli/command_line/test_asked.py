@@ -10,11 +10,12 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.cli.asked import check_asked, named_recipe, value_of
 from lightning_tasks.errors import UsageError
 from tests.lightning_tasks.cli.runs import ROOT, saved_config
+from tests.rows import each_row
 
 COMMANDS = ["fit", "validate", "test", "predict", "show-batch"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each_row("command", COMMANDS)
 def test_nothing_to_run_says_what_to_give(command):
     with pytest.raises(UsageError, match=rf"attnswap {command} quickstart/classification.*recipes.*\n.*--config"):
         check_asked([command])
@@ -38,7 +39,7 @@ def test_a_recipe_follows_the_command(command, name):
     check_asked(asked)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rest", "text"),
     [
         (["quickstart/clasification"], "--config 'quickstart/clasification'.*nearest names are quickstart/classificat"),
