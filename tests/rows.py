@@ -36,6 +36,7 @@ def each_row(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Calla
     Each that fails is reported with its values. A row has a seed and a ``tmp_path`` of its own.
     """
     names, table = ([names], [(row,) for row in rows]) if isinstance(names, str) else (list(names), list(rows))
+    table = [row.values if hasattr(row, "marks") else row for row in table]  # of pytest.param
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def run(subtests: Any, **fixtures: Any) -> None:

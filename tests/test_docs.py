@@ -5,10 +5,9 @@ import posixpath
 import re
 from pathlib import Path
 
-import pytest
-
 from attention_modules import available_mechanisms
 from attention_modules.mechanism import mechanism_class
+from tests.rows import each_row
 from tests.test_public_paths import resolve
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -44,7 +43,7 @@ def test_every_page_is_in_one_table_of_contents():
     assert sorted(found) == PAGES
 
 
-@pytest.mark.parametrize("page", TUTORIALS)
+@each_row("page", TUTORIALS)
 def test_cells_of_a_tutorial_are_python(page):
     text = text_of(page)
     assert text.startswith("---\nfile_format: mystnb\n"), "a page whose cells nobody runs"
@@ -65,7 +64,7 @@ def test_every_path_in_a_guide_or_tutorial_exists():
         assert resolve(path) is not None, path
 
 
-@pytest.mark.parametrize("name", available_mechanisms())
+@each_row("name", available_mechanisms())
 def test_the_page_of_a_mechanism_says_what_it_is_and_costs(name):
     text = text_of(f"explanations/mechanisms/{name}")
     assert text.startswith(f"# {name}\n")

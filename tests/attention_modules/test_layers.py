@@ -1,4 +1,5 @@
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -149,8 +150,9 @@ def test_an_input_of_another_shape_is_refused(shape):
         SelfAttention(8, 2)(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "symmetric", "rpc", "scaled", "uniform"])
-@pytest.mark.parametrize("masked", [False, True])
+@each_row(
+    ("mechanism", "masked"), itertools.product(["softmax", "symmetric", "rpc", "scaled", "uniform"], [False, True])
+)
 def test_an_empty_batch_is_attended(mechanism, masked):
     layer = SelfAttention(8, 2, mechanism, num_tokens=5)
     out = layer(torch.zeros(0, 5, 8), torch.ones(5, 5).tril() > 0 if masked else None)

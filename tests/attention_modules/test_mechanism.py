@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attention_modules import (
     mechanism_class,
     register_mechanism,
 )
+from tests.rows import each_row
 
 SPEC = AttentionSpec(24, 3, 8)
 
@@ -24,8 +26,10 @@ def registry(monkeypatch):
     monkeypatch.setattr(mechanism, "_REGISTRY", dict(mechanism._REGISTRY))
 
 
-@pytest.mark.parametrize("field", ["dim", "num_heads", "head_dim", "num_tokens", "value_dim"])
-@pytest.mark.parametrize("value", [0, -3, 2.0, True, "8"])
+@each_row(
+    ("field", "value"),
+    itertools.product(["dim", "num_heads", "head_dim", "num_tokens", "value_dim"], [0, -3, 2.0, True, "8"]),
+)
 def test_a_spec_refuses_sizes_that_are_none(field, value):
     with pytest.raises(ValueError, match=rf"AttentionSpec\.{field} .*at least 1, got {value!r}"):
         AttentionSpec(**{"dim": 24, "num_heads": 3, "head_dim": 8, field: value})
@@ -106,8 +110,10 @@ def test_a_built_mechanism_is_no_factory():
         build_mechanism(SoftmaxAttention(SPEC), SPEC)
 
 
-@pytest.mark.parametrize("name", ["softmax", "symmetric", "rpc", "scaled", "uniform"])
-@pytest.mark.parametrize("dropout", [-0.5, 1.5, float("nan")])
+@each_row(
+    ("name", "dropout"),
+    itertools.product(["softmax", "symmetric", "rpc", "scaled", "uniform"], [-0.5, 1.5, float("nan")]),
+)
 def test_dropout_is_a_probability(name, dropout):
     mechanism = build_mechanism(name, dataclasses.replace(SPEC, num_tokens=3))
     x = torch.ones(1, SPEC.num_heads, 3, SPEC.head_dim)

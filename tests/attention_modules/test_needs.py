@@ -9,6 +9,7 @@ from torch import Tensor
 from attention_modules import AttentionMechanism, AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
 from tests.attention_modules.hosts.cases import HOSTS, built, padding_mask
+from tests.rows import each_row
 
 
 class Seeing(AttentionMechanism):
@@ -21,7 +22,7 @@ class Seeing(AttentionMechanism):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@each_row("name", HOSTS)
 def test_the_layers_input_is_what_its_keys_are_made_of(name):
     host, model = HOSTS[name], built(name)
     padding = padding_mask() if host.padding else None

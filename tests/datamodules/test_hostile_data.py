@@ -1,6 +1,7 @@
 """Data that somebody else made, or that was torn: named in one line, without code, endless reading or memory."""
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -242,8 +243,10 @@ def test_links_to_folders_are_followed_and_those_that_lead_back_are_named(tmp_pa
         find_images(tmp_path / "images")
 
 
-@pytest.mark.parametrize("name", ["CIFAR10DataModule", "AGNewsDataModule", "WikiTextDataModule"])
-@pytest.mark.parametrize("word", ["no", "false", 0, None])
+@each_row(
+    ("name", "word"),
+    itertools.product(["CIFAR10DataModule", "AGNewsDataModule", "WikiTextDataModule"], ["no", "false", 0, None]),
+)
 def test_words_do_not_ask_for_a_download(name, word):
     with pytest.raises(ValueError, match=r"^download must be True or False, got"):
         getattr(datamodules, name)(download=word)

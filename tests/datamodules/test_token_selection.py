@@ -1,5 +1,6 @@
 """Inputs for token selection: sizes, planted selections, seeds."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,7 @@ from attnswap.datamodules.token_selection import CONSTRUCTIONS, GAP
 from tests.rows import each_row
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", CONSTRUCTIONS)
+@each_row(("seed", "name"), itertools.product(range(8), CONSTRUCTIONS))
 def test_the_best_token_leads_along_one_direction(name, seed):
     problem = TokenSelectionDataModule(name, seed=seed).problem
     assert problem.x.shape == CONSTRUCTIONS[name]

@@ -139,7 +139,7 @@ def test_the_name_of_a_file_elsewhere_is_its_stem(tmp_path):
     assert recipe_name(tmp_path / "my.yaml") == "my"
 
 
-@pytest.mark.parametrize("recipe", shipped_recipes(), ids=lambda recipe: recipe.name)
+@each_row("recipe", shipped_recipes())
 def test_every_shipped_recipe_says_what_it_is(recipe):
     assert "-" not in (recipe.summary, recipe.paper, recipe.needs)
 
@@ -148,7 +148,7 @@ def test_readme_lists_every_recipe():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.lightning_tasks.recipe_table"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_row("recipe", RECIPES)
 def test_every_recipe_is_guarded_and_summarized(recipe):
     settings = read_settings(find_file(recipe)[0])
     callbacks = settings["trainer"]["callbacks"]
@@ -195,7 +195,7 @@ def test_there_is_a_twin_of_every_recipe_and_of_nothing_else():
     assert sorted(recipe_name(path, OVERLAYS) for path in OVERLAYS.rglob("*.yaml")) == [file.name for file in FILES]
 
 
-@pytest.mark.parametrize("recipe", FILES, ids=lambda recipe: recipe.name)
+@each_row("recipe", FILES)
 def test_a_twin_names_what_differs_and_that_are_sizes(recipe):
     named, own = leaves(read_settings(OVERLAYS / f"{recipe.name}.yaml")), leaves(read_settings(recipe.path))
     assert {keys[-1] for keys in named} <= SIZES | ADDED

@@ -10,7 +10,7 @@ from torch import nn
 from attention_modules import SelfAttention, swap_attention
 from attention_modules.analysis import layer_lipschitz_bound, lipschitz_bound, local_lipschitz
 from attention_modules.hosts import attention_layers
-from tests.rows import each_row
+from tests.rows import each_row, pairwise
 
 
 def layer_of(module):
@@ -22,9 +22,7 @@ def radius_of(x):
     return x.norm(dim=-1).max().item()
 
 
-@pytest.mark.parametrize("qkv_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "masked", "qkv_bias"), pairwise(range(6), (False, True), (False, True)))
 def test_never_below_the_estimate(seed, masked, qkv_bias):
     torch.manual_seed(seed)
     heads, tokens = 1 + seed % 4, 1 + seed % 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_the_projection_shrinks(host: str) -> None:
     assert len(kept_rows(model)) == HOSTS[host].layers * (1 if host == "llama" else 2)
 
 
-@pytest.mark.parametrize("host", HOLDERS)
+@each_row("host", HOLDERS)
 def test_kept_rows_are_no_buffers(host: str) -> None:
     plain, model = built(host), swapped(host, "symmetric")
     assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
@@ -177,7 +178,7 @@ def test_torch_save_of_a_whole_swapped_model() -> None:
     assert torch.equal(output("timm-attention", again), output("timm-attention", model))
 
 
-@pytest.mark.parametrize("host", HOLDERS)
+@each_row("host", HOLDERS)
 def test_frozen_projections_stay_frozen(host: str) -> None:
     model = built(host).requires_grad_(False)
     swap_attention(model, "symmetric")
@@ -197,8 +198,7 @@ def test_rows_without_values_are_refused_until_plain_weights_are_loaded(host: st
     assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("host", HOLDERS)
-@pytest.mark.parametrize("trains", [False, True])
+@each_row(("host", "trains"), itertools.product(HOLDERS, [False, True]))
 def test_restored_queries_train_as_their_layer_does_and_keep_their_marks(host: str, trains: bool) -> None:
     model = built(host).requires_grad_(not trains)
     for parameter in model.parameters():

@@ -244,7 +244,7 @@ class Around(nn.Module):
             self.register_parameter(parameter, nn.Parameter(torch.zeros(1, 1, DIM)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "name", "parameter", "cross"),
     [
         ("SiglipMultiheadAttentionPoolingHead", "attention", "", True),

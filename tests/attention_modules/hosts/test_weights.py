@@ -133,7 +133,7 @@ def test_separate_projections_of_multihead_attention() -> None:
     assert found.qk_parameters()[1] is layer.k_proj_weight
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("host", "text"),
     [
         ("timm-attention", None),

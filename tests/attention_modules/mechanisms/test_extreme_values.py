@@ -130,7 +130,7 @@ def test_a_temperature_that_does_not_grow_has_a_gradient(start, dtype):
     assert not mechanism.beta.grad.any()  # NaN is not 0
 
 
-@pytest.mark.parametrize("name", available_mechanisms())
+@each_row("name", available_mechanisms())
 def test_without_keys_rows_see_nothing(name):
     mechanism = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=9)).double()
     keys, queries = 0, 0 if mechanism.one_query_per_key or not mechanism.uses_query else 5

@@ -63,7 +63,7 @@ def test_the_threshold_fires_and_matters():
     assert (rpc_attention(k, v, lam=0.3) - rpc_attention(k, v, lam=math.inf)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("case", masks())
+@each_row("case", masks())
 def test_without_a_limit_one_pass_is_symmetric_attention_exactly(case):
     k, v = random_heads("kv").values()
     kwargs = masks()[case]

@@ -1,9 +1,12 @@
+import itertools
+
 import pytest
 import torch
 
 from attention_modules import AttentionSpec, ScaledAttention, SoftmaxAttention, scaled_attention
 from attention_modules.naive import naive_scaled
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.rows import each_row
 
 SPEC = AttentionSpec(24, 3, 8, num_tokens=9)
 
@@ -14,8 +17,7 @@ def inputs(variant: str) -> dict[str, torch.Tensor]:
     return {**random_heads(), "s": torch.randn(shape, generator=generator, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("case", masks())
-@pytest.mark.parametrize("variant", ["matrix", "scalar"])
+@each_row(("case", "variant"), itertools.product(masks(), ["matrix", "scalar"]))
 def test_equals_its_equation(variant, case):
     kwargs = masks()[case]
     actual = values_and_gradients(lambda q, k, v, s: scaled_attention(q, k, v, s, **kwargs), inputs(variant))
@@ -23,8 +25,7 @@ def test_equals_its_equation(variant, case):
     assert_same(actual, expected, 1e-12)
 
 
-@pytest.mark.parametrize("case", masks())
-@pytest.mark.parametrize("variant", ["matrix", "scalar"])
+@each_row(("case", "variant"), itertools.product(masks(), ["matrix", "scalar"]))
 def test_starts_as_plain_attention(variant, case):
     q, k, v = (x.float() for x in random_heads().values())
     kwargs = {n: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in masks()[case].items()}

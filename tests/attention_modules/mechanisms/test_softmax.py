@@ -5,9 +5,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_modules import AttentionSpec, SoftmaxAttention
 from attention_modules.naive import naive_attention
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.rows import each_row
 
 
-@pytest.mark.parametrize("case", masks())
+@each_row("case", masks())
 def test_equals_its_equation(case):
     kwargs, mechanism = masks()[case], SoftmaxAttention(AttentionSpec(24, 3, 8))
     actual = values_and_gradients(lambda q, k, v: mechanism(q, k, v, **kwargs), random_heads())

@@ -4,9 +4,10 @@ import torch
 from attention_modules import AttentionSpec, SymmetricAttention, symmetric_attention
 from attention_modules.naive import naive_attention
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.rows import each_row
 
 
-@pytest.mark.parametrize("case", masks())
+@each_row("case", masks())
 def test_equals_its_equation(case):
     kwargs, inputs = masks()[case], random_heads("kv")
     actual = values_and_gradients(lambda k, v: symmetric_attention(k, v, **kwargs), inputs)

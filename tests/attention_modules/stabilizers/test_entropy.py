@@ -9,6 +9,7 @@ from attention_modules.stabilizers import entropy as module
 from attention_modules.stabilizers.entropy import entropy_penalty, row_entropy
 from attention_modules.stabilizers.naive import naive_row_entropy
 from tests.attention_modules.compare import largest_saved
+from tests.rows import each_row, pairwise
 
 B, H, N, M, D = 2, 3, 7, 9, 4
 
@@ -37,9 +38,9 @@ def inputs(rows=N, columns=M, size=2.0):
     return q.requires_grad_(), k.requires_grad_()
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("kernel", ["kernel", "no kernel", "few rows"])
+@pytest.mark.parametrize(
+    ("name", "kernel", "is_causal"), pairwise(MASKS, ("kernel", "no kernel", "few rows"), (False, True))
+)
 def test_equals_the_whole_map_with_its_gradients(name, is_causal, kernel, monkeypatch):
     rows, columns = (N, N) if is_causal else (N, M)
     q, k = inputs(rows, columns)
@@ -101,12 +102,12 @@ def naive_penalty(q, k, floor, target, given, is_causal, kept):
     return total
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["none", "padding", "matrix"])
-@pytest.mark.parametrize(
-    ("floor", "target", "max_rows"), [(0.8, None, None), (None, 0.4, None), (0.8, None, 3), (0.99, None, 1)]
-)
-def test_penalty_equals_its_definition_with_gradients(name, is_causal, floor, target, max_rows):
+PENALTIES = [(0.8, None, None), (None, 0.4, None), (0.8, None, 3), (0.99, None, 1)]
+
+
+@each_row(("name", "penalty", "is_causal"), pairwise(("none", "padding", "matrix"), PENALTIES, (False, True)))
+def test_penalty_equals_its_definition_with_gradients(name, penalty, is_causal):
+    floor, target, max_rows = penalty
     q, k = inputs(N, N)
     given = mask(name, N, N)
     kept = {None: range(N), 3: (0, 3, 6), 1: (6,)}[max_rows]

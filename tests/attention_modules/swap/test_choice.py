@@ -36,7 +36,7 @@ from tests.attention_modules.swap.models import (
 from tests.rows import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "expected"),
     [
         ({}, ALL),
@@ -50,7 +50,6 @@ from tests.rows import each_row
         ({"exclude": lambda name, module: "0" in name}, ALL[1:]),
         ({"layers": [0, 1], "exclude": ["blocks.0.attn"]}, ALL[1:2]),
     ],
-    ids=["all", "glob", "list", "callable", "layer", "layers", "where-layers", "exclude", "exclude-callable", "both"],
 )
 def test_selection(choice: dict, expected: list[str]) -> None:
     model = Pyramid()

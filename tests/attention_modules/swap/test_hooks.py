@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from attention_modules.swap import AttentionSwapError, make_observable, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import gpt2, hugging_face, token_ids
+from tests.rows import each_row
 
 
 def vit(fused: bool = False, **options: Any) -> nn.Module:
@@ -51,9 +53,10 @@ def on_several(parameter: nn.Parameter) -> None:
     register_multi_grad_hook([parameter], lambda gradients: None)
 
 
-@pytest.mark.parametrize("hook", [post_accumulate, on_gradient, on_several])
-@pytest.mark.parametrize("mechanism", ["symmetric", "rpc"])
-@pytest.mark.parametrize("host", ["encoder", "vit", "gpt2"])
+@each_row(
+    ("hook", "mechanism", "host"),
+    itertools.product([post_accumulate, on_gradient, on_several], ["symmetric", "rpc"], ["encoder", "vit", "gpt2"]),
+)
 def test_a_hooked_parameter_is_not_replaced(host: str, mechanism: str, hook: Callable[[nn.Parameter], None]) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     model = {"encoder": lambda: layer, "vit": vit, "gpt2": gpt2()}[host]()
@@ -166,9 +169,7 @@ def test_a_swapped_layer_behind_an_adapter_is_no_restored_one() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     swap_attention(model, "uniform")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["layers.0.self_attn"]))
-    with pytest.raises(
-        AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"
-    ):
+    with pytest.raises(AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"):
         restore_attention(adapted)
 
 

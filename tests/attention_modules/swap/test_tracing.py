@@ -13,6 +13,7 @@ from attention_modules.layers import SelfAttention
 from attention_modules.sharing import SharedValueError
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, MECHANISMS
+from tests.rows import each_row
 
 
 def vit(**options: object) -> nn.Module:
@@ -31,8 +32,9 @@ def leaves(graph: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MECHANISMS if name not in (*BETWEEN_LAYERS, "differential, pairs='heads'")]
+@each_row(
+    "name",
+    [name for name in MECHANISMS if name not in (*BETWEEN_LAYERS, "differential, pairs='heads'")],
 )
 def test_swapped_layers_are_leaves(name: str) -> None:
     mechanism, options = MECHANISMS[name]

@@ -26,6 +26,7 @@ from lightning_tasks.analyses.subjects import Subject
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import LOCK
 from tests.lightning_tasks.twins import twin
+from tests.rows import each_row
 
 
 def analyze(output, *arguments):
@@ -338,7 +339,7 @@ def test_a_folder_without_a_vocabulary_or_with_other_weights_is_refused(bert, te
     assert re.search(r"16 parameters have no weights there, and would be random: encoder.layer.1", error)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "words"),
     [
         (["--lengths", "2:30:2"], "30 tokens are asked for, and .* has 24 positions: give fewer"),

@@ -21,6 +21,7 @@ from lightning_tasks.callbacks import (
     SpectrumMonitor,
     SwapAttention,
 )
+from tests.rows import each_row
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far", "away"]
@@ -118,7 +119,7 @@ def test_locater_pulls_the_demo_module(package, demo_data):
 STABILIZERS = [AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip, SigmaReparam]
 
 
-@pytest.mark.parametrize("kind", [AttentionMonitor, LocAteR, SpectrumMonitor, SwapAttention, *STABILIZERS])
+@each_row("kind", [AttentionMonitor, LocAteR, SpectrumMonitor, SwapAttention, *STABILIZERS])
 def test_belongs_to_both_trees(kind, package):
     assert issubclass(kind, Callback)
     assert issubclass(kind, import_module(package).Callback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -58,8 +59,7 @@ def test_the_table_has_every_callback_that_takes_lists() -> None:
     assert takes == set(ARGUMENTS)
 
 
-@pytest.mark.parametrize("make", [OmegaConf.create, lambda given: {**given, "layers": (0, 1)}], ids=["hydra", "tuple"])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@each_row(("make", "name"), itertools.product([OmegaConf.create, lambda given: {**given, "layers": (0, 1)}], ARGUMENTS))
 def test_lists_and_dicts_of_any_make_are_taken(name: str, make: Any) -> None:
     cls, given = getattr(callbacks, name), ARGUMENTS[name]
     plain = cls(**given)

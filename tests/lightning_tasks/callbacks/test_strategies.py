@@ -1,5 +1,6 @@
 """FSDP1 and DeepSpeed are refused by name, with the cure, by what cannot work there."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from lightning_tasks.callbacks import (
     SwapAttention,
 )
 from tests.lightning_tasks.callbacks.modules import TinyLM
+from tests.rows import each_row
 
 REFUSED = [
     AttentionMapLogger,
@@ -41,17 +43,18 @@ def trainer(strategy, **attributes):
     return SimpleNamespace(strategy=type(strategy, (), attributes)(), callbacks=[])
 
 
-@pytest.mark.parametrize("strategy", ["FSDPStrategy", "DeepSpeedStrategy"])
-@pytest.mark.parametrize(
-    "callback",
-    [
-        *(kind() for kind in REFUSED),
-        LocAteR(0.1),
-        QKWeightDecay(0.1),
-        EntropyRegularizer(0.1),
-        Heal([{"match": "task"}]),
-    ],
-    ids=lambda one: type(one).__name__,
+@each_row(
+    ("strategy", "callback"),
+    itertools.product(
+        ["FSDPStrategy", "DeepSpeedStrategy"],
+        [
+            *(kind() for kind in REFUSED),
+            LocAteR(0.1),
+            QKWeightDecay(0.1),
+            EntropyRegularizer(0.1),
+            Heal([{"match": "task"}]),
+        ],
+    ),
 )
 def test_what_reads_layers_weights_or_gradients_is_refused(callback, strategy):
     run = trainer(strategy)

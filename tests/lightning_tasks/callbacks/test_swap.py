@@ -1,6 +1,7 @@
 """Swapping in modules that build at different moments, beside other callbacks, and back from a checkpoint."""
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections import Counter
@@ -70,19 +71,21 @@ def test_an_option_out_of_its_limits_is_refused_when_the_callback_is_made(mechan
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("layers", ["x", 1.5, [0, "1"], [True]])
-@pytest.mark.parametrize(
-    "build",
-    [
-        partial(SwapAttention, "rpc"),
-        partial(LocAteR, 1.0),
-        partial(QKWeightDecay, 0.1),
-        AttentionMonitor,
-        FreezeQK,
-        LipschitzMonitor,
-        PursuitMonitor,
-        SpectrumMonitor,
-    ],
+@each_row(
+    ("layers", "build"),
+    itertools.product(
+        ["x", 1.5, [0, "1"], [True]],
+        [
+            partial(SwapAttention, "rpc"),
+            partial(LocAteR, 1.0),
+            partial(QKWeightDecay, 0.1),
+            AttentionMonitor,
+            FreezeQK,
+            LipschitzMonitor,
+            PursuitMonitor,
+            SpectrumMonitor,
+        ],
+    ),
 )
 def test_layers_are_integers(build, layers):
     with pytest.raises(ValueError, match="layers must be a list of integers"):

@@ -18,6 +18,7 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.variants import Variant, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 from tests.lightning_tasks.programs import start_forked
+from tests.rows import each_row
 
 SELECT = {"metric": "val/loss", "mode": "min", "seeds": [7]}
 RATES = [0.1, 0.5]
@@ -65,7 +66,7 @@ def test_one_variant_by_itself_has_the_value_of_its_base(searched):
     assert (alone.overrides, alone.grid) == (("--model.init_bias=true",), ())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "says"),
     [
         ({"grid": {}}, "`grid` must be"),
@@ -123,7 +124,6 @@ def test_one_variant_by_itself_has_the_value_of_its_base(searched):
         ),
         ({"select": {**SELECT, "seeds": [9, 1]}}, "--seeds has 1, by which `select` in"),
     ],
-    ids=range(37),
 )
 def test_what_cannot_be_chosen_from_is_refused_before_anything_runs(searched, tmp_path, capsys, change, says):
     with pytest.raises(SystemExit):
@@ -217,7 +217,7 @@ def test_nothing_is_chosen_where_all_runs_diverged(demo, tmp_path):
     assert waiting.overrides == ("one of rate=0", "one of rate=1")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "said"),
     [
         ('{"class_path": "a.b.Decay", "init_args": {"weight": 0.5, "mode": "all"}}', "Decay(weight=0.5, mode='all')"),
@@ -234,7 +234,6 @@ def test_nothing_is_chosen_where_all_runs_diverged(demo, tmp_path):
         ("0.5", "callbacks+=0.5"),
         ("a.b.Decay", "callbacks+=a.b.Decay"),
     ],
-    ids=range(10),
 )
 def test_a_class_is_said_as_its_call(value, said):
     tried = [Tried([f"--trainer.callbacks+={value}", "--model.rate=1"], 0.5)]

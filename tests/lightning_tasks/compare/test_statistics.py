@@ -19,6 +19,7 @@ from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, c
 from lightning_tasks.figures.curves import curve
 from lightning_tasks.runs.divergence import STOPPED, diverged_cells, diverged_configs, with_stops
 from lightning_tasks.runs.log import read_metrics
+from tests.rows import each_row
 
 
 def rows_of(values):
@@ -89,7 +90,7 @@ def with_differences(differences, metric="m"):
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("differences", "verdict"),
     [
         ([-1.0, -1.1, -0.9, -1.0], "lower"),

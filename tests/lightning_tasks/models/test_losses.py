@@ -1,3 +1,4 @@
+import itertools
 import weakref
 
 import pytest
@@ -6,6 +7,7 @@ from torch.nn import functional
 
 from lightning_tasks.models import losses
 from lightning_tasks.models.losses import chunked_cross_entropy, token_log_probabilities
+from tests.rows import each_row
 
 BATCH, TOKENS, DIM, VOCAB = 3, 41, 8, 31
 
@@ -34,9 +36,9 @@ def gradients(loss, leaves):
     return dict(zip(kept, torch.autograd.grad(loss, list(kept.values())), strict=True))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("chunk_size", [1, 16, 123, 1000])
-@pytest.mark.parametrize("with_bias", [True, False])
+@each_row(
+    ("reduction", "chunk_size", "with_bias"), itertools.product(["mean", "sum"], [1, 16, 123, 1000], [True, False])
+)
 def test_loss_and_gradients_are_those_of_cross_entropy(inputs, reduction, chunk_size, with_bias):
     leaves, targets = inputs
     leaves = leaves if with_bias else {**leaves, "bias": None}

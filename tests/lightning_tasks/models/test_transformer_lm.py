@@ -29,7 +29,7 @@ def test_shapes_and_gradients(norm, positions, tied):
     assert (model.head.weight is model.embedding.weight) is tied
 
 
-@pytest.mark.parametrize("attention", [name for name in available_mechanisms() if mechanism_class(name).row_masks])
+@each_row("attention", [name for name in available_mechanisms() if mechanism_class(name).row_masks])
 def test_no_mechanism_sees_the_future(attention):
     model = small(attention=attention).eval()
     tokens = torch.randint(0, 23, (1, 12))

@@ -82,7 +82,7 @@ def test_a_folder_that_is_a_link_itself_and_links_within_it_are_read(tmp_path):
     assert "val/loss 2" in found.rows
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "says"),
     [
         ("", "Expecting value"),
@@ -108,7 +108,6 @@ def test_a_folder_that_is_a_link_itself_and_links_within_it_are_read(tmp_path):
             ]
         ),
     ],
-    ids=range(17),
 )
 def test_a_result_that_no_cell_wrote_is_named_with_the_cure(tmp_path, capsys, content, says):
     path = cell(tmp_path / "out", content)
@@ -129,7 +128,7 @@ def test_two_results_of_one_cell_are_named(tmp_path, capsys):
     assert f"{second} is of the configuration and seed of {first}" in refusal(capsys, tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("file", "content", "says"),
     [
         ("run/config.yaml", MERGES, "more than 1000000 entries, as its merge keys"),
@@ -152,7 +151,6 @@ def test_two_results_of_one_cell_are_named(tmp_path, capsys):
         ("summary.csv", f"{SUMMARY}\nval/loss,a,1,3\n", "KeyError: 'difference'"),
         ("summary.csv", f"{SUMMARY}\nval/loss,a\n", "row 1 has another number of values"),
     ],
-    ids=range(19),
 )
 def test_a_file_that_no_run_wrote_is_named(tmp_path, capsys, file, content, says):
     out = tmp_path / "out"

@@ -21,6 +21,7 @@ from lightning_tasks.runs.run import Run, read_run
 from lightning_tasks.runs.settings import differences, flatten, read_run_settings, swapped
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.report.report_folders import SWAP, report, run_folder
+from tests.rows import each_row
 
 HOSTILE = "<script>alert('$x$')</script>"
 
@@ -128,7 +129,7 @@ def test_a_comparison_that_is_not_finished(tmp_path):
     assert "rpc! rpc (iterations 4) in layers 0" in rows
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("file", "content", "message"),
     [
         (None, None, "no such folder"),

@@ -389,7 +389,7 @@ def test_bad_batches_are_named(change, error, says):
             attack(convolutional(), *change(images, labels), eps=EPS)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("attack", "options", "says"),
     [
         (pgd, {"steps": 0}, "steps=0"),

@@ -1,5 +1,6 @@
 """The corruptions: the library's own, reproducible, and refused by name where the library refuses; mCE by hand."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -90,8 +91,7 @@ def test_grayscale_images_stay_grayscale(library, name):
     assert 0 <= corrupted.min() <= corrupted.max() <= 1
 
 
-@pytest.mark.parametrize("size", [28, 8])
-@pytest.mark.parametrize("name", EVERY)
+@each_row(("size", "name"), itertools.product([28, 8], EVERY))
 def test_small_images_are_refused_by_name(name, size):
     with pytest.raises(ValueError, match=rf"{name} needs images of at least 32 x 32 pixels, got {size} x {size}"):
         corrupt(images(size=size), name, 1)

@@ -2,10 +2,10 @@
 
 import time
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightning_tasks.runs.metric_names import MetricName, in_stage, robustness_name
+from tests.rows import each_row
 
 PIECES = [
     *("train", "val", "test", "loss", "mean", "layer_0", "layer_00", "layer_12", "layer_norm", "head_03", "pass_1"),
@@ -13,7 +13,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "parts"),
     [
         ("val/attention/entropy/layer_00", MetricName("attention/entropy", "layer_00", stage="val")),

@@ -23,7 +23,7 @@ def make_mine(**options):
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {}}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("Adam", ADAM),

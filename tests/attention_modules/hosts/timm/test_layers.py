@@ -202,7 +202,7 @@ def test_weights_behind_a_batch_norm_are_refused_by_name(name: str) -> None:
             read()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text"),
     [
         ("eva", "rope"),

@@ -1,5 +1,6 @@
 """What all monitors have in common: names of layers, one of a kind a trainer, and values that are not finite."""
 
+import itertools
 import re
 
 import pytest
@@ -52,8 +53,7 @@ def test_heat_maps_of_heads_name_the_layers():
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["3", "5"]
 
 
-@pytest.mark.parametrize("kind", MONITORS)
-@pytest.mark.parametrize("derived", [0, 1, 2])
+@each_row(("kind", "derived"), itertools.product(MONITORS, [0, 1, 2]))
 def test_a_second_monitor_of_a_kind_is_refused(tmp_path, kind, derived):
     first, second = (type(name, (kind,), {}) if place < derived else kind for place, name in enumerate("AB"))
     module = TinyLM()

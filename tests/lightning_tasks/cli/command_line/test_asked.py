@@ -1,5 +1,6 @@
 """What the command line asks for is read, and refused, before torch is imported."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,9 @@ def test_what_needs_no_recipe_passes(rest):
     check_asked(["fit", *rest])
 
 
-@pytest.mark.parametrize("name", ["quickstart/classification", "rpc/imagenet_deit_tiny/softmax"])
-@pytest.mark.parametrize("command", COMMANDS)
+@each_row(
+    ("name", "command"), itertools.product(["quickstart/classification", "rpc/imagenet_deit_tiny/softmax"], COMMANDS)
+)
 def test_a_recipe_follows_the_command(command, name):
     asked = named_recipe([command, name, "--seed_everything", "1"])
     assert asked == [command, "--config", name, "--seed_everything", "1"]
