@@ -26,8 +26,15 @@ PUBLIC = _public()
 NO_CODE = {name for name, value in PUBLIC.items() if not inspect.isclass(value) and not inspect.isfunction(value)}
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - NO_CODE))
-def test_has_an_example_that_runs(name, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_has_an_example_that_runs(module, subtests, monkeypatch, tmp_path, capsys):
+    for name in sorted(PUBLIC.keys() - NO_CODE):
+        if name.rpartition(".")[0] == f"attnswap{module}":
+            with subtests.test(name):
+                check_example(name, monkeypatch, tmp_path, capsys)
+
+
+def check_example(name, monkeypatch, tmp_path, capsys):
     if name == "attnswap.swap_attention" and torch.__version__ < (2, 7):
         pytest.skip("torch 2.6 compiles no function of an example")
     if name == "attnswap.load_pretrained":

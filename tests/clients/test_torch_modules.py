@@ -32,8 +32,7 @@ def _results(module: nn.Module, inputs: Any) -> list[Tensor]:
     return [*outs, *(each.grad for each in module.parameters() if each.grad is not None)]
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "training"), [(torch.float32, False), (torch.float64, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_swapped_modules_give_what_plain_ones_give(kind: str, dtype: torch.dtype, training: bool) -> None:
     pytest.importorskip("expecttest", reason="torch.testing._internal needs it")

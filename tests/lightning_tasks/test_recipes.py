@@ -36,6 +36,7 @@ from tests.rows import each_row
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
 FILES = [recipe for recipe in shipped_recipes() if recipe.name not in COMPARISONS]
 RECIPES = [name for recipe in FILES for name in (recipe.name, *recipe.variant_names)]
+FITTED = [name for recipe in FILES for name in (recipe.name, *recipe.variant_names[-1:])]  # the others are parsed
 TEST_PARTS = [name for name in shipped_parts() if name.startswith("robustness/")]  # behind --config, to test with
 PARTS = [name for name in shipped_parts() if name not in TEST_PARTS]
 
@@ -263,7 +264,7 @@ def test_every_part_for_a_test_adds_its_callbacks_to_the_recipe_s(part, own_fold
     assert [entry["class_path"] for entry in printed] == expected
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FITTED)
 def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_data, monkeypatch, capsys):
     if name.startswith("mmseg/"):
         pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
@@ -308,6 +309,7 @@ def test_what_scripts_gather_is_checked_of_comparisons_that_there_are():
     assert {*CHECKS} <= {*COMPARISONS}
 
 
+OF_NUMBERS = ("locater/compare_weight_decay", "rpc/compare_lam", "rpc/compare_sparse_part")  # two variants tell
 SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
 
 
@@ -332,6 +334,9 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
             attacks = [metric for metric in content["metrics"] if "_255/" in metric]
             assert {*attacks} <= attack_metrics(**callback["init_args"])
             callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
+    if name in OF_NUMBERS:
+        content["variants"] = dict(list(content["variants"].items())[:2])
+        content.pop("references", None)
     if name in SEARCHED:
         first, *others = content["variants"]
         ((key, values),) = content["grid"].items()

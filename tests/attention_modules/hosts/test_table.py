@@ -172,7 +172,7 @@ def test_a_neutral_start_is_softmax_over_grouped_keys_too(host: str, mechanism: 
 
 
 def _compiled() -> list[Any]:
-    """One with a query and one without in every host, in one host those that need more, the rest among the slow tests.
+    """One without a query or softmax in every host, in one those that need more, the rest among the slow tests.
 
     The mechanisms alone are compiled by their checks.
     """
@@ -181,7 +181,8 @@ def _compiled() -> list[Any]:
         for mechanism in MECHANISMS:
             if mechanism not in case.refuses and mechanism not in case.refuses_call:
                 needs = mechanism_class(MECHANISMS[mechanism][0]).needs
-                often = mechanism in ("softmax", "symmetric") or (host == "timm-attention" and bool(needs))
+                often = mechanism == ("softmax" if "symmetric" in case.refuses else "symmetric")
+                often = often or (host == "timm-attention" and bool(needs or mechanism == "softmax"))
                 found.append(pytest.param(host, mechanism, marks=() if often else pytest.mark.slow))
     return found
 

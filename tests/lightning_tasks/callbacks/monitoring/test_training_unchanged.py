@@ -82,9 +82,9 @@ def trained(host, mechanism, *callbacks):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("host", HOSTS)
 def test_training_is_the_same_to_the_bit(host):
-    plain = {}
-    for name, monitor in MONITORS.items():
-        if (host, name) in UNFIT:
+    plain, turn = {}, list(HOSTS).index(host)
+    for place, (name, monitor) in enumerate(MONITORS.items()):
+        if (host, name) in UNFIT or (place + turn) % 3 == 0:  # each monitor leaves out every third host
             continue
         mechanism = "rpc" if name == "PursuitMonitor" and "rpc" not in HOSTS[host].refuses else None
         if mechanism not in plain:

@@ -12,7 +12,7 @@ from attention_modules.stabilizers.naive import naive_diversification, naive_row
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip
 from tests.lightning_tasks.callbacks.modules import DIM, TinyLM, TwoOptimizers, batches, fit, weights_of
-from tests.rows import each_row
+from tests.rows import each_row, pairwise
 
 FLOOR, WEIGHT = 0.95, 20.0
 
@@ -100,10 +100,9 @@ def all_three(kind, make=None, **options):
     return found, expected, plain
 
 
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "precision", "accumulate", "clip"), pairwise(KINDS, ("64-true", "bf16-mixed"), (1, 3), (None, 0.5))
+)
 def test_equals_the_penalty_in_the_loss(kind, precision, accumulate, clip):
     options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     assert_same(*all_three(kind, **options), atol=1e-6 if precision == "64-true" else 1e-4)
