@@ -231,8 +231,8 @@ def fill(given: dict[str, Any], stored: dict[str, Any], allowed: frozenset[str] 
     if not _same_class(given.get("class_path"), stored.get("class_path"), allowed):
         return given
     arguments, kept = given.get("init_args") or {}, dict(stored.get("init_args") or {})
-    for name in [name for name in arguments if f"{name}_options" in kept and arguments[name] != kept.get(name)]:
-        del kept[f"{name}_options"]
+    for name in [name for name in arguments if arguments[name] != kept.get(name)]:
+        kept.pop("options" if name == "mechanism" else f"{name}_options", None)
     for name in arguments.keys() & kept.keys():
         if all(
             isinstance(value, dict) and {"class_path", "init_args"} & value.keys()

@@ -166,9 +166,7 @@ def test_a_swapped_layer_behind_an_adapter_is_no_restored_one() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     swap_attention(model, "uniform")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["layers.0.self_attn"]))
-    with pytest.raises(
-        AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"
-    ):
+    with pytest.raises(AttentionSwapError, match=r"cannot restore '.*self_attn\.base_layer'.*merge_and_unload"):
         restore_attention(adapted)
 
 
