@@ -209,7 +209,7 @@ def _module_file(name: str) -> Path | None:
     return found
 
 
-@lru_cache(maxsize=4_096)
+@lru_cache(maxsize=1 << 16)
 def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
     file, parts = None, name.split(".")
     for depth in range(1, len(parts) + 1):
