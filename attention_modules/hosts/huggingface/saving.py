@@ -23,8 +23,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.attached import attach
 from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
+from attention_modules.hosts.huggingface.attached import attach
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
