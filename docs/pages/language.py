@@ -7,21 +7,24 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from docs.pages import tables
 from docs.pages.cell_tests import tested_comparison
 from docs.pages.comparison import Comparison, read_comparison
 from docs.pages.errors import PageError
-from docs.pages.numbers import in_turn, interval, least_to_most, markdown, mean_std, number, p_value, signed
+from docs.pages.numbers import interval, least_to_most, markdown, mean_std, number, p_value, signed
 from lightning_tasks.compare.choice import written
 from lightning_tasks.compare.formats import OVER_IMAGES
 from lightning_tasks.compare.summary import SummaryRow
 
 Pair = Sequence[str]  # a metric, a configuration, and perhaps a reference
+NOTHING = "no numbers yet"
 OPPOSITE = {"lower": "higher", "higher": "lower"}
 
 
@@ -196,10 +199,18 @@ class Folder:
                 rows.append([choice.variant, f"{mark}`{written(each.overrides)}`{mark}", score])
         return markdown(["configuration", "tried", "score"], rows)
 
-    def show(self, name: str, columns: Mapping[str, str], digits: int = 3) -> str:
-        """Columns of a raw table, by the names that the page gives them."""
-        rows = tables.read(self.path / f"{name}.parquet").to_pylist()
-        return markdown([*columns.values()], [[_text(row[key], digits) for key in columns] for row in rows])
+    def show(self, name: str, columns: Mapping[str, str], digits: int = 2) -> str:
+        """Columns of a raw table, by the names that the page gives them; `a over b` is the ratio of two."""
+        path = self.path / f"{name}.parquet"
+        if not path.is_file() and not path.with_suffix(".csv").is_file():
+            return markdown([*columns.values()], [[NOTHING, *[""] * (len(columns) - 1)]])
+        rows = tables.read(path).to_pylist()
+        return markdown([*columns.values()], [[_cell(row, key, digits) for key in columns] for row in rows])
+
+    def fact(self, name: str, key: str, absent: str = NOTHING) -> str:
+        """A value of a JSON file; `absent` where there is no such file."""
+        path = self.path / f"{name}.json"
+        return str(json.loads(path.read_text(encoding="utf-8"))[key]) if path.is_file() else absent
 
     def cost(self, name: str) -> str:
         """Time and peak memory of a training step, as `benchmarks/results/NAME.csv` has them."""
@@ -210,10 +221,9 @@ class Folder:
         return markdown(["configuration", *keys[1:]], [[row[key] for key in keys] for row in rows])
 
 
-def _text(value: object, digits: int) -> str:
-    return number(value, digits) if isinstance(value, float) else "" if value is None else str(value)
-
-
-def listed(values: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return in_turn(values)
+def _cell(row: Mapping[str, Any], key: str, digits: int) -> str:
+    of, _, to = key.partition(" over ")
+    if to:
+        return number(float(row[of]) / float(row[to]), digits) if row.get(of) and float(row.get(to) or 0) else ""
+    value = row[key]
+    return number(value, digits) if isinstance(value, float) else "" if value is None else str(value).replace("|", "/")

@@ -24,18 +24,26 @@ def pack(path: Path) -> Path:
     Raises:
         PageError: the table has two columns of one name, or a row of another length.
     """
-    head, *rows = csv.reader(io.StringIO(path.read_text(encoding="utf-8")))
-    if len(set(head)) < len(head) or any(len(row) != len(head) for row in rows):
-        raise PageError(f"{path} has a column twice, or a row that is longer or shorter than its head")
-    columns = zip(*rows, strict=True) if rows else [()] * len(head)
-    table = pa.table({name: _column(texts) for name, texts in zip(head, columns, strict=True)})
+    table = _of_csv(path)
     packed = path.with_suffix(".parquet")
     pq.write_table(table, packed, compression="zstd", compression_level=19)
-    if list(csv.reader(io.StringIO(csv_of(packed)))) != [head, *rows]:
+    if _lines(path) != [*csv.reader(io.StringIO(csv_of(packed)))]:
         packed.unlink()
         raise PageError(f"{path} does not come back from Parquet as it was")
     path.unlink()
     return packed
+
+
+def _lines(path: Path) -> list[list[str]]:
+    return [*csv.reader(io.StringIO(path.read_text(encoding="utf-8")))]
+
+
+def _of_csv(path: Path) -> pa.Table:
+    head, *rows = _lines(path)
+    if len(set(head)) < len(head) or any(len(row) != len(head) for row in rows):
+        raise PageError(f"{path} has a column twice, or a row that is longer or shorter than its head")
+    columns = zip(*rows, strict=True) if rows else [()] * len(head)
+    return pa.table({name: _column(texts) for name, texts in zip(head, columns, strict=True)})
 
 
 def _column(texts: Sequence[str]) -> pa.Array:
@@ -56,12 +64,14 @@ def _column(texts: Sequence[str]) -> pa.Array:
 
 
 def read(path: Path) -> pa.Table:
-    """A raw table.
+    """A raw table; where it is not packed yet, its CSV file.
 
     Raises:
         PageError: there is none, or it is damaged.
     """
     if not path.is_file():
+        if (unpacked := path.with_suffix(".csv")).is_file():
+            return _of_csv(unpacked)
         raise PageError(f"{path} is missing, and a page is made from it")
     try:
         return pq.read_table(path)
