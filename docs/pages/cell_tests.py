@@ -40,7 +40,7 @@ def tested_comparison(path: Path, test: str, found: Comparison, primary: str, ma
     """The figures of one test as metrics, compared as the comparison of these checkpoints is.
 
     Raises:
-        PageError: a figure was not measured, differs from its images, or is of another checkpoint than the comparison's.
+        PageError: a figure was not measured, differs from its images, or is of another checkpoint.
     """
     rows = tables.records(path, Tested)
     for row in rows:
@@ -67,6 +67,8 @@ def tested_comparison(path: Path, test: str, found: Comparison, primary: str, ma
         metrics=metrics,
         primary=primary,
         margins={primary: margin} if margin else {},
-        references={name: [each for each in others if each in there] for name, others in found.record.references.items()},
+        references={
+            name: [each for each in others if each in there] for name, others in found.record.references.items()
+        },
     )
     return Comparison(record, logged_rows, [], path)

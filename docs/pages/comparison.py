@@ -164,7 +164,9 @@ class Comparison:
             "Not paired": unpaired(pairs),
             "Environments": mixed_environments(self.record.environments),
             "Intervals": said_of(self.images),
-            "Not finished": [f"{cell.variant} seed {cell.seed}" for cell in self.record.cells if cell.state != FINISHED],
+            "Not finished": [
+                f"{cell.variant} seed {cell.seed}" for cell in self.record.cells if cell.state != FINISHED
+            ],
             "Not logged": not_logged(self.rows, self.record.metrics),
         }
 
@@ -201,4 +203,3 @@ def read_comparison(folder: Path) -> Comparison:
         config, seed = min(apart)
         raise PageError(f"{folder}: {config} seed {seed} is in {RESULTS} or in comparison.json alone: copy both anew")
     return found
-

@@ -15,6 +15,7 @@ import numpy as np
 
 from docs.pages import forest
 from docs.pages.language import Folder
+from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.figures import curves, masks
 from lightning_tasks.runs.divergence import diverged_configs
 
@@ -62,6 +63,18 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
+def _forest(rows: Mapping[str, SummaryRow], title: str, scale: float) -> Figure:
+    lines: Sequence[Mapping[str, Any]] = [
+        {
+            "name": name,
+            **{key: getattr(row, key) * scale for key in ("difference", "low", "high")},
+            "holds": row.verdict in ("lower", "higher"),
+        }
+        for name, row in rows.items()
+    ]
+    return Figure(lambda: forest.draw_differences(lines, title), [lines, title], forest)
+
+
 def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
     """The words of pages that give a figure."""
 
@@ -81,16 +94,17 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
     def forest_of(metric: str, title: str, scale: float = 1.0, place: str = "") -> Figure:
         """The paired differences of a metric to the first configuration, ordered, with their intervals."""
         found = folder.folder(place).comparison if place else folder.comparison
-        lines: Sequence[Mapping[str, Any]] = [
-            {
-                "name": row.config,
-                **{key: getattr(row, key) * scale for key in ("difference", "low", "high")},
-                "holds": row.verdict in ("lower", "higher"),
-            }
-            for row in found.summary
-            if row.metric == metric and row.reference == found.configs[0]
-        ]
-        return Figure(lambda: forest.draw_differences(lines, title), [lines, title], forest)
+        first = found.configs[0]
+        rows = {row.config: row for row in found.summary if (row.metric, row.reference) == (metric, first)}
+        return _forest(rows, title, scale)
+
+    def differences_of(
+        pairs: Mapping[str, Sequence[str]], title: str, scale: float = 1.0, of: Folder = folder
+    ) -> Figure:
+        """The same of single differences by their names: each a metric, a configuration, and perhaps a reference."""
+        found = of.comparison
+        rows = {name: found.row(*([*pair, found.configs[0]][:3])) for name, pair in pairs.items()}
+        return _forest(rows, title, scale)
 
     def masks_of(file: str, names: Sequence[str]) -> Figure:
         """Images, `image` ``[rows, 3, H, W]`` of an .npz file, and the masks over them by title ``[rows, H, W]``."""
@@ -101,4 +115,4 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
         rows = [*images["image"].transpose(0, 2, 3, 1)]
         return Figure(lambda: masks.draw_masks(rows, painted, names), [digests, list(names)], masks)
 
-    return {"curves": curves_of, "forest": forest_of, "masks": masks_of}
+    return {"curves": curves_of, "forest": forest_of, "differences": differences_of, "masks": masks_of}

@@ -1,7 +1,7 @@
-"""What an expression in a page may say: each public method of `Folder` is a word, and gives the text of a number or table.
+"""What an expression in a page may say: each public method of `Folder` is a word, and gives a number or table.
 
 `<!-- number diff("test/perplexity", "rpc", digits=2) -->` is of the comparison beside the page, and
-`folder("lam").diff(...)` of one in a folder of it. Where no reference is given, it is the comparison's first configuration.
+`folder("lam").diff(...)` of one in a folder of it. Without a reference, it is the comparison's first configuration.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,15 @@ class Folder:
         """A folder below this one."""
         return Folder(self.path / name)
 
-    def tests(self, name: str, test: str, primary: str, margin: float = 0.0) -> Folder:
-        """What later tests of the same checkpoints gave, in `NAME.parquet`, as a comparison of its own."""
-        return Folder(self.path, tested_comparison(self.path / f"{name}.parquet", test, self.comparison, primary, margin))
+    def tests(self, name: str, test: str, primary: str, margin: float = 0.0, of: str = "") -> Folder:
+        """What later tests of these checkpoints, or of page `of`'s, gave in `NAME.parquet`: a comparison of its own."""
+        found = Folder(self.path.parent / of).comparison if of else self.comparison
+        return Folder(self.path, tested_comparison(self.path / f"{name}.parquet", test, found, primary, margin))
+
+    def since(self, seed: int) -> Folder:
+        """The same of this seed and those after it."""
+        rows = [row for row in self.comparison.rows if row["seed"] >= seed]
+        return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
 
     def earlier(self, both: bool = False) -> Folder:
         """The seeds that ran before, in `earlier.parquet`, or all seeds together."""
@@ -164,21 +171,26 @@ class Folder:
             rows.append([row.config, mean, row.reference, difference, *(drawn if over else []), *paired])
         return markdown([*heads, "p, corrected", "verdict"], rows)
 
-    def paired(
-        self, metrics: Mapping[str, str], pairs: Mapping[str, Pair], digits: int = 1, scale: float = 1.0
-    ) -> str:
+    def paired(self, metrics: Mapping[str, str], pairs: Mapping[str, Pair], digits: int = 1, scale: float = 1.0) -> str:
         """Differences: a row for each metric, a column for each pair; bold where a verdict is lower or higher."""
         rows = []
         for head, metric in metrics.items():
             texts = [self.diff(metric, *pair, digits=digits, scale=scale) for pair in pairs.values()]
             bold = [self.verdict(metric, *pair) in OPPOSITE for pair in pairs.values()]
             known = metric in self.comparison.record.metrics
-            rows.append([head, *(f"**{text}**" if known and is_bold else text for text, is_bold in zip(texts, bold))])
+            rows.append(
+                [
+                    head,
+                    *(f"**{text}**" if known and is_bold else text for text, is_bold in zip(texts, bold, strict=True)),
+                ]
+            )
         return markdown(["difference", *pairs], rows)
 
     def means(self, metrics: Mapping[str, Sequence], configs: Sequence[str] = ()) -> str:
-        """Mean ± standard deviation: a row for each configuration, a column for each `head: [metric, digits, scale]`."""
-        rows = [[name, *(self.spread(how[0], name, *how[1:]) for how in metrics.values())] for name in self._of(configs)]
+        """Mean ± standard deviation: a row per configuration, a column for each `head: [metric, digits, scale]`."""
+        rows = [
+            [name, *(self.spread(how[0], name, *how[1:]) for how in metrics.values())] for name in self._of(configs)
+        ]
         return markdown(["configuration", *metrics], rows)
 
     def course(self, metric: str, steps: Sequence[int], digits: int = 1, configs: Sequence[str] = ()) -> str:

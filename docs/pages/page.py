@@ -1,6 +1,6 @@
 """A page: its marked regions, and what their expressions give.
 
-`<!-- number EXPRESSION -->` and `<!-- table EXPRESSION -->` are followed by what the expression gave, and `<!-- end -->`.
+`<!-- number EXPRESSION -->` and `<!-- table EXPRESSION -->` are followed by what that gave, and `<!-- end -->`.
 `<!-- figure EXPRESSION -->` is followed by a link to the image. `<!-- let NAME = EXPRESSION -->` names a value.
 Expressions are those of jinja2's sandbox, over the words of `docs.pages.language` and of the page's own module.
 """
@@ -25,9 +25,7 @@ from lightning_tasks.errors import UsageError
 
 CURE = "run `make pages`"
 RESULTS = Path("docs/results")
-_MARKER = re.compile(
-    r"<!-- (?:(?P<kind>number|table|figure|let) (?P<expression>.+?)|(?P<end>end)) -->", re.DOTALL
-)
+_MARKER = re.compile(r"<!-- (?:(?P<kind>number|table|figure|let) (?P<expression>.+?)|(?P<end>end)) -->", re.DOTALL)
 _LINE_START = re.compile(r"^\s*(?:[-*] +)?$")
 _LINK = re.compile(r"\]\((?P<file>[^)]+)\)")
 _JINJA = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
