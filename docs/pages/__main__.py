@@ -18,6 +18,7 @@ from docs.pages import tables
 from docs.pages.appendix import appendix
 from docs.pages.errors import PageError
 from docs.pages.figures import digest_of
+from docs.pages.language import Folder
 from docs.pages.page import CURE, Page
 from lightning_tasks.runs.safe_files import written_whole
 
@@ -37,7 +38,9 @@ def made(root: Path, file: str) -> tuple[Page, dict[Path, str]]:
     texts = {page.path: page.made}
     folder = page.path.with_suffix("")
     if page.path.parent.name == "results" and folder.is_dir():
-        texts[folder / "appendix.md"] = appendix(root, folder.name, page.text.splitlines()[0].removeprefix("# "))
+        title = page.text.splitlines()[0].removeprefix("# ")
+        tested = {name: each for name, each in page.named.items() if isinstance(each, Folder)}
+        texts[folder / "appendix.md"] = appendix(root, folder.name, title, tested)
     return page, texts
 
 

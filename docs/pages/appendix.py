@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from docs.pages import tables
@@ -13,8 +13,11 @@ from lightning_tasks.compare.formats import markdown as summary_of
 COMMAND = "python -m docs.pages csv"
 
 
-def appendix(root: Path, name: str, title: str) -> str:
-    """Its text: of each comparison below the page's folder the summary, what was chosen, and where it ran."""
+def appendix(root: Path, name: str, title: str, tested: Mapping[str, Folder]) -> str:
+    """Its text: of each comparison below the page's folder the summary, what was chosen, and where it ran.
+
+    The summaries of later tests follow, by the names that the page gives them.
+    """
     folder = root / "docs/results" / name
     lines = [
         f"# {title}: all tables",
@@ -26,6 +29,8 @@ def appendix(root: Path, name: str, title: str) -> str:
         if (path.parent / "results.parquet").is_file():
             place = path.parent.relative_to(folder).as_posix()
             lines += [f"## Comparison{'' if place == '.' else f' {place}'}", "", *_comparison(Folder(path.parent))]
+    for called, each in tested.items():
+        lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
     rows = []
     for path in sorted(folder.rglob("*.parquet")):
         table = tables.read(path)

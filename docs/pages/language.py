@@ -61,6 +61,11 @@ class Folder:
         rows = [row for row in self.comparison.rows if row["seed"] >= seed]
         return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
 
+    def planned(self, comparisons: int) -> Folder:
+        """The same, corrected for so many comparisons of each metric; 0 are those that were made."""
+        record = replace(self.comparison.record, comparisons=comparisons)
+        return Folder(self.path, replace(self.comparison, record=record))
+
     def earlier(self, both: bool = False) -> Folder:
         """The seeds that ran before, in `earlier.parquet`, or all seeds together."""
         now = self.comparison
@@ -218,6 +223,11 @@ class Folder:
             return markdown([*columns.values()], [[NOTHING, *[""] * (len(columns) - 1)]])
         rows = tables.read(path).to_pylist()
         return markdown([*columns.values()], [[_cell(row, key, digits) for key in columns] for row in rows])
+
+    def column(self, name: str, key: str, digits: int = 1, scale: float = 1.0) -> str:
+        """The least and the largest value of a column of a raw table."""
+        values = tables.read(self.path / f"{name}.parquet").column(key).to_pylist()
+        return least_to_most((value * scale for value in values), digits)
 
     def fact(self, name: str, key: str, absent: str = NOTHING) -> str:
         """A value of a JSON file; `absent` where there is no such file."""

@@ -65,6 +65,7 @@ class Page:
         self.root, self.file, self.path = root, file, root / file
         self.text = self.path.read_text(encoding="utf-8")
         self.words: dict[str, Any] = {**words_of(root, self.path.stem)}
+        self.named: dict[str, Any] = {}
         self.regions = [*self._read()]
 
     def _read(self) -> Iterator[Region]:
@@ -75,7 +76,7 @@ class Page:
                 raise PageError(f"{self.file}: {opened[0]} has no <!-- end --> before line {line}")
             if marker["kind"] == "let":
                 name, _, expression = marker["expression"].partition(" = ")
-                self.words[name] = self._value(expression, line)
+                self.words[name] = self.named[name] = self._value(expression, line)
             elif marker["kind"]:
                 if marker["kind"] == "number" and _LINE_START.match(self.text[: marker.start()].rpartition("\n")[2]):
                     raise PageError(f"{self.file}, line {line}: a number begins a line; put a word before it")
