@@ -59,7 +59,7 @@ def tested_comparison(path: Path, test: str, found: Comparison, primary: str, ma
         for row in rows
         if row.test == test
     ]
-    if primary not in metrics:
+    if not metrics or (primary and primary not in metrics):
         raise PageError(f"{path} has no {primary} of the test {test!r}; it has {', '.join(metrics) or 'none'}")
     there = {row["config"] for row in logged_rows}
     record = replace(

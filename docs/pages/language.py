@@ -51,7 +51,7 @@ class Folder:
         """A folder below this one."""
         return Folder(self.path / name)
 
-    def tests(self, name: str, test: str, primary: str, margin: float = 0.0, of: str = "") -> Folder:
+    def tests(self, name: str, test: str, primary: str = "", margin: float = 0.0, of: str = "") -> Folder:
         """What later tests of these checkpoints, or of page `of`'s, gave in `NAME.parquet`: a comparison of its own."""
         found = Folder(self.path.parent / of).comparison if of else self.comparison
         return Folder(self.path, tested_comparison(self.path / f"{name}.parquet", test, found, primary, margin))
