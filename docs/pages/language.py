@@ -69,7 +69,8 @@ class Folder:
     def earlier(self, both: bool = False) -> Folder:
         """The seeds that ran before, in `earlier.parquet`, or all seeds together."""
         now = self.comparison
-        before = tables.read(self.path / "earlier.parquet").to_pylist()
+        rows = tables.read(self.path / "earlier.parquet").to_pylist()
+        before = [row | {"value": float(row["value"])} for row in rows]  # texts, where one has zeros at its end
         if twice := {row["seed"] for row in before} & {*now.seeds}:
             raise PageError(f"{self.path / 'earlier.parquet'} has seed {min(twice)}, which is one of the results too")
         return Folder(self.path, Comparison(now.record, [*before, *(now.rows if both else [])], [], now.source))
