@@ -41,12 +41,12 @@ class Figure:
         return hashlib.sha256((data + inspect.getsource(self.code)).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Write it with 64 colors, a quarter of the bytes."""
+        """Write it with 256 colors, a third of the bytes; those of a legend stay what they are."""
         from PIL import Image
 
         self.draw().savefig(path, dpi=110, format="png")
         with Image.open(path) as image:
-            reduced = image.convert("RGB").quantize(64, dither=Image.Dither.NONE)
+            reduced = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         reduced.save(path, format="png", optimize=True)
 
 
