@@ -30,7 +30,7 @@ The loss is <!-- number mean("val/loss", "rpc", 2) --><!-- end -->.
 <!-- figure curves() -->
 ![Curves](toy/curves.png)
 <!-- end -->
-"""
+"""  # noqa: E501
 
 
 def write_toy(folder, more=0.0):
@@ -114,7 +114,7 @@ def test_what_differs_or_makes_no_sense_is_named(toy, old, new, said):
 def test_changed_raw_tables_fail_page_appendix_and_figure(toy):
     write_toy(toy / "docs/results/toy", more=0.01)
     found = "\n".join(check(toy))
-    for part in ("'+2.0 [+2.0, +2.0]'", "| rpc | 53.5", "appendix.md is not what", "curves.png was drawn of other data"):
+    for part in ("'+2.0 [+2.0, +2.0]'", "| rpc | 53.5", "appendix.md is not what", "curves.png was drawn of other"):
         assert part in found
     assert main(["build", "--root", str(toy)]) == 0
     assert main(["check", "--root", str(toy)]) == 0
@@ -171,6 +171,14 @@ def test_tests_of_checkpoints_are_compared_and_are_of_the_same_checkpoints(toy):
     tables.pack(folder / "tests.csv")
     attacked = Folder(folder).tests("tests", "attack", "fgsm//accuracy", margin=0.01)
     assert attacked.told("fgsm//accuracy", "rpc", scale=100) == "−2.0 [−2.0, −2.0] (lower)"
+    assert Folder(folder).column("tests", "value", 2) == "0.28 to 0.55"
+    (toy / "docs/results/other").mkdir()
+    (toy / "docs/results/other/tests.parquet").write_bytes((folder / "tests.parquet").read_bytes())
+    other = '# Other\n\n<!-- let attacked = tests("tests", "attack", of="toy") -->\n'
+    other += '<!-- figure differences({"FGSM": ["fgsm//accuracy", "rpc"]}, "points", 100, attacked) -->\n![](f.png)\n'
+    (toy / "docs/results/other.md").write_text(other + "<!-- end -->\n")
+    assert [path.name for path in build(toy)] == ["appendix.md", "f.png", "appendix.md"]
+    assert "## Tests: attacked\n\n### fgsm//accuracy" in (toy / "docs/results/other/appendix.md").read_text()
     write_csv(folder / "tests.csv", [row | {"value": 0.1} for row in rows])
     tables.pack(folder / "tests.csv")
     with pytest.raises(PageError, match="it is of another checkpoint"):
@@ -193,6 +201,8 @@ def test_a_claim_holds_where_all_say_so_and_fails_where_all_say_the_opposite(toy
     assert words.claim("higher", pair, other).startswith("not shown here (higher: 1 of 2; ")
     with pytest.raises(PageError, match="nothing is paired"):
         words.claim("higher")
+    assert words.since(2).seeds() == "2 paired seeds (2 to 3)"
+    assert [words.p(*pair), words.planned(10**9).p(*pair)] == ["< 0.001", "1.000"]
 
 
 def test_the_check_imports_no_torch():
