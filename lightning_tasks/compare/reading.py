@@ -15,8 +15,8 @@ from lightning_tasks.compare.statistics import p_of_interval
 from lightning_tasks.compare.summary import SummaryRow, corrected_by_family, summarize
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
-from lightning_tasks.runs.log import Rows, merge_epochs
-from lightning_tasks.runs.run import COMPARISON, LOG, RESULTS, Run, read_head_rows, read_robustness, readable
+from lightning_tasks.runs.log import COMPARISON, RESULTS, Rows, merge_epochs
+from lightning_tasks.runs.run import LOG, Run, read_head_rows, read_robustness, readable
 from lightning_tasks.runs.safe_files import as_step, read_result, refuse_foreign
 from lightning_tasks.runs.settings import read_run_settings
 

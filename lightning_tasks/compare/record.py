@@ -20,7 +20,7 @@ from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, te
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
 from lightning_tasks.runs.environment import Environment, mixed_environments, parse_environment, this_environment
-from lightning_tasks.runs.run import COMPARISON
+from lightning_tasks.runs.log import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"

@@ -1,0 +1,54 @@
+"""The appendix of a page: every table of its comparisons, and its raw tables, in `docs/results/NAME/appendix.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from docs.pages import tables
+from docs.pages.language import Folder
+from docs.pages.numbers import markdown
+from lightning_tasks.compare.formats import markdown as summary_of
+
+COMMAND = "python -m docs.pages csv"
+
+
+def appendix(root: Path, name: str, title: str, tested: Mapping[str, Folder]) -> str:
+    """Its text: of each comparison below the page's folder the summary, what was chosen, and where it ran.
+
+    The summaries of later tests follow, by the names that the page gives them.
+    """
+    folder = root / "docs/results" / name
+    lines = [
+        f"# {title}: all tables",
+        "",
+        f"Made by `make pages` from the raw tables beside it. `{COMMAND} FILE` gives one as CSV.",
+        "",
+    ]
+    for path in sorted(folder.rglob("comparison.json")):
+        if (path.parent / "results.parquet").is_file():
+            place = path.parent.relative_to(folder).as_posix()
+            lines += [f"## Comparison{'' if place == '.' else f' {place}'}", "", *_comparison(Folder(path.parent))]
+    for called, each in tested.items():
+        lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
+    rows = []
+    for path in sorted(folder.rglob("*.parquet")):
+        table = tables.read(path)
+        rows.append([f"`{path.relative_to(folder).as_posix()}`", f"{table.num_rows:,}", ", ".join(table.column_names)])
+    lines += ["## Raw tables", "", markdown(["file", "rows", "columns"], rows), ""]
+    return "\n".join(lines)
+
+
+def _comparison(folder: Folder) -> Iterator[str]:
+    found = folder.comparison
+    yield f"{folder.seeds()}; ran with {folder.ran() or 'code that was not recorded'}; {folder.hours(1)} hours."
+    yield ""
+    yield summary_of(found.summary, found.images)
+    if found.record.choices:
+        yield f"### Values tried, by {found.record.choices[0].metric}"
+        yield ""
+        yield folder.tried(digits=4)
+        yield ""
+    for title, entries in found.remarks.items():
+        if entries and title != "Chosen":
+            yield "\n".join([f"{title}:", "", *(f"- {' '.join(each.split())}" for each in entries), ""])
