@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from docs.pages import tables
 from docs.pages.language import Folder
@@ -13,10 +14,10 @@ from lightning_tasks.compare.formats import markdown as summary_of
 COMMAND = "python -m docs.pages csv"
 
 
-def appendix(root: Path, name: str, title: str, tested: Mapping[str, Folder]) -> str:
+def appendix(root: Path, name: str, title: str, named: Mapping[str, Any]) -> str:
     """Its text: of each comparison below the page's folder the summary, what was chosen, and where it ran.
 
-    The summaries of later tests follow, by the names that the page gives them.
+    Tables, and the summaries of later tests, follow by the names that the page gives them.
     """
     folder = root / "docs/results" / name
     lines = [
@@ -29,8 +30,11 @@ def appendix(root: Path, name: str, title: str, tested: Mapping[str, Folder]) ->
         if (path.parent / "results.parquet").is_file():
             place = path.parent.relative_to(folder).as_posix()
             lines += [f"## Comparison{'' if place == '.' else f' {place}'}", "", *_comparison(Folder(path.parent))]
-    for called, each in tested.items():
-        lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
+    for called, each in named.items():
+        if isinstance(each, Folder):
+            lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
+        elif isinstance(each, str) and each.startswith("| "):
+            lines += [f"## {called.replace('_', ' ').capitalize()}", "", each, ""]
     rows = []
     for path in sorted(folder.rglob("*.parquet")):
         table = tables.read(path)
