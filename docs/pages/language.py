@@ -61,6 +61,11 @@ class Folder:
         rows = [row for row in self.comparison.rows if row["seed"] >= seed]
         return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
 
+    def and_seeds_of(self, other: Folder) -> Folder:
+        """The same with the further seeds that some of its configurations have in another folder."""
+        rows = [*self.comparison.rows, *other.comparison.rows]
+        return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
+
     def planned(self, comparisons: int) -> Folder:
         """The same, corrected for so many comparisons of each metric; 0 are those that were made."""
         record = replace(self.comparison.record, comparisons=comparisons)
