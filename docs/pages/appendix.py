@@ -34,7 +34,7 @@ def appendix(root: Path, name: str, title: str, named: Mapping[str, Any]) -> str
         if isinstance(each, Folder):
             lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
         elif isinstance(each, str) and each.startswith("| "):
-            lines += [f"## {called.replace('_', ' ').capitalize()}", "", each, ""]
+            lines += [f"## {called[0].upper()}{called[1:].replace('_', ' ')}", "", each, ""]
     rows = []
     for path in sorted(folder.rglob("*.parquet")):
         table = tables.read(path)

@@ -120,4 +120,10 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
         rows = [*images["image"].transpose(0, 2, 3, 1)]
         return Figure(lambda: masks.draw_masks(rows, painted, names), [digests, list(names)], masks)
 
-    return {"curves": curves_of, "forest": forest_of, "differences": differences_of, "beside": beside, "masks": masks_of}
+    return {
+        "curves": curves_of,
+        "forest": forest_of,
+        "differences": differences_of,
+        "beside": beside,
+        "masks": masks_of,
+    }
