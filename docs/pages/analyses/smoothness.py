@@ -60,12 +60,6 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         """How many of their intervals hold an exponent."""
         return f"{sum(fit.low <= exponent <= fit.high for fit in found)} of {len(found)}"
 
-    def constant(place: str, layer: int, length: int, kind: str = "text") -> str:
-        """The mean constant of a layer, counted among those measured, at a length."""
-        return number(
-            _mean([rows for (_, each), rows in _layers(folder.path / place).items() if each == kind][layer], length), 0
-        )
-
     def apart() -> str:
         """By how much, in %, means of the ascent differ between inputs that differ by rounding."""
         means: dict[tuple[int, int], list[float]] = {}
@@ -94,5 +88,5 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         }
         return Figure(lambda: report.drawn(panels), data, report)
 
-    names = (fits, each, between, average, held, constant, apart, slopes, measured)
+    names = (fits, each, between, average, held, apart, slopes, measured)
     return {word.__name__: word for word in names}
