@@ -38,11 +38,7 @@ def _draw(errors: Mapping[str, Mapping[str, float]]) -> Any:
 
 
 def words(folder: Folder) -> dict[str, Callable[..., Any]]:
-    """`error`, `drift` and `drift_table` before any training; `healed`, of both comparisons."""
-
-    def error(mechanism: str) -> str:
-        """The relative error of the encoder's output with all layers swapped."""
-        return significant(swapped(folder, "drift")[mechanism]["output_error"])
+    """`drift` and `drift_table` before any training; `healed`, of both comparisons."""
 
     def drift() -> Figure:
         """The relative errors of all mechanisms in both models."""
@@ -74,4 +70,4 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         heads = ["encoder: cosine", "by healing", "classifier: accuracy, %", "to softmax with the same steps, points"]
         return markdown(["mechanism", *heads], rows)
 
-    return {"error": error, "drift": drift, "drift_table": drift_table, "healed": healed}
+    return {"drift": drift, "drift_table": drift_table, "healed": healed}

@@ -15,14 +15,8 @@ from docs.pages.language import Folder
 from docs.pages.numbers import markdown, number, significant
 from lightning_tasks.analyses.kernel_pca_report import ALL_LAYERS, LINEAR, NOISE, OWN, Draw, Interval, Row, intervals
 
-NEARER_IF = {  # which sign of a measure is nearer to what the reading predicts
-    "matched_cosine": 1,
-    "linear_cka": 1,
-    "rbf_cka": 1,
-    "signed_cosine": 1,
-    "gamma_relative": -1,
-    "eigen_residual": -1,
-}
+LARGER, SMALLER = ("matched_cosine", "linear_cka", "rbf_cka", "signed_cosine"), ("gamma_relative", "eigen_residual")
+NEARER_IF = dict.fromkeys(LARGER, 1) | dict.fromkeys(SMALLER, -1)  # the side that the reading predicts
 COURSES, EPOCHS = {"softmax": "softmax", "scaled": "Scaled Attention"}, (0, 1, 3, 9, 18)
 
 
@@ -63,8 +57,7 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
     def after_training(side: str, farthest: bool = True) -> str:
         """How many measures are nearer, or farther, than all draws, and how far from their mean at most."""
         apart = [abs(found.own - found.mean) for found in last.values() if _side(found) == side]
-        count = f"{len(apart)} of {len(last)}"
-        return f"{count} (by {number(max(apart), 3)} at most)" if farthest else count
+        return f"{len(apart)} of {len(last)}" + f" (by {number(max(apart), 3)} at most)" * farthest
 
     def loss(course: str, epoch: int) -> str:
         """The median of |J| over heads and samples."""
@@ -73,12 +66,9 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
 
     def measures() -> str:
         """Means of each model's own values and of both controls, one draw."""
-        models = ("cifar10_vit", "minilm", "vit_random")
-        rows = [
-            [measure, model, *(number(mean(model, values, measure), 3) for values in (OWN, LINEAR, NOISE))]
-            for measure in NEARER_IF
-            for model in models
-        ]
+        pairs = [(measure, model) for measure in NEARER_IF for model in ("cifar10_vit", "minilm", "vit_random")]
+        kinds = OWN, LINEAR, NOISE
+        rows = [[*pair, *(number(mean(pair[1], kind, pair[0]), 3) for kind in kinds)] for pair in pairs]
         return markdown(["measure", "model", "own values", "random linear map", "random values"], rows)
 
     def course() -> str:

@@ -60,13 +60,6 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         """How many of their intervals hold an exponent."""
         return f"{sum(fit.low <= exponent <= fit.high for fit in found)} of {len(found)}"
 
-    def apart() -> str:
-        """By how much, in %, means of the ascent differ between inputs that differ by rounding."""
-        means: dict[tuple[int, int], list[float]] = {}
-        for row in tables.read(folder.path / "draws.parquet").to_pylist():
-            means.setdefault((row["layer"], row["length"]), []).append(row["mean"])
-        return number(100 * max(max(found) / min(found) - 1 for found in means.values()), 0)
-
     def slopes() -> str:
         """All folders, layers and kinds of input: slopes, and mean constants at the least and the largest length."""
         lines = []
@@ -88,5 +81,5 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         }
         return Figure(lambda: report.drawn(panels), data, report)
 
-    names = (fits, each, between, average, held, apart, slopes, measured)
+    names = (fits, each, between, average, held, slopes, measured)
     return {word.__name__: word for word in names}

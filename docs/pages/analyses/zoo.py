@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docs.pages.analyses.healing import swapped
-from docs.pages.errors import PageError
 from docs.pages.language import OPPOSITE, Folder
 from docs.pages.numbers import in_turn, markdown, number
 
@@ -27,12 +26,8 @@ WHEN = {  # where the page says more than a clause
 
 def _of_page(root: Path, mechanism: str) -> tuple[str, str]:
     """With which options a swapped layer is as before, and what it is good for, of the mechanism's page."""
-    path = root / f"docs/explanations/mechanisms/{mechanism}.md"
-    text = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", path.read_text(encoding="utf-8"))
-    found = [each.search(text) for each in (_NEUTRAL, _GOOD_FOR)]
-    if None in found:
-        raise PageError(f"{path} does not say its neutral start, or what it is good for")
-    start, good_for = (each[1] for each in found if each)
+    page = (root / f"docs/explanations/mechanisms/{mechanism}.md").read_text(encoding="utf-8")
+    start, good_for = (each.findall(re.sub(r"\[(.+?)\]\(.+?\)", r"\1", page))[0] for each in (_NEUTRAL, _GOOD_FOR))
     return NEUTRAL.get(start, start), WHEN.get(mechanism, good_for)
 
 
