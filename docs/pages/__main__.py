@@ -38,7 +38,7 @@ def made(root: Path, file: str) -> tuple[Page, dict[Path, str]]:
     folder = page.path.with_suffix("")
     if page.path.parent.name == "results" and folder.is_dir():
         title = page.text.splitlines()[0].removeprefix("# ")
-        texts[folder / "appendix.md"] = appendix(root, folder.name, title, page.named)
+        texts[folder / "appendix.md"] = appendix(page.folder, title, page.named)
     return page, texts
 
 

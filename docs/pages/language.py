@@ -38,7 +38,7 @@ class Folder:
     """
 
     def __init__(self, path: Path, comparison: Comparison | None = None) -> None:
-        self.path = path
+        self.path, self._below = path, dict[str, Folder]()
         if comparison is not None:
             self.comparison = comparison
 
@@ -49,7 +49,7 @@ class Folder:
 
     def folder(self, name: str) -> Folder:
         """A folder below this one."""
-        return Folder(self.path / name)
+        return self._below.setdefault(name, Folder(self.path / name))
 
     def tests(self, name: str, test: str, primary: str = "", margin: float = 0.0, of: str = "") -> Folder:
         """What later tests of these checkpoints, or of page `of`'s, gave in `NAME.parquet`: a comparison of its own."""
