@@ -36,8 +36,8 @@ def appendix(folder: Folder, title: str, named: Mapping[str, Any]) -> str:
             lines += [f"## {called[0].upper()}{called[1:].replace('_', ' ')}", "", each, ""]
     rows = []
     for path in sorted(folder.path.rglob("*.parquet")):
-        table = tables.read(path)
-        rows.append([f"`{path.relative_to(folder.path).as_posix()}`", f"{table.num_rows:,}", ", ".join(table.column_names)])
+        table, place = tables.read(path), path.relative_to(folder.path).as_posix()
+        rows.append([f"`{place}`", f"{table.num_rows:,}", ", ".join(table.column_names)])
     lines += ["## Raw tables", "", markdown(["file", "rows", "columns"], rows), ""]
     return "\n".join(lines)
 
