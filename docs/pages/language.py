@@ -186,7 +186,7 @@ class Folder:
         """Differences: a row for each metric, a column for each pair; bold where a verdict is lower or higher."""
         rows = []
         for head, metric in metrics.items():
-            texts = [self.diff(metric, *pair, digits=digits, scale=scale) for pair in pairs.values()]
+            texts = [self.diff(metric, pair[0], "".join(pair[1:]), digits, scale) for pair in pairs.values()]
             bold = [self.verdict(metric, *pair) in OPPOSITE for pair in pairs.values()]
             known = metric in self.comparison.record.metrics
             rows.append(
