@@ -18,7 +18,6 @@ from docs.pages import tables
 from docs.pages.appendix import appendix
 from docs.pages.errors import PageError
 from docs.pages.figures import digest_of
-from docs.pages.language import Folder
 from docs.pages.page import CURE, Page
 from lightning_tasks.runs.safe_files import written_whole
 
@@ -39,8 +38,7 @@ def made(root: Path, file: str) -> tuple[Page, dict[Path, str]]:
     folder = page.path.with_suffix("")
     if page.path.parent.name == "results" and folder.is_dir():
         title = page.text.splitlines()[0].removeprefix("# ")
-        tested = {name: each for name, each in page.named.items() if isinstance(each, Folder)}
-        texts[folder / "appendix.md"] = appendix(root, folder.name, title, tested)
+        texts[folder / "appendix.md"] = appendix(page.folder, title, page.named)
     return page, texts
 
 

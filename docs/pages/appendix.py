@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from typing import Any
 
 from docs.pages import tables
 from docs.pages.language import Folder
@@ -13,28 +13,31 @@ from lightning_tasks.compare.formats import markdown as summary_of
 COMMAND = "python -m docs.pages csv"
 
 
-def appendix(root: Path, name: str, title: str, tested: Mapping[str, Folder]) -> str:
+def appendix(folder: Folder, title: str, named: Mapping[str, Any]) -> str:
     """Its text: of each comparison below the page's folder the summary, what was chosen, and where it ran.
 
-    The summaries of later tests follow, by the names that the page gives them.
+    Tables, and the summaries of later tests, follow by the names that the page gives them.
     """
-    folder = root / "docs/results" / name
     lines = [
         f"# {title}: all tables",
         "",
         f"Made by `make pages` from the raw tables beside it. `{COMMAND} FILE` gives one as CSV.",
         "",
     ]
-    for path in sorted(folder.rglob("comparison.json")):
+    for path in sorted(folder.path.rglob("comparison.json")):
         if (path.parent / "results.parquet").is_file():
-            place = path.parent.relative_to(folder).as_posix()
-            lines += [f"## Comparison{'' if place == '.' else f' {place}'}", "", *_comparison(Folder(path.parent))]
-    for called, each in tested.items():
-        lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
+            place = path.parent.relative_to(folder.path).as_posix()
+            where = ("", folder) if place == "." else (f" {place}", folder.folder(place))
+            lines += [f"## Comparison{where[0]}", "", *_comparison(where[1])]
+    for called, each in named.items():
+        if isinstance(each, Folder):
+            lines += [f"## Tests: {called.replace('_', ' ')}", "", summary_of(each.comparison.summary, [])]
+        elif isinstance(each, str) and each.startswith("| "):
+            lines += [f"## {called[0].upper()}{called[1:].replace('_', ' ')}", "", each, ""]
     rows = []
-    for path in sorted(folder.rglob("*.parquet")):
-        table = tables.read(path)
-        rows.append([f"`{path.relative_to(folder).as_posix()}`", f"{table.num_rows:,}", ", ".join(table.column_names)])
+    for path in sorted(folder.path.rglob("*.parquet")):
+        table, place = tables.read(path), path.relative_to(folder.path).as_posix()
+        rows.append([f"`{place}`", f"{table.num_rows:,}", ", ".join(table.column_names)])
     lines += ["## Raw tables", "", markdown(["file", "rows", "columns"], rows), ""]
     return "\n".join(lines)
 

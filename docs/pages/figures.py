@@ -72,7 +72,7 @@ def _forest(rows: Mapping[str, SummaryRow], title: str, scale: float) -> Figure:
         }
         for name, row in rows.items()
     ]
-    return Figure(lambda: forest.draw_differences(lines, title), [lines, title], forest)
+    return Figure(lambda: forest.draw_differences((lines, title)), [lines, title], forest)
 
 
 def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
@@ -91,9 +91,9 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
             curves,
         )
 
-    def forest_of(metric: str, title: str, scale: float = 1.0, place: str = "") -> Figure:
+    def forest_of(metric: str, title: str, scale: float = 1.0, of: Folder = folder) -> Figure:
         """The paired differences of a metric to the first configuration, ordered, with their intervals."""
-        found = folder.folder(place).comparison if place else folder.comparison
+        found = of.comparison
         first = found.configs[0]
         rows = {row.config: row for row in found.summary if (row.metric, row.reference) == (metric, first)}
         return _forest(rows, title, scale)
@@ -106,6 +106,11 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
         rows = {name: found.row(*([*pair, found.configs[0]][:3])) for name, pair in pairs.items()}
         return _forest(rows, title, scale)
 
+    def beside(*forests: Figure) -> Figure:
+        """Several of these in one figure."""
+        panels = [each.data for each in forests]
+        return Figure(lambda: forest.draw_differences(*panels), panels, forest)
+
     def masks_of(file: str, names: Sequence[str]) -> Figure:
         """Images, `image` ``[rows, 3, H, W]`` of an .npz file, and the masks over them by title ``[rows, H, W]``."""
         with np.load(folder.path / file) as arrays:
@@ -115,4 +120,10 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
         rows = [*images["image"].transpose(0, 2, 3, 1)]
         return Figure(lambda: masks.draw_masks(rows, painted, names), [digests, list(names)], masks)
 
-    return {"curves": curves_of, "forest": forest_of, "differences": differences_of, "masks": masks_of}
+    return {
+        "curves": curves_of,
+        "forest": forest_of,
+        "differences": differences_of,
+        "beside": beside,
+        "masks": masks_of,
+    }

@@ -38,7 +38,7 @@ class Folder:
     """
 
     def __init__(self, path: Path, comparison: Comparison | None = None) -> None:
-        self.path = path
+        self.path, self._below = path, dict[str, Folder]()
         if comparison is not None:
             self.comparison = comparison
 
@@ -49,7 +49,7 @@ class Folder:
 
     def folder(self, name: str) -> Folder:
         """A folder below this one."""
-        return Folder(self.path / name)
+        return self._below.setdefault(name, Folder(self.path / name))
 
     def tests(self, name: str, test: str, primary: str = "", margin: float = 0.0, of: str = "") -> Folder:
         """What later tests of these checkpoints, or of page `of`'s, gave in `NAME.parquet`: a comparison of its own."""
@@ -59,6 +59,11 @@ class Folder:
     def since(self, seed: int) -> Folder:
         """The same of this seed and those after it."""
         rows = [row for row in self.comparison.rows if row["seed"] >= seed]
+        return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
+
+    def and_seeds_of(self, other: Folder) -> Folder:
+        """The same with the further seeds that some of its configurations have in another folder."""
+        rows = [*self.comparison.rows, *other.comparison.rows]
         return Folder(self.path, replace(self.comparison, rows=rows, images=[]))
 
     def planned(self, comparisons: int) -> Folder:
@@ -181,7 +186,7 @@ class Folder:
         """Differences: a row for each metric, a column for each pair; bold where a verdict is lower or higher."""
         rows = []
         for head, metric in metrics.items():
-            texts = [self.diff(metric, *pair, digits=digits, scale=scale) for pair in pairs.values()]
+            texts = [self.diff(metric, pair[0], "".join(pair[1:]), digits, scale) for pair in pairs.values()]
             bold = [self.verdict(metric, *pair) in OPPOSITE for pair in pairs.values()]
             known = metric in self.comparison.record.metrics
             rows.append(

@@ -64,7 +64,8 @@ class Page:
     def __init__(self, root: Path, file: str) -> None:
         self.root, self.file, self.path = root, file, root / file
         self.text = self.path.read_text(encoding="utf-8")
-        self.words: dict[str, Any] = {**words_of(root, self.path.stem)}
+        self.folder = Folder(root / RESULTS / self.path.stem)
+        self.words: dict[str, Any] = {**words_of(root, self.folder)}
         self.named: dict[str, Any] = {}
         self.regions = [*self._read()]
 
@@ -139,14 +140,13 @@ class Page:
                 yield f"{place}: the page says {there!r}, the raw tables say {made!r}; {CURE}"
 
 
-def words_of(root: Path, name: str) -> dict[str, Any]:
+def words_of(root: Path, folder: Folder) -> dict[str, Any]:
     """What the expressions of a page may say: the words of its folder, of figures, and of `analyses/NAME.py`."""
-    folder = Folder(root / RESULTS / name)
     public = (word for word in dir(folder) if not word.startswith("_") and word not in ("path", "comparison"))
     words = {word: getattr(folder, word) for word in public} | figure_words(folder)
     words |= {"claims_of": lambda names: claims_of(root, names), "page": lambda other: Folder(root / RESULTS / other)}
-    module = f"docs.pages.analyses.{name}"
-    if name.isidentifier() and importlib.util.find_spec(module):
+    module = f"docs.pages.analyses.{folder.path.name}"
+    if folder.path.name.isidentifier() and importlib.util.find_spec(module):
         words |= importlib.import_module(module).words(folder)
     return words
 
