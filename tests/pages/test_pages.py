@@ -80,7 +80,7 @@ def test_a_built_page_has_the_values_of_its_raw_tables(toy):
     assert "-->+2.0 [+2.0, +2.0]<!-- end -->" in text
     assert "-->holds here (higher)<!-- end -->" in text
     assert "| rpc | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | higher |" in text
-    assert "The loss is <!-- number mean(\"val/loss\", \"rpc\", 2) -->0.97<!-- end -->." in text
+    assert 'The loss is <!-- number mean("val/loss", "rpc", 2) -->0.97<!-- end -->.' in text
     appendix = (toy / "docs/results/toy/appendix.md").read_text()
     assert "### test/top1 (primary endpoint)" in appendix
     assert "| `results.parquet` | 24 | config, seed, step, metric, value |" in appendix
