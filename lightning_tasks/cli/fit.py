@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_tasks.callbacks.run_summary import RunSummary, divergence_of
+from lightning_tasks.callbacks.writing.run_summary import RunSummary, divergence_of
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint

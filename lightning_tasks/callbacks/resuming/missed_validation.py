@@ -15,7 +15,7 @@ class WarnOfMissedValidation(Callback):
     """Warns where a fit resumes from a checkpoint that was saved before the end of the validation due at its step.
 
     `ModelCheckpoint` saves by `every_n_train_steps` before Lightning validates, and on resuming Lightning starts with
-    the next step; so it does where SIGTERM cut the validation short (:class:`~.callbacks.save_on_stop.SaveOnStop`).
+    the next step; so it does where SIGTERM cut the validation short (`SaveOnStop`).
 
     Example:
         >>> from lightning.pytorch import Trainer
