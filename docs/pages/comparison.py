@@ -60,7 +60,13 @@ class Comparison:
     def summary(self) -> list[SummaryRow]:
         """What `attnswap compare` makes of these rows."""
         asked = self.record
-        return summarize(self.rows, self.configs, asked.metrics, asked.references, asked.endpoints)
+        return summarize(self.told, self.configs, asked.metrics, asked.references, asked.endpoints)
+
+    @cached_property
+    def told(self) -> list[Row]:
+        """The rows that the summary depends on: its metrics, the losses and the stops."""
+        asked = (*self.record.metrics, STOPPED)
+        return [row for name, rows in self._by_metric.items() if name in asked or is_loss(name) for row in rows]
 
     @cached_property
     def _by_metric(self) -> dict[str, list[Row]]:
@@ -71,7 +77,7 @@ class Comparison:
 
     @cached_property
     def _lost(self) -> dict[tuple[str, int], str]:
-        return diverged_cells(self.rows)
+        return diverged_cells(self.told)
 
     @cached_property
     def _others(self) -> dict[tuple[str, str, str], SummaryRow]:
@@ -105,7 +111,7 @@ class Comparison:
         if key not in self._others:
             causes = [
                 row
-                for row in self.rows
+                for row in self.told
                 if (row["config"], row["seed"]) in self._lost and (row["metric"] == STOPPED or is_loss(row["metric"]))
             ]
             rows = summarize([*self._by_metric.get(metric, []), *causes], [reference, config], [metric])

@@ -83,7 +83,7 @@ def figure_words(folder: Folder) -> dict[str, Callable[..., Figure]]:
         found = folder.folder(place).comparison if place else folder.comparison
         names = [*metrics] or found.record.metrics
         rows = [row for row in found.rows if row["metric"] in names]
-        remarks = diverged_configs(found.rows)
+        remarks = diverged_configs(found.told)
         drawn = [[row[key] for key in ("config", "seed", "step", "metric", "value")] for row in rows]
         return Figure(
             lambda: curves.draw_comparison(rows, found.configs, names, remarks),
