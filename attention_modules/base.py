@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -179,6 +179,32 @@ class AttentionMechanism(nn.Module):
             ``[B, H, N, d]``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement forward(q, k, v, ...)")
+
+
+class TensorMechanism(AttentionMechanism):
+    """A mechanism that is a pure function and its tensors: a subclass names the one, and gives the others."""
+
+    function: ClassVar[Callable[..., Tensor]]
+    """Of q, k, v, what `tensors` gives, and the further arguments of `forward`; a static method."""
+
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        """What the function takes after q, k and v: Parameters, options, and of ``given`` what `needs` names."""
+        return ()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        **given: Any,
+    ) -> Tensor:
+        """Call the function."""
+        rest: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+        return self.function(q, k, v, *self.tensors(k, **given), **rest)
 
 
 def options_text(mechanism: AttentionMechanism) -> str:

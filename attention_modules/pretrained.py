@@ -302,7 +302,7 @@ def _read_tensors(
         ValueError: if the weights are damaged, or were saved without a swap or with another one, as where an earlier or
             later model was written into the folder in part.
     """
-    from attention_modules.hosts.saving import mark_of
+    from attention_modules.hosts.huggingface.saving import mark_of
 
     def find(name: str) -> str | None:
         from transformers.utils import cached_file

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention_modules.base import described, options_text
+from attention_modules.base import options_text
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import (
     AttentionLayer,
@@ -380,40 +380,17 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
-        _raise_for(layer.name, host.refusal(module))
+        limits = host.limits(module)
+        for reason in limits.reasons(built, place.cross):
+            _raise_for(layer.name, reason)
         changed = not built.uses_query or _has_parameters(built) or (swapped and _changes_parameters(module))
         _raise_for(layer.name, hook_refusal(module) if changed else None)
-        _raise_for(layer.name, host.mechanism_refusal(module, built))
-        if not built.row_masks:
-            _raise_for(layer.name, host.row_refusal(module))
-        if built.before_rotation and host.rotates(module):
-            _raise_for(
-                layer.name,
-                f"rotary positions have turned its queries and keys, and {described(built)} treats their features "
-                "apart; choose its option for whole heads, or a mechanism without",
-            )
-        if "x" in built.needs:
-            _raise_for(layer.name, host.input_refusal(module))
-        if place.cross and built.uses_query and built.one_query_per_key:
-            _raise_for(
-                layer.name,
-                f"cross-attention has no query for each key, which {type(built).__name__} needs; leave it out of "
-                "`where`, or choose another mechanism",
-            )
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:
-            _raise_for(layer.name, host.missing_query(module))
-            if swapped:
-                _raise_for(layer.name, query_return_refusal(module))
-        elif place.cross:
-            _raise_for(
-                layer.name,
-                f"cross-attention needs a query, which {type(built).__name__} does not use; leave it out of `where`, "
-                "or choose a mechanism with a query",
-            )
+            _raise_for(layer.name, query_return_refusal(module) if swapped else None)
         elif not (swapped and module.dropped_query):
-            _raise_for(layer.name, host.query_refusal(module))
+            _raise_for(layer.name, limits.without_query)
             parts = host.query_parts(module)
             _raise_for(layer.name, _tied(parts, place, paths))
             for part in parts:

@@ -155,9 +155,9 @@ bench rpc 270
 bench training 600
 bench memory 240
 bench mechanisms 600
-if "$PYTHON" -m docs.pages build --page gpu --root "$root"; then
+if "$PYTHON" -m docs.pages build --root "$root"; then
     echo "page: $root/docs/results/gpu.md"
 else
-    echo "the page was not made; with the raw files: $PYTHON -m docs.pages build --page gpu --root $root" >&2
+    echo "the page was not made; with the raw files: $PYTHON -m docs.pages build --root $root" >&2
 fi
 cat "$parts"

@@ -18,7 +18,7 @@ commands:
                                 or a variant of one: attnswap fit rpc/imagenet_deit_tiny/softmax
                                 or a file of yours, which may name classes of the working folder:
                                 attnswap fit my.yaml (or --config my.yaml)
-                                override any key of the recipe: --trainer.max_steps 100 --model.attention rpc
+                                override any key of the recipe: --trainer.max_steps 100 --model.mechanism rpc
                                 a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
                                 classify or segment a folder of images by what a run trained:

@@ -29,6 +29,15 @@ def text_of(value: Any) -> str:
     return text
 
 
+def texts_of(values: Any) -> dict[str, str]:
+    """Texts by name.
+
+    Raises:
+        TypeError, ValueError: they are something else, or cannot be written.
+    """
+    return {text_of(name): text_of(value) for name, value in of_kind(values, dict).items()}
+
+
 def number_of(value: Any) -> float:
     """A number.
 

@@ -35,6 +35,6 @@ def test_every_run_of_the_sweep_is_a_command_that_fit_takes(tmp_path, monkeypatc
     assert ended.value.code in (0, None)
     settings = yaml.safe_load(capsys.readouterr().out)
     assert settings["seed_everything"] == 2
-    assert settings["model"]["init_args"]["attention"] == "rpc"
+    assert settings["model"]["init_args"]["mechanism"] == "rpc"
     assert settings["model"]["init_args"]["options"] == {"iterations": 6, "lam": 8.0}
     assert "WandbLogger" in str(settings["trainer"]["logger"])

@@ -155,7 +155,7 @@ def _not_covered(layer: AttentionLayer) -> str | None:
     if layer.host.name == MultiheadAttentionHost.name:
         if module.in_proj_weight is None:
             return "its projections have different inputs (kdim or vdim)"
-        return layer.host.refusal(module)
+        return layer.host.limits(module).every
     if layer.host.name == _HUGGING_FACE:
         return None if layer.host.groups(module) == 1 else "its query heads share key and value heads"
     if layer.host.name not in _PACKED:

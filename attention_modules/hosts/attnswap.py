@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attention_modules.base import OPAQUE
 from attention_modules.hosts.base import Host, Swapped, is_own_forward, plain_linear_refusal
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.layers import SelfAttention
@@ -64,24 +65,19 @@ class SelfAttentionHost(Host):
     def norm(self, layer: Any) -> str | None:
         return None if isinstance(layer.k_norm, nn.Identity) else "q/k norm"
 
-    def query_refusal(self, layer: Any) -> str | None:
-        if not layer.mechanism.uses_query:
-            return None
+    def limits(self, layer: Any) -> Limits:
+        own = layer.kept_mechanism[0] if isinstance(layer, SwappedSelf) else layer.mechanism
+        if not own.uses_query:
+            return Limits(
+                with_query=f"it was built with {type(own).__name__} and has no query projection; choose a mechanism "
+                "without a query, or build the layer with one that has a query"
+            )
         if not isinstance(layer.q_norm, nn.Identity):
-            return (
-                "it normalizes queries (q_norm), whose weights would train nothing without a query; "
+            return Limits(
+                without_query="it normalizes queries (q_norm), whose weights would train nothing without a query; "
                 "use a mechanism with a query, or build the layer with qk_norm=False"
             )
-        return plain_linear_refusal(layer, {"qkv": nn.Linear})
-
-    def missing_query(self, layer: Any) -> str | None:
-        own = layer.kept_mechanism[0] if isinstance(layer, SwappedSelf) else layer.mechanism
-        if own.uses_query:
-            return None
-        return (
-            f"it was built with {type(own).__name__} and has no query projection; choose a mechanism without a query, "
-            "or build the layer with one that has a query"
-        )
+        return Limits(without_query=plain_linear_refusal(layer, {"qkv": nn.Linear}))
 
     def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
         if not isinstance(layer, SwappedSelf):

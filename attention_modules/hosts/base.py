@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.base import OPAQUE
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
@@ -192,42 +193,15 @@ class Host(ABC):
         """Why W_q and W_k cannot be given, if so."""
         return None
 
-    def refusal(self, layer: Any) -> str | None:
-        """Why no mechanism can be put into this layer, if so."""
-        return None
-
-    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
-        """Why this mechanism, of all, cannot be put into this layer, if so."""
-        return None
-
-    def row_refusal(self, layer: Any) -> str | None:
-        """Why no mechanism whose ``row_masks`` is False can be put into this layer, if so."""
-        return None
-
-    def rotates(self, layer: Any) -> bool:
-        """Whether the mechanism is handed queries and keys that rotary positions have turned."""
-        return False
-
-    def input_refusal(self, layer: Any) -> str | None:
-        """Why no mechanism can be given the layer's input, if so."""
-        return None
-
-    def sharing_refusal(self, layer: Any) -> str | None:
-        """Why the layer's tokens are not those of the other layers of its stack, if so."""
-        return None
-
-    def query_refusal(self, layer: Any) -> str | None:
-        """Why the query of this plain layer cannot be dropped, if so."""
-        if self.groups(layer) > 1:
-            return (
-                f"{self.groups(layer)} query heads share each key head (grouped keys), so without a query all heads of "
-                "a group would be identical; use a mechanism with a query, or a model with as many key as query heads"
-            )
-        return None
-
-    def missing_query(self, layer: Any) -> str | None:
-        """Why no mechanism with a query can be put into this plain or swapped layer, if so."""
-        return None
+    def limits(self, layer: Any) -> Limits:
+        """What this plain or swapped layer takes."""
+        groups = self.groups(layer)
+        return Limits(
+            without_query=None
+            if groups < 2
+            else f"{groups} query heads share each key head (grouped keys), so without a query all heads of a group "
+            "would be identical; use a mechanism with a query, or a model with as many key as query heads"
+        )
 
     def map_modules(self, layer: Any) -> list[str]:
         """Names of the modules in a plain layer that its forward calls with attention maps."""

@@ -7,11 +7,13 @@ Its vision transformers and Segmenter's decoder hold theirs at ``layers[i].attn.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from attention_modules.hosts.base import Host
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.mechanism import AttentionMechanism
 
@@ -40,13 +42,8 @@ class ReducedKeysHost(MultiheadAttentionHost):
     def near_miss(self, module: nn.Module) -> str | None:
         return None
 
-    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
-        if mechanism.uses_query and not mechanism.one_query_per_key:
-            return None
-        return (
-            f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced "
-            "image: leave it out by `layers` (`attention_layers` of a task) or `where`, or choose another mechanism"
-        )
+    def limits(self, layer: Any) -> Limits:
+        return replace(super().limits(layer), of=_refusal)
 
     def settle(self, model: nn.Module) -> None:
         """Softmax makes no weights for wrappers that throw them away."""
@@ -66,3 +63,12 @@ def _reduction(parent: nn.Module | None) -> int:
 
 
 HOSTS: tuple[Host, ...] = (ReducedKeysHost(),)
+
+
+def _refusal(mechanism: AttentionMechanism) -> str | None:
+    if mechanism.uses_query and not mechanism.one_query_per_key:
+        return None
+    return (
+        f"{type(mechanism).__name__} needs one query for each key, and this layer's keys come from a reduced image: "
+        "leave it out by `layers` or `where`, or choose another mechanism"
+    )

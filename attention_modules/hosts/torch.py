@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped, is_own_forward
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
@@ -298,10 +299,18 @@ class MultiheadAttentionHost(Host):
         query, key = (Rows(layer, begin, begin + width, "in_proj_bias") for begin in (0, start))
         return query, key
 
-    def refusal(self, layer: Any) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        every = query = None
         if layer.bias_k is not None or layer.add_zero_attn:
-            return "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
-        return None
+            every = "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
+        if layer._parameters.get("in_proj_weight") is None:
+            query = (
+                "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split; "
+                "list SwapAttention before SigmaReparam"
+            )
+        elif codes := quantized(layer, "in_proj_weight"):
+            query = f"its in_proj_weight cannot be split: {codes}"
+        return Limits(every, without_query=query)
 
     def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
         super().insert(layer, mechanism)
@@ -310,16 +319,6 @@ class MultiheadAttentionHost(Host):
     def remove(self, layer: Any) -> None:
         super().remove(layer)
         _let_into_fused_path(layer)
-
-    def query_refusal(self, layer: Any) -> str | None:
-        if layer._parameters.get("in_proj_weight") is None:
-            return (
-                "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split; "
-                "list SwapAttention before SigmaReparam"
-            )
-        if codes := quantized(layer, "in_proj_weight"):
-            return f"its in_proj_weight cannot be split: {codes}"
-        return super().query_refusal(layer)
 
     def settle(self, model: nn.Module) -> None:
         """Nested tensors belong to the fused path: off in each encoder that holds a swapped layer."""

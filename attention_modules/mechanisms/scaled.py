@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide, visible
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import first_square
 from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.symmetric import check_self_attention
@@ -108,7 +109,7 @@ def scaled_attention(
 
 
 @register_mechanism("scaled")
-class ScaledAttention(AttentionMechanism):
+class ScaledAttention(TensorMechanism):
     """:func:`scaled_attention` as a mechanism; at its initial s = 0 it is plain attention.
 
     Args:
@@ -122,6 +123,7 @@ class ScaledAttention(AttentionMechanism):
             than 2³² numbers.
     """
 
+    function = staticmethod(scaled_attention)
     one_query_per_key = True
     neutral: ClassVar = {}
 
@@ -141,23 +143,8 @@ class ScaledAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"variant={self.variant!r}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Correct the values, then mix them.
-
-        Raises:
-            ValueError: if there are more tokens than S has, or not one query for each key.
-        """
-        s = self.s_of(k)
-        return scaled_attention(q, k, v, s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.s_of(k),)
 
     def s_of(self, k: Tensor) -> Tensor:
         """What :func:`scaled_attention` takes as ``s`` with these keys ``[B, H, N, d]``.

@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend, check_dropout
 from attention_modules.masks import combine_masks, visible
-from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanism import register_mechanism
 
 
 def uniform_attention(
@@ -58,19 +59,8 @@ def uniform_attention(
 
 
 @register_mechanism("uniform")
-class UniformAttention(AttentionMechanism):
+class UniformAttention(TensorMechanism):
     """:func:`uniform_attention` as a mechanism."""
 
+    function = staticmethod(uniform_attention)
     own_logits: ClassVar = "it looks at no query or key"
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        return uniform_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -1,1 +1,1 @@
-"""Makes the tables, the numbers and the figures of the pages of results from the raw files that are committed."""
+"""Pages of results: their numbers, tables and figures are made from the raw tables beside them."""

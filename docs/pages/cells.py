@@ -3,7 +3,7 @@
 python -m docs.pages.cells zoo/images docs/results/zoo/images runs/zoo_images
 attnswap compare zoo/images --seeds 0:8 --variant scaled --output runs/zoo_images    # runs what is missing
 
-Finished cells are written from `results.csv` and `comparison.json`, and those by which values were chosen from the
+Finished cells are written from `results.parquet` and `comparison.json`, and those by which values were chosen from the
 scores that `comparison.json` has of them. Raw files have neither checkpoints nor what tests said of single images.
 """
 
@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from docs.pages import tables
+from docs.pages.comparison import RESULTS
 from docs.pages.errors import PageError
-from docs.pages.raw import RESULTS, read_results
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Tried
 from lightning_tasks.compare.plan import plan_cells
@@ -53,7 +54,7 @@ def _of_table(recipe: str, record: Record, raw: Path, output: Path) -> Iterator[
     known = {place for place, each in listed.items() if each.state == FINISHED and not each.diverged}
     searched = {choice.variant for choice in record.choices}  # a score too is of the settings that cells had
     rows = defaultdict(list)
-    for row in read_results(raw / RESULTS) if known else ():  # before the first cell of the table there is no such file
+    for row in tables.read(raw / RESULTS).to_pylist() if known else ():  # before the first cell there is no such file
         rows[row["config"], row["seed"]].append({key: row[key] for key in ("step", "metric", "value")})
     seeds = sorted({seed for _, seed in listed})
     for cell in plan_cells(chosen(read_variants(recipe), record.choices), seeds, output):

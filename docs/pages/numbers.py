@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from decimal import ROUND_FLOOR, Decimal
 
 import numpy as np
-
-from lightning_tasks.compare.summary import SummaryRow
 
 MINUS = "−"
 
@@ -16,11 +13,6 @@ MINUS = "−"
 def number(value: float, digits: int = 1) -> str:
     """With so many digits behind the point, commas between thousands, and a minus sign."""
     return f"{value:,.{digits}f}".replace("-", MINUS)
-
-
-def at_least(value: float, digits: int = 1) -> str:
-    """The same, rounded down: a bound that holds as it is written."""
-    return number(float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_FLOOR)), digits)
 
 
 def signed(value: float, digits: int = 1) -> str:
@@ -36,15 +28,15 @@ def significant(value: float, digits: int = 3) -> str:
     return number(round(value, places), max(0, places))
 
 
-def least_to_most(values: Iterable[float], digits: int = 1) -> str:
-    """`0.1 to 0.3`, of the least and the largest; one number where they are written alike."""
-    found = sorted(values)
-    return " to ".join(dict.fromkeys(number(each, digits) for each in (found[0], found[-1])))
-
-
 def interval(low: float, high: float, digits: int = 1, scale: float = 1.0) -> str:
     """[low, high] with their signs."""
     return f"[{signed(low * scale, digits)}, {signed(high * scale, digits)}]"
+
+
+def least_to_most(values: Iterable[float], digits: int = 1, with_sign: bool = False) -> str:
+    """`0.1 to 0.3`, of the least and the largest; one number where they are written alike."""
+    ordered, write = sorted(values), signed if with_sign else number
+    return " to ".join(dict.fromkeys(write(value, digits) for value in (ordered[0], ordered[-1])))
 
 
 def mean_std(values: Sequence[float] | np.ndarray, digits: int = 1, scale: float = 1.0) -> str:
@@ -59,18 +51,12 @@ def in_turn(texts: Iterable[str]) -> str:
     return f"{', '.join(before)} and {last}" if before else last
 
 
-def listed(texts: Iterable[str]) -> str:
-    """The same, each text once."""
-    return in_turn(dict.fromkeys(texts))
+def p_value(value: float) -> str:
+    """Three digits behind the point, or that it is less."""
+    return "< 0.001" if value < 0.001 else number(value, 3)
 
 
-def difference(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:
-    """The paired difference of a row of the summary, with its 95% interval; "" where nothing is paired."""
-    if row.pairs == 0:
-        return ""
-    return f"{signed(row.difference * scale, digits)} {interval(row.low, row.high, digits, scale)}"
-
-
-def told(row: SummaryRow, digits: int = 1, scale: float = 1.0) -> str:
-    """The same with its verdict."""
-    return f"{difference(row, digits, scale)} ({row.verdict})"
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])

@@ -1,170 +1,166 @@
-"""A page: which functions make what stands in its marked regions, and which files beside it are made."""
+"""A page: its marked regions, and what their expressions give.
+
+`<!-- number EXPRESSION -->` and `<!-- table EXPRESSION -->` are followed by what that gave, and `<!-- end -->`.
+`<!-- figure EXPRESSION -->` is followed by a link to the image. `<!-- let NAME = EXPRESSION -->` names a value.
+Expressions are those of jinja2's sandbox, over the words of `docs.pages.language` and of the page's own module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
 
 from docs.pages.errors import PageError
-from docs.pages.figures import Figure
-from docs.pages.raw import Raw
-from docs.pages.regions import filled, read_regions
-from docs.pages.tables import NOTHING, Table, cells_of
+from docs.pages.figures import Figure, figure_words
+from docs.pages.language import Folder
+from docs.pages.numbers import markdown
+from lightning_tasks.errors import UsageError
 
 CURE = "run `make pages`"
-Made = TypeVar("Made")
-Drawn = Callable[[Raw], Figure | None]  # None where there is nothing to draw yet
-Phrases = Callable[[Raw], Mapping[str, str] | None]  # None before there are runs to tell of
-Kept = TypeVar("Kept", bound=Phrases)
+RESULTS = Path("docs/results")
+_MARKER = re.compile(r"<!-- (?:(?P<kind>number|table|figure|let) (?P<expression>.+?)|(?P<end>end)) -->", re.DOTALL)
+_LINE_START = re.compile(r"^\s*(?:[-*] +)?$")
+_LINK = re.compile(r"\]\((?P<file>[^)]+)\)")
+_JINJA = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A claim of a paper, for the page and for the table of all pages.
+class Region:
+    """What stands between two markers: what is there, what should be, and where that is in the file."""
+
+    kind: str
+    expression: str
+    there: str
+    made: Any
+    start: int
+    stop: int
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal; a number may be wrapped like any other words of a paragraph."""
+        if self.kind == "table":
+            return self.there.strip("\n") == self.made
+        return self.kind == "figure" or " ".join(self.there.split()) == self.made
+
+
+class Page:
+    """A page, read and made.
 
     Args:
-        claim: with the paper that makes it.
-        found: the numbers that speak to it.
-        verdict: by the rules of docs/compare.md where a paired difference decides.
-    """
-
-    claim: str
-    found: str
-    verdict: str
-
-
-@dataclass
-class Page:
-    """A page of docs/results, and the folder of raw files beside it that has its name; `title` is what links say.
-
-    Modules of `docs.pages.results` make one each (`rpc.shared` is what several use), and give it functions of the raw
-    files by its decorators.
-    """
-
-    name: str
-    title: str = ""
-    file: str = ""
-    tables: dict[str, Callable[[Raw], Table]] = field(default_factory=dict)
-    phrases: list[Phrases] = field(default_factory=list)
-    figures: dict[str, Drawn] = field(default_factory=dict)
-    summaries: dict[str, str] = field(default_factory=dict)
-    texts: dict[str, Callable[[Raw], str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.file = self.file or f"docs/results/{self.name}.md"
-
-    def raw(self, root: Path) -> Raw:
-        """The raw files of this page."""
-        return Raw(root, f"docs/results/{self.name}")
-
-    def table(self, make: Callable[[Raw], Table]) -> Callable[[Raw], Table]:
-        """A table, by the function's name."""
-        self.tables[make.__name__] = make
-        return make
-
-    def numbers(self, make: Kept) -> Kept:
-        """Words of the prose, by their names."""
-        self.phrases.append(make)
-        return make
-
-    def claims(self, make: Callable[[Raw], Sequence[Claim]]) -> Callable[[Raw], Sequence[Claim]]:
-        """The claims, of which the page has a table too."""
-        self.tables["claims"] = lambda raw: claims_table(make(raw))
-        return make
-
-    def figure(self, name: str) -> Callable[[Drawn], Drawn]:
-        """A figure in the page's folder."""
-
-        def keep(make: Drawn) -> Drawn:
-            self.figures[name] = make
-            return make
-
-        return keep
-
-    def contents(self, raw: Raw, numbers: Iterable[str]) -> dict[tuple[str, str], str]:
-        """What is to stand in each region; in those of `numbers` that wait for their runs, that there are none yet."""
-        found = {("table", name): str(self.made(f"table {name}", make, raw)) for name, make in self.tables.items()}
-        phrases = [self.made(f"the numbers of {make.__name__}", make, raw) for make in self.phrases]
-        if any(texts is None for texts in phrases):
-            found |= {("number", name): NOTHING for name in numbers}
-        for texts in phrases:
-            found |= {("number", name): text for name, text in (texts or {}).items()}
-        return found
-
-    def made(self, what: str, make: Callable[[Raw], Made], raw: Raw) -> Made:
-        """What `make` returns.
-
-        Raises:
-            PageError: the raw files hold something else than it reads.
-        """
-        try:
-            return make(raw)
-        except PageError as error:
-            raise PageError(f"{self.file}: {what}: {error}") from error
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}"
-            raise PageError(f"{self.file}: {what} cannot be made of the raw files ({text})") from error
-
-
-def claims_table(claims: Sequence[Claim]) -> Table:
-    """What the page says of each claim."""
-    return Table(["claim", "what we found", "verdict"], [[each.claim, each.found, each.verdict] for each in claims])
-
-
-def written(page: Page, raw: Raw) -> tuple[str, str]:
-    """The text of the page as it is, and as the raw files say.
+        root: of the repository.
+        file: of the page, from there.
 
     Raises:
-        PageError: a region that nothing makes, something made that has no region, or a marker without its other half.
+        PageError: a marker without its other half, or an expression that gives nothing.
     """
-    text = (raw.root / page.file).read_text(encoding="utf-8")
-    regions = read_regions(text, page.file)
-    contents = page.contents(raw, [region.name for region in regions if region.kind == "number"])
-    there = {(region.kind, region.name) for region in regions}
-    if strange := sorted(there - contents.keys()):
-        names = ", ".join(name for kind, name in sorted(contents) if kind == strange[0][0])
-        raise PageError(f"{page.file}: nothing makes the {strange[0][0]} {strange[0][1]}; there are {names or 'none'}")
-    if missing := sorted(contents.keys() - there):
-        kind, name = missing[0]
-        raise PageError(f"{page.file}: the {kind} {name} stands nowhere; write <!-- {kind} {name} --><!-- end -->")
-    return text, filled(text, regions, contents)
+
+    def __init__(self, root: Path, file: str) -> None:
+        self.root, self.file, self.path = root, file, root / file
+        self.text = self.path.read_text(encoding="utf-8")
+        self.folder = Folder(root / RESULTS / self.path.stem)
+        self.words: dict[str, Any] = {**words_of(root, self.folder)}
+        self.named: dict[str, Any] = {}
+        self.regions = [*self._read()]
+
+    def _read(self) -> Iterator[Region]:
+        opened: re.Match[str] | None = None
+        for marker in _MARKER.finditer(self.text):
+            line = self.text.count("\n", 0, marker.start()) + 1
+            if marker["kind"] and opened is not None:
+                raise PageError(f"{self.file}: {opened[0]} has no <!-- end --> before line {line}")
+            if marker["kind"] == "let":
+                name, _, expression = marker["expression"].partition(" = ")
+                self.words[name] = self.named[name] = self._value(expression, line)
+            elif marker["kind"]:
+                if marker["kind"] == "number" and _LINE_START.match(self.text[: marker.start()].rpartition("\n")[2]):
+                    raise PageError(f"{self.file}, line {line}: a number begins a line; put a word before it")
+                opened = marker
+            elif opened is None:
+                raise PageError(f"{self.file}, line {line}: {marker[0]} ends nothing")
+            else:
+                there = self.text[opened.end() : marker.start()]
+                made = self._value(opened["expression"], line)
+                yield Region(opened["kind"], opened["expression"], there, made, opened.end(), marker.start())
+                opened = None
+        if opened is not None:
+            raise PageError(f"{self.file}: {opened[0]} has no <!-- end -->")
+
+    def _value(self, expression: str, line: int) -> Any:
+        place = f"{self.file}, line {line}: `{' '.join(expression.split())}`"
+        try:
+            return _JINJA.compile_expression(expression, undefined_to_none=False)(**self.words)
+        except (PageError, UsageError) as error:
+            raise PageError(f"{place}: {error}") from error
+        except Exception as error:  # an expression may call anything of its words
+            raise PageError(f"{place} gives nothing ({type(error).__name__}: {error})") from error
+
+    @property
+    def made(self) -> str:
+        """The text as the raw tables say."""
+        text = self.text
+        for region in reversed(self.regions):
+            if not region.same:
+                content = f"\n{region.made}\n" if region.kind == "table" else region.made
+                text = text[: region.start] + content + text[region.stop :]
+        return text
+
+    @property
+    def figures(self) -> dict[Path, Figure]:
+        """The figures by their files."""
+        found = {}
+        for region in self.regions:
+            if region.kind == "figure":
+                link = _LINK.search(region.there)
+                if link is None:
+                    raise PageError(f"{self.file}: the figure {region.expression} has no link to an image")
+                found[self.path.parent / link["file"]] = region.made
+        return found
+
+    def differences(self) -> Iterator[str]:
+        """A sentence for each number, and each row of a table, that the raw tables say otherwise."""
+        for region in self.regions:
+            if region.same:
+                continue
+            place = f"{self.file}: {region.kind} {region.expression}"
+            pairs = [(region.there, region.made)]
+            if region.kind == "table":
+                rows = region.there.strip("\n").splitlines(), region.made.splitlines()
+                if len(rows[0]) != len(rows[1]):
+                    yield f"{place}: the page has {len(rows[0])} lines, the raw tables give {len(rows[1])}; {CURE}"
+                    continue
+                pairs = [(one, other) for one, other in zip(*rows, strict=True) if one != other]
+            for there, made in pairs:
+                yield f"{place}: the page says {there!r}, the raw tables say {made!r}; {CURE}"
 
 
-def differences(page: Page, raw: Raw) -> Iterator[str]:
-    """A sentence for each row of a table, and each number, that the raw files say otherwise."""
-    text, made = written(page, raw)
-    if text == made:
-        return
-    for old, new in zip(read_regions(text, page.file), read_regions(made, page.file), strict=True):
-        if old.content == new.content:
-            continue
-        place = f"{page.file}: {old.kind} {old.name}"
-        if old.kind == "number":
-            yield f"{place}: the page says {old.content!r}, the raw files say {new.content!r}; {CURE}"
-            continue
-        rows = old.content.splitlines(), new.content.splitlines()
-        if len(rows[0]) != len(rows[1]):
-            yield f"{place}: the page has {len(rows[0])} lines, the raw files give {len(rows[1])}; {CURE}"
-            continue
-        if rows[0][0] != rows[1][0]:
-            yield f"{place}: the page has the columns {rows[0][0]!r}, the raw files give {rows[1][0]!r}; {CURE}"
-            continue
-        for row, (line, other) in enumerate(zip(*rows, strict=True), start=-1):  # the first below the heads is 1
-            if line != other:
-                name = next(filter(None, cells_of(other)), "")
-                yield f"{place}, row {row} {name!r}: {_difference(line, other, rows[1][0])}; {CURE}"
+def words_of(root: Path, folder: Folder) -> dict[str, Any]:
+    """What the expressions of a page may say: the words of its folder, of figures, and of `analyses/NAME.py`."""
+    public = (word for word in dir(folder) if not word.startswith("_") and word not in ("path", "comparison"))
+    words = {word: getattr(folder, word) for word in public} | figure_words(folder)
+    words |= {"claims_of": lambda names: claims_of(root, names), "page": lambda other: Folder(root / RESULTS / other)}
+    module = f"docs.pages.analyses.{folder.path.name}"
+    if folder.path.name.isidentifier() and importlib.util.find_spec(module):
+        words |= importlib.import_module(module).words(folder)
+    return words
 
 
-def _difference(line: str, other: str, heads: str) -> str:
-    """Which cells of two lines differ."""
-    cells, others, names = cells_of(line), cells_of(other), cells_of(heads)
-    if len(cells) != len(others):
-        return f"the page says {line!r}, the raw files say {other!r}"
-    parts = [
-        f"{name or 'column ' + str(place)}: the page says {cell!r}, the raw files say {new!r}"
-        for place, (name, cell, new) in enumerate(zip(names, cells, others, strict=True), start=1)
-        if cell != new
-    ]
-    return "; ".join(parts) or "the spaces differ"
+def claims_of(root: Path, names: list[str]) -> str:
+    """The rows of the tables of claims of some pages, each with a link."""
+    rows = []
+    for name in names:
+        text = (root / RESULTS / f"{name}.md").read_text(encoding="utf-8")
+        title = text.splitlines()[0].removeprefix("# ")
+        table = re.search(r"^\| claim \|.*?(?=\n\n|\n<!-- end|\Z)", text, re.DOTALL | re.MULTILINE)
+        if table is None:
+            raise PageError(f"{name}.md has no table of claims")
+        for line in table[0].splitlines()[2:]:
+            cells = re.sub(r"<!--.*?-->", "", line).strip().strip("|").split("|")
+            rows.append([*(cell.strip() for cell in cells), f"[{title}](../results/{name}.md)"])
+    return markdown(["claim", "what we found", "verdict", "experiment"], rows)

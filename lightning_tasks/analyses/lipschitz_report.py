@@ -198,10 +198,14 @@ def _least_squares(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(path: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> None:
-    """Write the figure.
+    """Write the figure of :func:`drawn`."""
+    drawn(panels).savefig(path, dpi=110, format="png")
+
+
+def drawn(panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> Any:
+    """The figure.
 
     Args:
-        path: the file.
         panels: by layer, then by kind of input: (lengths, values) of every sequence, and their fit.
     """
     from matplotlib.figure import Figure
@@ -225,7 +229,7 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> 
         axes.legend(fontsize="x-small", frameon=False, loc="upper left")
     figure.supxlabel("tokens n")
     figure.supylabel("local Lipschitz constant")
-    figure.savefig(path, dpi=110, format="png")
+    return figure
 
 
 def _log_scales(axes: Any) -> None:

@@ -9,15 +9,12 @@ from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
-from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
-from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
+from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
+from lightning_tasks.callbacks.resuming.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
-from lightning_tasks.callbacks.run_summary import RunSummary
-from lightning_tasks.callbacks.save_on_stop import SaveOnStop
-from lightning_tasks.callbacks.segmentation_overlay import SegmentationOverlay
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
 from lightning_tasks.callbacks.stabilizers.attention_diversification import AttentionDiversification
 from lightning_tasks.callbacks.stabilizers.dam_penalty import DAMPenalty
@@ -26,6 +23,9 @@ from lightning_tasks.callbacks.stabilizers.logit_monitor import LogitMonitor
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
 from lightning_tasks.callbacks.stabilizers.sigma_reparam import SigmaReparam
 from lightning_tasks.callbacks.swap import SwapAttention
+from lightning_tasks.callbacks.writing.prediction_table import PredictionTable
+from lightning_tasks.callbacks.writing.run_summary import RunSummary
+from lightning_tasks.callbacks.writing.segmentation_overlay import SegmentationOverlay
 
 __all__ = [
     "AttentionDiversification",

@@ -12,10 +12,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.callbacks.missed_validation import WarnOfMissedValidation
-from lightning_tasks.callbacks.prediction_table import PredictionTable
 from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
-from lightning_tasks.callbacks.save_on_stop import SaveOnStop
+from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
+from lightning_tasks.callbacks.resuming.save_on_stop import SaveOnStop
+from lightning_tasks.callbacks.writing.prediction_table import PredictionTable
 from lightning_tasks.cli.loggers import planned_loggers
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.runs.folder import RUNS

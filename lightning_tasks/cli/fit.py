@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_tasks.callbacks.run_summary import RunSummary, divergence_of
+from lightning_tasks.callbacks.writing.run_summary import RunSummary, divergence_of
 from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
 from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
 from lightning_tasks.checkpoints.weights import read_checkpoint
@@ -231,8 +231,8 @@ def fill(given: dict[str, Any], stored: dict[str, Any], allowed: frozenset[str] 
     if not _same_class(given.get("class_path"), stored.get("class_path"), allowed):
         return given
     arguments, kept = given.get("init_args") or {}, dict(stored.get("init_args") or {})
-    for name in [name for name in arguments if f"{name}_options" in kept and arguments[name] != kept.get(name)]:
-        del kept[f"{name}_options"]
+    for name in [name for name in arguments if arguments[name] != kept.get(name)]:
+        kept.pop("options" if name == "mechanism" else f"{name}_options", None)
     for name in arguments.keys() & kept.keys():
         if all(
             isinstance(value, dict) and {"class_path", "init_args"} & value.keys()

@@ -20,7 +20,6 @@ import yaml
 
 from lightning_tasks.compare.identity.sources import Sources, changed_sources, sources_of, value_of
 from lightning_tasks.errors import UsageError
-from lightning_tasks.json_values import of_kind, text_of
 from lightning_tasks.runs.log import read_metrics
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
 
@@ -96,7 +95,8 @@ class Cell:
     def sources(self) -> Sources:
         """The code and the files that its configuration names, as they are now."""
         values = [value_of(each.partition("=")[2]) for each in self.overrides]
-        return sources_of([_content(Path(self.config).read_text(encoding="utf-8")), *values])
+        config = Path(self.config)
+        return sources_of([_content(config.read_text(encoding="utf-8")), *values], config.parent)
 
     def changed(self) -> list[str]:
         """What a result of these settings was made with and is not as it was; empty where there is none.
@@ -107,18 +107,8 @@ class Cell:
         return [] if recorded is None else changed_sources(recorded, self.sources)
 
     def recorded_sources(self) -> Sources | None:
-        """What a result of these settings was made with; None where there is none, or it is of an earlier version.
-
-        Raises:
-            UsageError: the result has something else there.
-        """
-        given = self.result().get("sources") if self._has_result() else None
-        try:
-            return None if given is None else parse_sources(given)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise UsageError(
-                f"{self.folder / RESULT} is damaged ({error}); delete it, and its cell is run again"
-            ) from error
+        """What a result of these settings was made with; None where there is none, or it is of an earlier version."""
+        return self.result().get("sources") if self._has_result() else None
 
     def refuse_links(self) -> None:
         """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.
@@ -183,15 +173,6 @@ def folder_name(name: str) -> str:
         return slug
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
-
-
-def parse_sources(given: Any) -> Sources:
-    """What a result or a record says of code and files.
-
-    Raises:
-        TypeError: it is damaged.
-    """
-    return {text_of(name): text_of(state) for name, state in of_kind(given, dict).items()}
 
 
 def run_cell(cell: Cell, planned: Sources | None = None) -> None:

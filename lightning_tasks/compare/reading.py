@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, folder_name
+from lightning_tasks.compare.identity.sources import mixed_sources
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record
 from lightning_tasks.compare.statistics import p_of_interval
 from lightning_tasks.compare.summary import SummaryRow, corrected_by_family, summarize
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.divergence import with_stops
-from lightning_tasks.runs.log import Rows, merge_epochs
-from lightning_tasks.runs.run import COMPARISON, LOG, RESULTS, Run, read_head_rows, read_robustness, readable
+from lightning_tasks.runs.log import COMPARISON, RESULTS, Rows, merge_epochs
+from lightning_tasks.runs.run import LOG, Run, read_head_rows, read_robustness, readable
 from lightning_tasks.runs.safe_files import as_step, read_result, refuse_foreign
 from lightning_tasks.runs.settings import read_run_settings
 
@@ -53,7 +54,7 @@ def read_comparison(folder: Path) -> Read:
     results = {}
     for cell in _in_order(record):
         key = cell.variant, cell.seed
-        if key in found and cell.fingerprint in ("", found[key][1].get("fingerprint")):
+        if key in found and _is_of(cell, record, found[key][1]):
             results[key] = found[key]
     table = table or ({} if results else _read_table(folder))
     if not results and not table:
@@ -104,6 +105,12 @@ def _in_order(record: Record) -> list[CellRecord]:
     return sorted(record.cells, key=lambda cell: (places[cell.variant], cell.seed))
 
 
+def _is_of(cell: CellRecord, record: Record, result: dict[str, Any]) -> bool:
+    """Whether a result is of the settings, code and files of a recorded cell, as far as both say them."""
+    made_with, code = result.get("sources"), record.code[cell.code] if cell.code >= 0 else None
+    return not cell.fingerprint or (cell.fingerprint == result.get("fingerprint") and made_with in (None, code))
+
+
 def _notes(
     folder: Path, record: Record, found: dict[Place, Any], shown: dict[Place, Any], table: dict[Place, Rows]
 ) -> list[str]:
@@ -120,9 +127,11 @@ def _notes(
     if others := [f"{config} seed {seed}" for config, seed in found.keys() - shown.keys()]:
         names = ", ".join(sorted(others))
         notes.append(
-            f"{folder}: not shown, as {COMPARISON} has no cells of these settings (others, or variants that the last "
-            f"command left out): {names}"
+            f"{folder}: not shown, as {COMPARISON} has no cells of these settings, code and files (others, or variants "
+            f"that the last command left out): {names}"
         )
+    states = [made_with for _, result in shown.values() if (made_with := result.get("sources")) is not None]
+    notes += [f"{folder}: {text}" for text in mixed_sources(states)]
     if not shown and (places or others):
         notes.append(f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished")
     if shown and table and set(table) != set(shown):

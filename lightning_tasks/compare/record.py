@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.compare.cell import RESULT, Cell, parse_sources
+from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Choice, parse_choice
 from lightning_tasks.compare.identity.sources import Sources, mixed_sources
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
-from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of
+from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of, texts_of
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells
 from lightning_tasks.runs.environment import Environment, mixed_environments, parse_environment, this_environment
-from lightning_tasks.runs.run import COMPARISON
+from lightning_tasks.runs.log import COMPARISON
 from lightning_tasks.runs.safe_files import refuse_foreign, written_whole
 
 FINISHED, FAILED, WAITING = "finished", "failed", "waiting"
@@ -39,7 +39,7 @@ class VariantRecord:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """A variant with a seed. What follows ``state`` is known of finished cells alone.
+    """A variant with a seed. What follows ``state``, but ``code``, is known of finished cells alone.
 
     Args:
         variant, seed: which cell it is.
@@ -50,7 +50,7 @@ class CellRecord:
         diverged: why its run counts as diverged; "" where it does not.
         checkpoint: of the end of its fit, a path in the folder of the comparison; "" where none was kept.
         environment: place among the record's environments; -1 where an earlier version ran the cell.
-        code: place among the record's code; -1 where an earlier version ran the cell.
+        code: place among the record's code, with which it ran or is to run; -1 where an earlier version ran the cell.
     """
 
     variant: str
@@ -85,7 +85,7 @@ class Record:
             where an earlier version wrote the record.
         selection: the cells by which values are chosen; their variants are named by what each tries.
         changed: sentences on a primary endpoint or margins that were others when cells had finished already.
-        code: the different states of code and files with which finished cells ran, by file or package.
+        code: the different states of code and files with which cells ran or are to run, by file or package.
     """
 
     variants: list[VariantRecord]
@@ -135,7 +135,7 @@ def record_of(
     ran_with = {
         cell: state
         for cell in (*known, *selection)
-        if cell.is_finished() and (state := cell.recorded_sources()) is not None
+        if (state := cell.recorded_sources() if cell.is_finished() else cell.sources) is not None
     }
     code: list[Sources] = []
     for state in ran_with.values():
@@ -244,7 +244,7 @@ def _checked(given: Any) -> Record:
         list_of(given["metrics"], str),
         [seed_of(each) for each in of_kind(given["seeds"], list)],
         [_cell(each) for each in list_of(given["cells"], dict)],
-        {text_of(name): text_of(version) for name, version in of_kind(given["versions"], dict).items()},
+        texts_of(given["versions"]),
         [parse_choice(each) for each in list_of(given.get("choices", []), dict)],
         text_of(given.get("primary", "")),
         {text_of(name): _margin(value) for name, value in of_kind(given.get("margins", {}), dict).items()},
@@ -252,7 +252,7 @@ def _checked(given: Any) -> Record:
         _count(given.get("comparisons", 0)),
         [_cell(each) for each in list_of(given.get("selection", []), dict)],
         _changes(given.get("changed", [])),
-        [parse_sources(each) for each in list_of(given.get("code", []), dict)],
+        [texts_of(each) for each in list_of(given.get("code", []), dict)],
     )
     names = set(found.configs)
     if len(names) < len(found.variants):

@@ -57,15 +57,15 @@ def minimum_detectable_effect(std: float, pairs: int, power: float = 0.8, alpha:
 @lru_cache
 def _detectable_shift(pairs: int, power: float, alpha: float) -> float:
     """The same, in standard deviations of the mean of the differences."""
-    from scipy import optimize, stats
+    from scipy import optimize, special
 
     degrees = pairs - 1
     nodes, weights = np.polynomial.legendre.leggauss(200)
-    estimates = stats.chi.ppf((nodes + 1) / 2, degrees) / math.sqrt(degrees)
-    limits = stats.t.ppf(1 - alpha / 2, degrees) * estimates
+    estimates = np.sqrt(2 * special.gammaincinv(degrees / 2, (nodes + 1) / 2) / degrees)  # of a deviation
+    limits = special.stdtrit(degrees, 1 - alpha / 2) * estimates
 
     def excess(shift: float) -> float:
-        return float(weights @ (stats.norm.sf(limits - shift) + stats.norm.cdf(-limits - shift)) / 2 - power)
+        return float(weights @ (special.ndtr(shift - limits) + special.ndtr(-limits - shift)) / 2 - power)
 
     high = 1.0
     while excess(high) < 0:
@@ -80,10 +80,10 @@ def paired_p(differences: Sequence[float]) -> float:
 
 def p_of_interval(mean: float, low: float, high: float, pairs: int, level: float = 0.95) -> float:
     """The p-value of :func:`paired_p` from the interval of :func:`paired_interval`."""
-    from scipy import stats
+    from scipy import special
 
-    error = (high - low) / 2 / float(stats.t.ppf((1 + level) / 2, pairs - 1))
-    return 2 * float(stats.t.sf(abs(mean) / error, pairs - 1)) if error > 0 else math.nan
+    error = (high - low) / 2 / float(special.stdtrit(pairs - 1, (1 + level) / 2))
+    return 2 * float(special.stdtr(pairs - 1, -abs(mean) / error)) if error > 0 else math.nan
 
 
 def equivalence_p(differences: Sequence[float], margin: float) -> float:
@@ -94,10 +94,10 @@ def equivalence_p(differences: Sequence[float], margin: float) -> float:
 
 def _p_above(distance: float, differences: Sequence[float]) -> float:
     """Probability of a t statistic of at least that of a mean at this distance; nan without a spread."""
-    from scipy import stats
+    from scipy import special
 
     error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
-    return float(stats.t.sf(distance / error, len(differences) - 1)) if error > 0 else math.nan
+    return float(special.stdtr(len(differences) - 1, -distance / error)) if error > 0 else math.nan
 
 
 def holm(values: Sequence[float], family: int = 0) -> list[float]:

@@ -15,7 +15,7 @@ from lightning_tasks.compare.record import environment_remarks, finished_before
 from lightning_tasks.compare.summary import Endpoints, PairedCell, SummaryRow, not_logged, summarize, unpaired
 from lightning_tasks.figures.curves import draw_comparison
 from lightning_tasks.runs.divergence import diverged_cells, diverged_configs, with_stops
-from lightning_tasks.runs.run import RESULTS
+from lightning_tasks.runs.log import RESULTS
 from lightning_tasks.runs.safe_files import write_rows, written_whole
 
 CURVES = "curves.png"

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lightning_tasks.json_values import of_kind, text_of
+from lightning_tasks.json_values import of_kind, text_of, texts_of
 
 LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -102,7 +102,7 @@ def parse_environment(given: Any) -> Environment:
     commit, modified, hardware, versions = (
         of_kind(given, dict)[key] for key in ("commit", "modified", "hardware", "versions")
     )
-    of_library = {text_of(name): text_of(version) for name, version in of_kind(versions, dict).items()}
+    of_library = texts_of(versions)
     return Environment(text_of(commit), of_kind(modified, bool), text_of(hardware), of_library)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.runs.safe_files import as_step, whole_lines
 
+COMPARISON, RESULTS = "comparison.json", "results.csv"  # files of a comparison
 _MOST_COLUMNS = 100_000
 Curve = tuple[list[int], list[float]]
 Rows = list[dict[str, Any]]  # step, metric, value

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.heads import TABLE as HEADS, read_heads
-from lightning_tasks.runs.log import Rows, merge_epochs, read_metrics
+from lightning_tasks.runs.log import COMPARISON, RESULTS, Rows, merge_epochs, read_metrics
 from lightning_tasks.runs.metric_names import MetricName, head_part, layer_line
 from lightning_tasks.runs.robustness import Row, read_csv
 from lightning_tasks.runs.safe_files import refuse_foreign
@@ -22,7 +22,6 @@ from lightning_tasks.runs.settings import read_run_settings
 MOST_STEPS = 200  # of what was observed of heads, so that pages stay small
 NAMED = 3  # folders in a hint
 LOG, ROBUSTNESS = "metrics.csv", "robustness.csv"  # of a run
-COMPARISON, RESULTS = "comparison.json", "results.csv"  # of a comparison
 _T = TypeVar("_T")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.errors import UsageError
+from lightning_tasks.json_values import texts_of
 
 MOST_TABLE_BYTES = 1 << 28
 MOST_SETTINGS_BYTES = 1 << 20
@@ -90,6 +91,8 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
         if not isinstance(found["rows"], list):
             raise TypeError(f"rows are {type(found['rows']).__name__}, and a list is needed")
         found["rows"] = [_row(each) for each in found["rows"]]
+        if found.get("sources") is not None:
+            found["sources"] = texts_of(found["sources"])
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is damaged ({error}); delete it, and its cell is run again") from error
     return found

@@ -108,5 +108,5 @@ def _check_options(mechanism: type[AttentionMechanism], options: Mapping[str, An
     except TypeError as error:
         raise TypeError(
             f"{str(error).rstrip('.')}. Where options={options!r} is a recipe's, for another "
-            "mechanism, --model.attention_options null leaves it out (in YAML attention_options: null)"
+            "mechanism, --model.options null leaves it out (in YAML options: null)"
         ) from error

@@ -134,7 +134,7 @@ def project(request, tmp_path):
                     "depth": 1,
                 },
                 "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-                "attention": "rpc",
+                "mechanism": "rpc",
             },
         },
         "data": {"class_path": "datamodules.own.MyDigits", "init_args": {"batch_size": 64, "num_workers": 0}},

@@ -207,7 +207,7 @@ def test_model_of_any_kind_from_its_logits(tmp_path):
     [
         ({"model": nn.Linear(1, 1)}, TypeError, "say how to build one, got a Linear that is built"),
         ({"mechanism": "rcp"}, ValueError, "Did you mean 'rpc'"),
-        ({"attention": lambda spec: None}, TypeError, "cannot be stored in a checkpoint"),
+        ({"mechanism": lambda spec: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"optimizer": lambda params: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"scheduler": "LinearRL"}, ValueError, "looked in torch.optim.lr_scheduler"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
@@ -315,7 +315,7 @@ def test_resuming_a_plain_run_of_our_own_model_names_the_cure_which_works(mechan
     run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
     run.fit(plain, RandomText())
     run.save_checkpoint(path)
-    other = {"attention": mechanism, "options": options}
+    other = {"mechanism": mechanism, "options": options}
     with pytest.raises(ValueError, match=rf"is built with .*not as they were: .*{key}.*--init_from"):
         trainer(tmp_path, max_steps=2).fit(task(**other), RandomText(), ckpt_path=path)
     started = task(**other)

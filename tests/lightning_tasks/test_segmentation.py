@@ -333,7 +333,7 @@ def test_predict_leaves_masks_and_a_table_of_them(tmp_path):
 def test_images_alone_are_predicted_as_they_are_with_masks(tmp_path, monkeypatch, as_tensor):
     titles = []
     monkeypatch.setattr(
-        "lightning_tasks.callbacks.segmentation_overlay.save_figure",
+        "lightning_tasks.callbacks.writing.segmentation_overlay.save_figure",
         lambda _, figure, name: titles.extend(axes.get_title() for axes in figure.axes),
     )
     images, masks = pair(height=40, width=48)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.attached import attach
 from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.huggingface.attached import attach
 from attention_modules.hosts.huggingface.caches import why_no_cache
 
 _METHOD = "init_continuous_batching"

@@ -38,10 +38,11 @@ from attention_modules.hosts.huggingface.projections import (
     without_query,
 )
 from attention_modules.hosts.huggingface.queries import query_path
+from attention_modules.hosts.huggingface.saving import attach_saving
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
 from attention_modules.hosts.layer_call import CACHES
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
-from attention_modules.hosts.saving import attach_saving
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
@@ -98,6 +99,9 @@ class SwappedHuggingFace(Swapped):
 
 def _kind(layer: nn.Module) -> type[nn.Module]:
     return layer.plain_class if isinstance(layer, Swapped) else type(layer)
+
+
+_ROPE = "rope: the spectrum of the logits is not W's"
 
 
 def _call_of(layer: nn.Module) -> InterfaceCall:
@@ -233,9 +237,26 @@ class HuggingFaceHost(Host):
         return None if _norm(layer, "[qk]") is None else "q/k norm"
 
     def caveat(self, layer: Any) -> str | None:
-        return super().caveat(layer) or ("rope: the spectrum of the logits is not W's" if self.rotates(layer) else None)
+        return super().caveat(layer) or (_ROPE if _call_of(layer).rotates else None)
 
-    def refusal(self, layer: Any) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        call, masks = _call_of(layer), _given(layer, MASKS)
+        unread = (
+            None if call.passes_on else "its forward hands nothing further to the attention interface (no **kwargs)"
+        )
+        rows = f"it hands {', '.join(masks)} to its attention, a mask with other rows" if masks else None
+        several = "it attends several times in a call, to other values each time" if call.times > 1 else None
+        return Limits(
+            self._every(layer),
+            lambda mechanism: _bounded(layer, mechanism),
+            without_rows=rows,
+            with_input=unread,
+            without_query=self._query(layer, super().limits(layer).without_query),
+            sharing=several,
+            rotates=call.rotates,
+        )
+
+    def _every(self, layer: Any) -> str | None:
         config = layer.plain_config if isinstance(layer, SwappedHuggingFace) else layer.config
         implementation = config._attn_implementation
         if implementation not in _UNDERSTOOD:
@@ -248,32 +269,7 @@ class HuggingFaceHost(Host):
             return f"{function.__module__}.{function.__name__}, which it calls, is no softmax attention"
         return None
 
-    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
-        bounds = _given(layer, OF_LOGITS)
-        if bounds and not mechanism.softmax_like:
-            return (
-                f"it hands {', '.join(bounds)} to its attention, which changes its logits or their sum, and which "
-                f"{type(mechanism).__name__} cannot honor: choose a mechanism that is like softmax (softmax, sink, "
-                "gated, entmax, hard)"
-            )
-        return None
-
-    def row_refusal(self, layer: Any) -> str | None:
-        masks = _given(layer, MASKS)
-        return f"it hands {', '.join(masks)} to its attention, a mask with other rows" if masks else None
-
-    def rotates(self, layer: Any) -> bool:
-        return _call_of(layer).rotates
-
-    def input_refusal(self, layer: Any) -> str | None:
-        if _call_of(layer).passes_on:
-            return None
-        return "its forward hands nothing further to the attention interface (it takes no **kwargs)"
-
-    def sharing_refusal(self, layer: Any) -> str | None:
-        return "it attends several times in a call, to other values each time" if _call_of(layer).times > 1 else None
-
-    def query_refusal(self, layer: Any) -> str | None:
+    def _query(self, layer: Any, grouped: str | None) -> str | None:
         norm = _norm(layer, "q")
         if norm is not None:
             return f"it normalizes queries ({norm}), whose weights would train nothing; use a mechanism with a query"
@@ -281,7 +277,7 @@ class HuggingFaceHost(Host):
         if name is None or sizes is None:
             return "its projections to queries and keys have no names that are known; use a mechanism with a query"
         return (
-            super().query_refusal(layer)
+            grouped
             or self._width_refusal(layer, name, sizes)
             or _path_refusal(layer, name)
             or plain_linear_refusal(layer, {name: Conv1D if name == "c_attn" else nn.Linear})
@@ -334,6 +330,17 @@ def _norm(layer: nn.Module, start: str) -> str | None:
     """A module of the layer that normalizes queries ("q") or keys before their product, with weights of its own."""
     norms = (name for name in layer._modules if re.match(rf"{start}\w*norm", name))
     return next((name for name in norms if any(True for _ in getattr(layer, name).parameters())), None)
+
+
+def _bounded(layer: Any, mechanism: AttentionMechanism) -> str | None:
+    bounds = _given(layer, OF_LOGITS)
+    if not bounds or mechanism.softmax_like:
+        return None
+    return (
+        f"it hands {', '.join(bounds)} to its attention, which changes its logits or their sum, and which "
+        f"{type(mechanism).__name__} cannot honor: choose a mechanism that is like softmax (softmax, sink, gated, "
+        "entmax, hard)"
+    )
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

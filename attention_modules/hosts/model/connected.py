@@ -100,7 +100,7 @@ def _misfit(layer: Found, source: Found) -> str | None:
     if sizes[0] != sizes[1]:
         own, other = (f"{heads} heads of width {width}" for heads, width in sizes)
         return f"it has {own}, the other {other}"
-    return layer.host.sharing_refusal(layer.module)
+    return layer.host.limits(layer.module).sharing
 
 
 def _refuse(name: str, reason: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped, has_hooks
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.timm.projections import JOINT, Projections, Widths
 from attention_modules.hosts.weights import Rows
@@ -170,13 +172,15 @@ class TimmHost(Host):
     def norm(self, layer: Any) -> str | None:
         return "q/k norm" if _query_norm(layer) else None
 
-    def query_refusal(self, layer: Any) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        found = super().limits(layer)
+        query = found.without_query or self.projections(layer).query_refusal(layer)
         if _query_norm(layer):
-            return (
+            query = (
                 "it normalizes queries (q_norm), whose weights would train nothing without a query; "
                 "use a mechanism with a query, or build the model with qk_norm=False"
             )
-        return super().query_refusal(layer) or self.projections(layer).query_refusal(layer)
+        return replace(found, without_query=query)
 
 
 def _definer(kind: type) -> type:

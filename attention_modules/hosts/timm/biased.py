@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import SwappedImage
 from attention_modules.hosts.timm.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
@@ -31,12 +32,14 @@ class BiasedHost(TimmHost):
         """Whether this layer has one."""
         return True
 
-    def row_refusal(self, layer: Any) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        found = super().limits(layer)
         if not self.biased(layer):
-            return None
-        return (
-            "its relative position bias differs from row to row, and this mechanism takes one number per key alone, as "
-            "padding gives it; choose another mechanism"
+            return found
+        return dataclasses.replace(
+            found,
+            without_rows="its relative position bias differs from row to row, and this mechanism takes one number per "
+            "key alone, as padding gives it; choose another mechanism",
         )
 
     def caveat(self, layer: Any) -> str | None:
@@ -118,16 +121,14 @@ class SamHost(BiasedHost):
     def biased(self, layer: Any) -> bool:
         return layer.use_rel_pos
 
-    def rotates(self, layer: Any) -> bool:
-        return not layer.use_rel_pos and layer.rope is not None
-
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or ("rope: the spectrum of the logits is not W's" if layer.rope else None)
 
-    def query_refusal(self, layer: Any) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        found = super().limits(layer)
         if layer.use_rel_pos:
-            return QUERY_BIAS
-        return super().query_refusal(layer)
+            return dataclasses.replace(found, without_query=QUERY_BIAS)
+        return dataclasses.replace(found, rotates=layer.rope is not None)
 
 
 class SwappedBottleneck(SwappedImage):
@@ -154,8 +155,8 @@ class BottleneckHost(BiasedHost):
     def length(self, layer: Any) -> int:
         return int(layer.pos_embed.height * layer.pos_embed.width)
 
-    def query_refusal(self, layer: Any) -> str:
-        return QUERY_BIAS
+    def limits(self, layer: Any) -> Limits:
+        return dataclasses.replace(super().limits(layer), without_query=QUERY_BIAS)
 
 
 class SwappedMaxxImage(SwappedImage):
@@ -222,8 +223,9 @@ class LevitHost(_CachedBiasHost):
     library = "timm.models.levit"
     parts = dataclasses.replace(JOINT_BY_HEAD, inner="linear")
 
-    def query_refusal(self, layer: Any) -> str | None:
-        return "a batch norm follows its joint projection, whose statistics cannot be split between query and keys"
+    def limits(self, layer: Any) -> Limits:
+        norm = "a batch norm follows its joint projection, whose statistics cannot be split between query and keys"
+        return dataclasses.replace(super().limits(layer), without_query=norm)
 
     def weights_refusal(self, layer: Any) -> str | None:
         return "a batch norm lies between the projection and the logits, so W depends on the batch"

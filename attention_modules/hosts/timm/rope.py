@@ -10,6 +10,7 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.timm.base import TimmHost
 from attention_modules.hosts.timm.plain import SwappedMasked
 from attention_modules.hosts.timm.projections import JOINT, JOINT_OWN_BIASES, SEPARATE, Projections, Widths
@@ -57,8 +58,8 @@ class TimmAttentionRopeHost(TimmHost):
     def widths(self, layer: Any) -> Widths:
         return Widths(layer.num_heads, layer.head_dim, layer.head_dim, getattr(layer, "num_kv_heads", layer.num_heads))
 
-    def rotates(self, layer: Any) -> bool:
-        return True
+    def limits(self, layer: Any) -> Limits:
+        return dataclasses.replace(super().limits(layer), rotates=True)
 
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or "rope: the spectrum of the logits is not W's"
@@ -105,8 +106,8 @@ class GemmaHost(TimmHost):
     def scale(self, layer: nn.Module) -> float:
         return 1.0
 
-    def rotates(self, layer: Any) -> bool:
-        return True
+    def limits(self, layer: Any) -> Limits:
+        return dataclasses.replace(super().limits(layer), rotates=True)
 
 
 HOSTS: tuple[Host, ...] = (TimmAttentionRopeHost(), EvaHost(), GemmaHost())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention_modules.base import AttentionMechanism, AttentionSpec
 from attention_modules.hosts.base import Host
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
 from attention_modules.mechanisms.maps.talking_heads import TalkingHeadsAttention
@@ -43,7 +44,11 @@ class CaitHost(TimmHost):
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         return dataclasses.replace(super().spec(layer, layer_index), mixes_heads=True)
 
-    def mechanism_refusal(self, layer: Any, mechanism: AttentionMechanism) -> str | None:
+    def limits(self, layer: Any) -> Limits:
+        return dataclasses.replace(super().limits(layer), of=lambda mechanism: self._refusal(layer, mechanism))
+
+    @staticmethod
+    def _refusal(layer: Any, mechanism: AttentionMechanism) -> str | None:
         if not isinstance(mechanism, TalkingHeadsAttention):
             return (
                 "talking heads: it mixes the maps of its heads by proj_l and proj_w, which only talking_heads keeps; "

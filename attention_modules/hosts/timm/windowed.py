@@ -7,12 +7,14 @@ the tokens that are no neighbors; timm writes it as -100, and a mechanism is giv
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.timm.base import SwappedTimm
 from attention_modules.hosts.timm.biased import BiasedHost
 from attention_modules.hosts.timm.projections import JOINT_OWN_BIASES, Widths
@@ -46,8 +48,9 @@ class WindowHost(BiasedHost):
 class ShiftedHost(WindowHost):
     """A layer whose windows are shifted in every other block."""
 
-    def sharing_refusal(self, layer: Any) -> str | None:
-        return "its windows are shifted from block to block, so that its tokens are not those of the other layers"
+    def limits(self, layer: Any) -> Limits:
+        shifted = "its windows are shifted from block to block, so that its tokens are not those of the other layers"
+        return replace(super().limits(layer), sharing=shifted)
 
 
 class SwinHost(ShiftedHost):

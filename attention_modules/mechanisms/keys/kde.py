@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanism import register_mechanism
 
 
 def kde_attention(
@@ -61,20 +62,8 @@ def normalized(k: Tensor) -> Tensor:
 
 
 @register_mechanism("kde")
-class KDEAttention(AttentionMechanism):
+class KDEAttention(TensorMechanism):
     """:func:`kde_attention` as a mechanism, without parameters."""
 
+    function = staticmethod(kde_attention)
     own_logits: ClassVar = "they are squared distances of queries and normalized keys"
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values by the distance of queries to normalized keys."""
-        return kde_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.columns import attend_with_sink
 from attention_modules.mechanisms.shared.options import check_flag, check_number
 
@@ -60,7 +61,7 @@ def sink_attention(
 
 
 @register_mechanism("sink")
-class SinkAttention(AttentionMechanism):
+class SinkAttention(TensorMechanism):
     """:func:`sink_attention` as a mechanism, with one s per head.
 
     Args:
@@ -74,6 +75,7 @@ class SinkAttention(AttentionMechanism):
         ValueError: if a number is out of its limits, or ``learned`` is neither True nor False.
     """
 
+    function = staticmethod(sink_attention)
     neutral: ClassVar = {"start": -30.0, "std": 0.0}
     softmax_like = True
 
@@ -82,17 +84,5 @@ class SinkAttention(AttentionMechanism):
         s = check_number("start", start) + check_number("std", std, at_least=0.0) * torch.randn(spec.num_heads)
         self.sink = nn.Parameter(s, requires_grad=check_flag("learned", learned))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values, with the sink's share left out."""
-        return sink_attention(
-            q, k, v, self.sink, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.sink,)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 
 
 def elliptical_weights(
@@ -92,7 +93,7 @@ def elliptical_attention(
 
 
 @register_mechanism("elliptical")
-class EllipticalAttention(AttentionMechanism):
+class EllipticalAttention(TensorMechanism):
     """:func:`elliptical_attention` as a mechanism, for all layers of a stack; the first is plain attention.
 
     Args:
@@ -102,6 +103,7 @@ class EllipticalAttention(AttentionMechanism):
         ValueError: if its heads have values and keys of different widths.
     """
 
+    function = staticmethod(elliptical_attention)
     needs = ("previous_value",)
     surrogate_gradient = True
 
@@ -115,19 +117,5 @@ class EllipticalAttention(AttentionMechanism):
 
     own_logits: ClassVar = "it weights the features of queries and keys"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        previous_value: Tensor | None = None,
-    ) -> Tensor:
-        """Mix the values by stretched distances."""
-        return elliptical_attention(
-            q, k, v, previous_value, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (given["previous_value"],)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -59,7 +60,7 @@ def neutreno_attention(
 
 
 @register_mechanism("neutreno")
-class NeutrenoAttention(AttentionMechanism):
+class NeutrenoAttention(TensorMechanism):
     """:func:`neutreno_attention` as a mechanism, for all layers of a stack; the first of them is plain attention.
 
     Args:
@@ -70,6 +71,7 @@ class NeutrenoAttention(AttentionMechanism):
         ValueError: if ``alpha`` is negative or no number.
     """
 
+    function = staticmethod(neutreno_attention)
     one_query_per_key = True
     needs = ("first_value",)
     neutral: ClassVar = {"alpha": 0.0}
@@ -81,31 +83,5 @@ class NeutrenoAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        first_value: Tensor | None = None,
-    ) -> Tensor:
-        """Mix the values, and pull the result toward the first layer's.
-
-        Raises:
-            ValueError: if the numbers of queries and keys differ.
-        """
-        return neutreno_attention(
-            q,
-            k,
-            v,
-            first_value,
-            self.alpha,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return given["first_value"], self.alpha

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
 
 
@@ -57,7 +58,7 @@ def value_residual_attention(
 
 
 @register_mechanism("value_residual")
-class ValueResidualAttention(AttentionMechanism):
+class ValueResidualAttention(TensorMechanism):
     """:func:`value_residual_attention` as a mechanism, for all layers of a stack; the first is plain attention.
 
     Args:
@@ -68,6 +69,7 @@ class ValueResidualAttention(AttentionMechanism):
         ValueError: if ``weight`` is out of its limits.
     """
 
+    function = staticmethod(value_residual_attention)
     needs = ("first_value",)
     neutral: ClassVar = {"weight": 0.0}
     softmax_map = True
@@ -79,27 +81,5 @@ class ValueResidualAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"weight={self.weight}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        first_value: Tensor | None = None,
-    ) -> Tensor:
-        """Mix the values of both layers."""
-        return value_residual_attention(
-            q,
-            k,
-            v,
-            first_value,
-            self.weight,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return given["first_value"], self.weight

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attention_modules.base import TensorMechanism
 from attention_modules.masks import combine_masks
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import exporting
 from attention_modules.mechanisms.shared.options import check_length, check_number, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
@@ -112,7 +113,7 @@ def dam_penalty(gates: Tensor) -> Tensor:
 
 
 @register_mechanism("dam")
-class DifferentiableAttentionMask(AttentionMechanism):
+class DifferentiableAttentionMask(TensorMechanism):
     """:func:`dam_attention` with gates that are learned: in training hard Gumbel draws, straight-through.
 
     In evaluation a gate is open where its logit is the larger one (our choice; the released code draws there too). The
@@ -128,6 +129,7 @@ class DifferentiableAttentionMask(AttentionMechanism):
             more than 2³² logits.
     """
 
+    function = staticmethod(dam_attention)
     one_query_per_key = True
     surrogate_gradient = True
     stochastic = True
@@ -150,21 +152,6 @@ class DifferentiableAttentionMask(AttentionMechanism):
         ahead = self.logits[..., 0] - self.logits[..., 1]
         return torch.where(ahead.isnan(), ahead, (ahead >= 0).to(ahead.dtype))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values that the gates let through.
-
-        Raises:
-            ValueError: if there are more tokens than gates, or not one query for each key.
-        """
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
         check_length("dam", k.shape[-2], self.logits.shape[1])
-        given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
-        return dam_attention(q, k, v, self.drawn(self.gates()), **given)  # type: ignore[arg-type]
+        return (self.drawn(self.gates()),)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend, transforms_active
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import as_float
 from attention_modules.mechanisms.shared.rows import mapped
@@ -167,7 +168,7 @@ def entmax_attention(
 
 
 @register_mechanism("entmax")
-class EntmaxAttention(AttentionMechanism):
+class EntmaxAttention(TensorMechanism):
     """:func:`entmax_attention` as a mechanism, without parameters.
 
     Args:
@@ -178,6 +179,7 @@ class EntmaxAttention(AttentionMechanism):
         ValueError: if ``alpha`` is none of these.
     """
 
+    function = staticmethod(entmax_attention)
     neutral: ClassVar = {"alpha": 1.0}
     softmax_like = True
 
@@ -188,17 +190,5 @@ class EntmaxAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values by sparse weights."""
-        return entmax_attention(
-            q, k, v, self.alpha, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.alpha,)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 
 
@@ -63,21 +64,9 @@ def hard_attention(
 
 
 @register_mechanism("hard")
-class HardAttention(AttentionMechanism):
+class HardAttention(TensorMechanism):
     """:func:`hard_attention` as a mechanism, without parameters."""
 
+    function = staticmethod(hard_attention)
     surrogate_gradient = True
     softmax_like = True
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Read one value per row."""
-        return hard_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

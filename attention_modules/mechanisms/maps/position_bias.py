@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.masks import combine_masks
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import first_square
 from attention_modules.mechanisms.shared.options import check_length, check_table, spec_of_length
 from attention_modules.mechanisms.shared.rows import softmax_with
@@ -73,7 +74,7 @@ class _Bias:
 
 
 @register_mechanism("position_bias")
-class PositionBiasAttention(AttentionMechanism):
+class PositionBiasAttention(TensorMechanism):
     """:func:`position_bias_attention` with a bias that is learned; at its start, B = 0, it is plain attention.
 
     Args:
@@ -84,6 +85,7 @@ class PositionBiasAttention(AttentionMechanism):
         ValueError: if nothing says how many tokens there are at most, or there would be more than 2³² biases.
     """
 
+    function = staticmethod(position_bias_attention)
     one_query_per_key = True
     counts_columns = True
     own_logits: ClassVar = "it adds a learned bias"
@@ -95,23 +97,6 @@ class PositionBiasAttention(AttentionMechanism):
         super().__init__(spec)
         self.position_bias = nn.Parameter(torch.zeros(sizes))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values with the biased map.
-
-        Raises:
-            ValueError: if there are more tokens than biases, or not one query for each key.
-        """
-        tokens = k.shape[-2]
-        check_length("position_bias", tokens, self.position_bias.shape[-1])
-        bias = first_square(self.position_bias, tokens)
-        given = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
-        return position_bias_attention(q, k, v, bias, **given)  # type: ignore[arg-type]
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        check_length("position_bias", k.shape[-2], self.position_bias.shape[-1])
+        return (first_square(self.position_bias, k.shape[-2]),)

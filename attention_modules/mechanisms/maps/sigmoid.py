@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.masks import combine_masks
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.shared.rows import mapped
@@ -84,7 +87,7 @@ class _Sigmoid:
 
 
 @register_mechanism("sigmoid")
-class SigmoidAttention(AttentionMechanism):
+class SigmoidAttention(TensorMechanism):
     """:func:`sigmoid_attention` as a mechanism, without parameters.
 
     Args:
@@ -95,6 +98,8 @@ class SigmoidAttention(AttentionMechanism):
         ValueError: if ``bias`` is no finite number.
     """
 
+    function = staticmethod(sigmoid_attention)
+
     def __init__(self, spec: AttentionSpec, bias: float | None = None) -> None:
         super().__init__(spec)
         self.bias = None if bias is None else check_number("bias", bias)
@@ -102,17 +107,5 @@ class SigmoidAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return "bias=-ln n" if self.bias is None else f"bias={self.bias}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values."""
-        return sigmoid_attention(
-            q, k, v, self.bias, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.bias,)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend, without_autocast
 from attention_modules.masks import combine_masks, hide, visible
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
 
 
@@ -100,7 +101,7 @@ def _seen_values(v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor
 
 
 @register_mechanism("talking_heads")
-class TalkingHeadsAttention(AttentionMechanism):
+class TalkingHeadsAttention(TensorMechanism):
     """:func:`talking_heads_attention` as a mechanism, with two learned matrices, the identity at the start.
 
     Where the layer has matrices and biases of its own (CaiT), these are taken, and the mechanism has none.
@@ -113,6 +114,7 @@ class TalkingHeadsAttention(AttentionMechanism):
         ValueError: if ``std`` is negative, or given where the layer has matrices of its own.
     """
 
+    function = staticmethod(talking_heads_attention)
     neutral: ClassVar = {"std": 0.0}
     own_logits: ClassVar = "it mixes them across heads"
 
@@ -128,26 +130,5 @@ class TalkingHeadsAttention(AttentionMechanism):
             for _ in range(2)
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        mixers: tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
-        """Mix the values by mixed maps, with the layer's ``mixers`` where it has some: L, W, l and w."""
-        return talking_heads_attention(
-            q,
-            k,
-            v,
-            *((self.mix_logits, self.mix_weights) if mixers is None else mixers),
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return given.get("mixers") or (self.mix_logits, self.mix_weights)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_choice, check_number
 
 Gate = Literal["head", "element"]
@@ -61,7 +62,7 @@ def gated_attention(
 
 
 @register_mechanism("gated")
-class GatedAttention(AttentionMechanism):
+class GatedAttention(TensorMechanism):
     """:func:`gated_attention` as a mechanism, with a linear map of the layer's input as the gate's logits.
 
     Args:
@@ -76,6 +77,7 @@ class GatedAttention(AttentionMechanism):
         ValueError: if ``gate`` is unknown, or a number out of its limits.
     """
 
+    function = staticmethod(gated_attention)
     needs = ("x",)
     softmax_like = True
     softmax_map = True
@@ -92,24 +94,6 @@ class GatedAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"gate={self.kind!r}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        x: Tensor | None = None,
-    ) -> Tensor:
-        """Mix the values, and gate what comes out.
-
-        Raises:
-            ValueError: if there is no ``x``.
-        """
-        gate = self.gate(self.needed("x", x)).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2)
-        return gated_attention(
-            q, k, v, gate, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        gate = self.gate(self.needed("x", given.get("x")))
+        return (gate.unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2),)

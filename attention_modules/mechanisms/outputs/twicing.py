@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, register_mechanism
+from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 
@@ -57,24 +58,8 @@ def twicing_attention(
 
 
 @register_mechanism("twicing")
-class TwicingAttention(AttentionMechanism):
+class TwicingAttention(TensorMechanism):
     """:func:`twicing_attention` as a mechanism, without parameters."""
 
+    function = staticmethod(twicing_attention)
     one_query_per_key = True
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values twice.
-
-        Raises:
-            ValueError: if the numbers of queries and keys differ.
-        """
-        return twicing_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

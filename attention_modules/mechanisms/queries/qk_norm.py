@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_choice, check_number
 
 Gain = Literal["vector", "scalar"]
@@ -65,7 +66,7 @@ def qk_norm_attention(
 
 
 @register_mechanism("qk_norm")
-class QKNormAttention(AttentionMechanism):
+class QKNormAttention(TensorMechanism):
     """:func:`qk_norm_attention` as a mechanism, with gains of 1 at the start.
 
     Args:
@@ -78,6 +79,7 @@ class QKNormAttention(AttentionMechanism):
         ValueError: if ``gain`` is unknown or ``eps`` not positive.
     """
 
+    function = staticmethod(qk_norm_attention)
     own_logits: ClassVar = "it normalizes queries and keys"
 
     def __init__(self, spec: AttentionSpec, gain: Gain = "vector", eps: float = 1e-6) -> None:
@@ -91,26 +93,5 @@ class QKNormAttention(AttentionMechanism):
     def extra_repr(self) -> str:
         return f"gain={'scalar' if len(self.q_gain) == 1 else 'vector'!r}, eps={self.eps}"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Normalize, then mix the values."""
-        return qk_norm_attention(
-            q,
-            k,
-            v,
-            self.q_gain,
-            self.k_gain,
-            self.eps,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return self.q_gain, self.k_gain, self.eps

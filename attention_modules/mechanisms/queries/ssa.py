@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
@@ -67,7 +68,7 @@ def ssa_attention(
 
 
 @register_mechanism("ssa")
-class SelectiveAttention(AttentionMechanism):
+class SelectiveAttention(TensorMechanism):
     """:func:`ssa_attention` as a mechanism, with one learned β per head.
 
     Args:
@@ -78,6 +79,7 @@ class SelectiveAttention(AttentionMechanism):
         ValueError: if ``start`` is no finite number.
     """
 
+    function = staticmethod(ssa_attention)
     neutral: ClassVar = {"start": 6.0}
     own_logits: ClassVar = "it multiplies them by a learned temperature"
 
@@ -85,17 +87,5 @@ class SelectiveAttention(AttentionMechanism):
         super().__init__(spec)
         self.beta = nn.Parameter(torch.full((spec.num_heads,), check_number("start", start)))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values at each row's temperature."""
-        return ssa_attention(
-            q, k, v, self.beta, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.beta,)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.shared.visible_keys import visible_keys
 
@@ -61,7 +62,7 @@ def ssmax_attention(
 
 
 @register_mechanism("ssmax")
-class SSMaxAttention(AttentionMechanism):
+class SSMaxAttention(TensorMechanism):
     """:func:`ssmax_attention` as a mechanism, with one learned s per head.
 
     Args:
@@ -73,23 +74,12 @@ class SSMaxAttention(AttentionMechanism):
         ValueError: if ``start`` is no finite number.
     """
 
+    function = staticmethod(ssmax_attention)
     own_logits: ClassVar = "it multiplies them by a learned temperature"
 
     def __init__(self, spec: AttentionSpec, start: float = 0.43) -> None:
         super().__init__(spec)
         self.s = nn.Parameter(torch.full((spec.num_heads,), check_number("start", start)))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Mix the values at each row's temperature."""
-        return ssmax_attention(
-            q, k, v, self.s, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
-        )
+    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+        return (self.s,)

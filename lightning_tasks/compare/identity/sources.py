@@ -1,17 +1,17 @@
 """The code and the files that a cell's configuration names: what its result depends on beside its settings.
 
-A class or function that is named by its import path counts by the file of its module, and by the modules of the same
-project that this one imports, as far as these are in no installed package; an installed package counts by its version.
-A file that is named by its path counts by its content, a folder of a model by those of its weights, configuration and
-tokenizer. Nothing is imported to find them.
+A class or function that is named by its import path counts by the file of its module, and by all that this one
+imports, near or far: an installed package by its version, Python's own library not at all, every other module by its
+file. A file that is named by its path counts by its content, a folder of a model by those of its files. Nothing is
+imported to find them.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,32 +21,37 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
 Sources = dict[str, str]
 """By module, file or package, its digest or version, under the name of the import or of the settings."""
 
-_OURS = ("attention_modules", "attnswap", "datamodules", "lightning_tasks")
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
+_ROOT = Path(__file__).resolve().parents[3]
+_OURS = tuple(_ROOT / name for name in ("attention_modules", "attnswap", "datamodules", "lightning_tasks"))
+_SETTINGS = (".yaml", ".yml", ".json")
 _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size and time of change
-_MOST_SETTINGS, _MOST_MODULES = 1 << 20, 2_000
+_MOST_SETTINGS, _MOST_MODULES = 1 << 16, 2_000
 
 
-def sources_of(settings: Sequence[Any]) -> Sources:
+def sources_of(settings: Sequence[Any], folder: Path | None = None) -> Sources:
     """What plain settings, and files of settings that they name, say of code and files; by name, sorted.
 
     Args:
         settings: of plain data, such as a recipe's content and the values of overrides.
+        folder: where the file of these settings is; they may name files beside it, and in the working folder.
     """
+    PathFinder.invalidate_caches()
     found: Sources = {}
-    for text in dict.fromkeys(_texts(settings, set())):
-        if _DOTTED.fullmatch(text):
+    named = dict.fromkeys(_texts(settings, folder or Path.cwd(), set()))
+    texts = dict.fromkeys(text for text, _ in named)
+    for text in (*texts, *_registered({*texts})):
+        if "." in text and all(map(str.isidentifier, text.split("."))):
             found.update(_of_code(text))
-        if path := _path(text):
-            found.update(_of_path(text, path))
-    found.update(source for name in _registered(settings) for source in _of_code(name).items())
+    for text, beside in named:
+        for name, path in _paths(text, beside).items():
+            found.update(_of_path(name, path))
     return dict(sorted(found.items()))
 
 
@@ -65,21 +70,24 @@ def mixed_sources(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     return [f"the cells ran with different states of {', '.join(mixed)}"] if mixed else []
 
 
-def _texts(value: Any, seen: set[Path]) -> Iterator[str]:
-    """Every string in plain data, and in the files of settings that such a string names."""
+def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Path]]:
+    """Every string in plain data, and in the files of settings that one names; each with the folder where it stands."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _texts(each, seen)
+            yield from _texts(each, folder, seen)
     elif isinstance(value, str):
-        yield value
-        path = _path(value) if value.endswith((".yaml", ".yml")) else None
-        if path is not None and path not in seen and path.is_file() and path.stat().st_size <= _MOST_SETTINGS:
-            seen.add(path)
-            yield from _texts(value_of(path.read_text(encoding="utf-8", errors="replace")), seen)
+        yield value, folder
+        for path in _paths(value, folder).values() if value.endswith(_SETTINGS) else ():
+            if (real := path.resolve()) not in seen and real.is_file() and real.stat().st_size <= _MOST_SETTINGS:
+                seen.add(real)
+                with contextlib.suppress(OSError):
+                    text = real.read_text(encoding="utf-8", errors="replace")
+                    yield from _texts(value_of(text), path.parent, seen)
 
 
+@lru_cache(maxsize=256)
 def value_of(text: str) -> Any:
     """What a text says as YAML; the text itself where it is none."""
     try:
@@ -88,33 +96,36 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _registered(settings: Sequence[Any]) -> set[str]:
+def _registered(texts: set[str]) -> list[str]:
     """The import paths of mechanisms that strings name by their short names."""
     from attention_modules.mechanism import available_mechanisms, mechanism_class
 
-    names = {text for text in _texts(settings, set()) if text.isidentifier()} & {*available_mechanisms()}
-    kinds = [mechanism_class(name) for name in names]
-    return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    kinds = [mechanism_class(name) for name in sorted(texts & {*available_mechanisms()})]
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
 
 
-def _path(text: str) -> Path | None:
-    """The file or folder of this name; None where there is none, or the name is nobody's path."""
-    if not text or len(text) > 4_096 or "\0" in text:
-        return None
-    try:
-        path = Path(text).expanduser()
-        return path.resolve() if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
+def _paths(text: str, folder: Path) -> dict[str, Path]:
+    """The files and folders that a text in `folder` may mean, also behind `file://` or `local-dir:`; by their names."""
+    found: dict[str, Path] = {}
+    if len(text) > 4_096 or "\0" in text:
+        return found
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        url = urlsplit(text)
+        for spelled in filter(None, (text, unquote(url.path) if url.netloc in ("", "localhost") else "")):
+            here, beside = (Path(os.path.abspath(place / Path(spelled).expanduser())) for place in (Path(), folder))
+            if here.exists():
+                found.setdefault(text, here)
+            if beside != here and beside.exists():
+                found[os.path.relpath(beside)] = beside
+    return found
 
 
 def _of_path(name: str, path: Path) -> Sources:
     if path.is_file():
         return {name: _digest(path)}
-    if not path.is_dir() or (not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file()):
+    if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
         return {}
-    files = [each for each in sorted(path.iterdir()) if each.suffix in _MODEL_FILES and each.is_file()]
-    return {f"{name}/{each.name}": _digest(each) for each in files}
+    return {f"{name}/{each.name}": _digest(each) for each in sorted(path.glob("[!.]*")) if each.is_file()}
 
 
 def _digest(path: Path) -> str:
@@ -134,22 +145,36 @@ def _content_digest(path: str, size: int, changed: int) -> str:
 
 
 def _of_code(name: str) -> Sources:
-    """The files behind an import path, or the version of the package that it is in; nothing where there is no such."""
-    file = _module_file(name)
-    if file is None:
-        return {}
-    if _is_installed(file):
-        return _package(name.partition(".")[0])
-    modules = _with_packages(name)[-1:] if name.partition(".")[0] in _OURS else _imported(name)
-    return {f"{module} ({path.name})": _digest(path) for path, module in modules}
+    """What is behind an import path: of ours its file; else its modules and packages, and all that these import."""
+    found: Sources = {}
+    seen: set[Path] = set()
+    files, waiting = _with_packages(name), [name]
+    if files and _is_ours(files[-1][0]):
+        return _of_module(*files[-1])
+    while waiting and len(seen) < _MOST_MODULES:
+        for file, module in _with_packages(waiting.pop()):
+            if file in seen or _is_ours(file):
+                continue
+            seen.add(file)
+            if _is_installed(file, module):
+                found.update(_package(module))
+            else:
+                found.update(_of_module(file, module))
+                stat = file.stat()
+                waiting += _imports(file, module, stat.st_size, stat.st_mtime_ns)
+    return found
 
 
-def _package(top: str) -> Sources:
-    names = _distributions().get(top, ())
-    try:
-        return {f"package {name}": version(name) for name in sorted(set(names))}
-    except PackageNotFoundError:
-        return {}
+def _of_module(file: Path, name: str) -> Sources:
+    return {f"{name} ({file.name})": _digest(file)}
+
+
+def _package(module: str) -> Sources:
+    """The version of each distribution that an installed module may be of."""
+    top = module.partition(".")[0]
+    with contextlib.suppress(PackageNotFoundError):
+        return {f"package {name}": str(version(name)) for name in sorted(set(_distributions().get(top, [top])))}
+    return {}
 
 
 @lru_cache(maxsize=1)
@@ -157,15 +182,26 @@ def _distributions() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether a file is of an installed package, or of Python itself."""
-    standard = Path(sysconfig.get_path("stdlib")).resolve()
-    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts) or file.is_relative_to(standard)
+@lru_cache(maxsize=4_096)
+def _is_installed(file: Path, module: str) -> bool:
+    """Whether a module is of an installed distribution, or of Python itself."""
+    if _is_in_packages(file):
+        return bool(_package(module))
+    return file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
+
+
+def _is_in_packages(file: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is of this checkout of attnswap, whose commit is recorded."""
+    return any(map(file.is_relative_to, _OURS)) and not _is_in_packages(file)
 
 
 def _module_file(name: str) -> Path | None:
     """The file of the module that an import path is in or names, found without importing anything."""
-    folders = tuple(dict.fromkeys([os.getcwd(), *(entry or os.getcwd() for entry in sys.path)]))
+    folders = tuple(dict.fromkeys([*(entry or os.getcwd() for entry in sys.path), os.getcwd()]))
     found = _found_module(name, folders)
     if found is not None and not found.is_file():  # it was deleted since
         _found_module.cache_clear()
@@ -173,7 +209,7 @@ def _module_file(name: str) -> Path | None:
     return found
 
 
-@lru_cache(maxsize=4_096)
+@lru_cache(maxsize=1 << 16)
 def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
     file, parts = None, name.split(".")
     for depth in range(1, len(parts) + 1):
@@ -189,7 +225,6 @@ def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
 
 
 def _spec(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
-    PathFinder.invalidate_caches()
     spec = PathFinder.find_spec(name, list(folders))
     if spec is not None or "." in name:
         return spec
@@ -199,37 +234,17 @@ def _spec(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
         return None
 
 
-def _imported(name: str) -> list[tuple[Path, str]]:
-    """A module, and those that it imports, near or far, and that are in no installed package: files and names."""
-    found: dict[Path, str] = {}
-    waiting = _with_packages(name)
-    while waiting and len(found) < _MOST_MODULES:
-        file, name = waiting.pop()
-        if file in found:
-            continue
-        found[file] = name
-        stat = file.stat()
-        for other in _imports(file, name, stat.st_size, stat.st_mtime_ns):
-            if other.partition(".")[0] in _OURS:
-                continue
-            waiting += _with_packages(other)
-    return list(found.items())
-
-
 def _with_packages(name: str) -> list[tuple[Path, str]]:
-    """The module of an import path and the packages around it, which Python runs first: files and names.
-
-    Of installed packages there are none.
-    """
+    """The module of an import path and the packages around it, which Python runs first, up to an installed one."""
     parts = name.split(".")
     found: list[tuple[Path, str]] = []
     for depth in range(1, len(parts) + 1):
         outer = ".".join(parts[:depth])
         file = _module_file(outer)
-        if file is not None and _is_installed(file):
-            return []
         if file is not None and (not found or found[-1][0] != file):  # else it names something in the module
             found.append((file, outer))
+            if _is_installed(file, outer):
+                break
     return found
 
 
@@ -245,10 +260,25 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parts = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*parts, *([node.module] if node.module else [])])
+            base = _absolute("." * node.level + (node.module or ""), package)
             found += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
-    return tuple(found)
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            values = [*node.args, *(each.value for each in node.keywords)]
+            texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            packages = [package, *(text.split(".") for text in texts)]
+            found += [_absolute(text, each) for text in texts for each in packages]
+    return tuple(dict.fromkeys(found))
+
+
+def _called(node: ast.Call) -> str:
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
+def _absolute(name: str, package: list[str]) -> str:
+    """A name, with a dot for each step out of `package` that it starts from, as an import path."""
+    inner = name.lstrip(".")
+    level = len(name) - len(inner)
+    return ".".join([*(package[: len(package) - level + 1] if level else []), *([inner] if inner else [])])
 
 
 def _package_of(file: Path, name: str) -> list[str]:

@@ -19,53 +19,49 @@ REASONS = {
 }
 
 NOTES = """\
-✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient), evaluation,
-`no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and restored
-bitwise; softmax put in for softmax changes no output beyond 1e-5
-(of outputs near 1; where a whole model's reach hundreds, as an untrained visformer_small's do, float32 rounds 4e-5 of
-them away, float64 1e-13). A number is a refusal, an error that leaves the model as it was; "call" is one at the call,
-where the layer itself cannot tell. `scaled` is tried with `variant='scalar'`, `dam` and `position_bias` with
-`num_tokens`, as most hosts do not say how many tokens there are:
-¹ grouped keys: without a query all heads of a group would be identical.
-² q/k norm: without a query the query's norm would train nothing.
-³ reduced keys: more queries than keys, and the mechanism needs one for each.
-⁴ rotary positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and
-`qk_norm` `gain='scalar'` there.
-⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each other.
-⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers, of
-which the second is given the very values of the first; a layer alone refuses them.
+✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient),
+evaluation, `no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and
+restored bitwise. Softmax put in for softmax changes no output beyond 1e-5 (of outputs near 1). A number is a refusal,
+an error that leaves the model as it was; "call" is one at the call, where the layer itself cannot tell. `scaled` is
+tried with `variant='scalar'`, `dam` and `position_bias` with `num_tokens`, as most hosts do not say how many tokens
+there are: ¹ grouped keys: without a query all heads of a group would be identical. ² q/k norm: without a query the
+query's norm would train nothing. ³ reduced keys: more queries than keys, and the mechanism needs one for each. ⁴ rotary
+positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and `qk_norm`
+`gain='scalar'` there. ⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each
+other. ⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers,
+of which the second is given the very values of the first; a layer alone refuses them.
 
 What else to know:
 
 - Swap before the optimizer is built, and before DataParallel, DDP, FSDP and `torch.compile`, which are refused; a model
-  sharded by `fully_shard` takes what changes no Parameter ([scaling.md](scaling.md)).
-  A mechanism with a query leaves every Parameter the same object; one without shrinks the projection to keys and
-  values: a new Parameter. The report says how many are new. The first step of an optimizer that holds a Parameter of
-  before raises `RuntimeError` instead of leaving the new one as it is; build the optimizer and its scheduler again. A
-  mechanism's own Parameters (`scaled`'s `s`) that no optimizer holds, while one trains their layers, are a warning.
-- The query rows that are taken out are kept beside the projection for `restore_attention`: they follow device, dtype,
-  copies and pickles, and are no Parameters, no buffers (DDP would broadcast them at every forward) and not in
-  `state_dict()`. A swapped checkpoint that is assigned to a model on the meta device brings none, so that
-  `restore_attention` refuses it until a plain one is loaded.
+  sharded by `fully_shard` takes what changes no Parameter ([scaling.md](scaling.md)). A mechanism with a query leaves
+  every Parameter the same object; one without shrinks the projection to keys and values: a new Parameter. The report
+  says how many are new. The first step of an optimizer that holds a Parameter of before raises `RuntimeError` instead
+  of leaving the new one as it is; build the optimizer and its scheduler again. A mechanism's own Parameters (`scaled`'s
+  `s`) that no optimizer holds, while one trains their layers, are a warning.
+- The query rows that are taken out are kept beside the projection for `restore_attention`. They follow device, dtype,
+  copies and pickles. They are no Parameters, no buffers (DDP would broadcast them) and not in `state_dict()`. A swapped
+  checkpoint that is assigned to a model on the meta device brings none, so that `restore_attention` refuses it until a
+  plain one is loaded.
 - Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
   layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the
   softmax out themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
-  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout
-  of attention weights draws in another order.
+  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of
+  attention weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
-- A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the
-  query rows: those of the model stay.
+- A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the query
+  rows: those of the model stay.
 - What no host knows (DeBERTa, XCiT's attention among channels, ...) is listed in the report with the reason, never
   swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
-- CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`: outputs and gradients stay
-  (to 1e-5 in float32, 1e-12 in float64), no N x N map is kept, and no Parameter or key is added. Every other mechanism
-  would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after
-  they are mixed. Monitors of q, k and v, and stabilizers, ask for the swap first.
+- CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`. Outputs and gradients stay
+  (to 1e-5 in float32), no N x N map is kept, and no Parameter or key is added. Every other mechanism would drop what
+  these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after they are mixed.
+  Monitors of q, k and v, and stabilizers, ask for the swap first.
 - Class attention (CaiT, XCiT, VOLO, CrossViT), where the class token alone asks, counts as cross-attention, and so does
   attention pooling (SigLIP), where a learned query asks.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
-  `"*.multihead_attn"`, and never for a mechanism without a query, or that needs a query for each key, or other layers'
+  `"*.multihead_attn"`. It takes no mechanism without a query, or that needs a query for each key, or other layers'
   values.
 - Rope: without a query the rotated keys stand on both sides, so the logits are symmetric.
 - Relative position bias (BEiT, Swin, MaxViT, LeViT, ...): it is an additive mask for every mechanism, its gradient
@@ -80,46 +76,44 @@ What else to know:
   values, and EfficientFormer's, are wider than its keys, which RPC and elliptical attention refuse.
 - Attention weights are made where they are asked for, and only then: with softmax, `nn.MultiheadAttention` gives those
   that `need_weights` (its default!) asks for, and Hugging Face layers those of `output_attentions`. Other mechanisms
-  have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys
-  (`[B, H, N, 0]`). Pass `need_weights=False` where the weights are not read.
+  have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys (`[B, H,
+  N, 0]`). Pass `need_weights=False` where the weights are not read.
 - Swapped encoders leave PyTorch's fused path, and take no nested tensors. `nn.MultiheadAttention` counts as
   cross-attention as `multihead_attn` of a decoder's layer, where `kdim` or `vdim` differ, where its name has "cross" in
   it, or the class around it "CrossAttention" or "AttentionPool" (as in SigLIP's `MultiheadAttentionPoolingHead`), or
   where a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is beside it.
 - mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
   sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
-  stages but the last come from a reduced image: Lipschitz constants of those layers are refused, as with its keys held
-  a layer would be measured by its query alone. Swin, BEiT, MAE, Twins' windows and SegNeXt have classes of their own,
-  which are listed in the report with the reason.
+  stages but the last come from a reduced image. Lipschitz constants of those layers are refused. Swin, BEiT, MAE,
+  Twins' windows and SegNeXt have classes of their own, which are listed in the report with the reason.
 - Hugging Face: a layer of any model is known by its forward's call to the attention interface, of transformers or of
-  your own code, and receives finished queries, keys and values: what lies before (q/k norm, rope, grouped keys,
-  latent attention, cross-attention) needs no more. What else it hands over is honored or refused by name: a bias of
-  positions (T5, ...) and indices of keys (DeepSeek-V3.2, ...) are masks for every mechanism that takes masks by row; a
-  bound on the logits (`softcap`, Gemma 2) and a sink (`s_aux`, gpt-oss) are exact as an additive mask and as a further
-  key for `softmax`, `sink`, `gated`, `entmax` and `hard` (`AttentionMechanism.softmax_like`), and refused elsewhere.
-  A mechanism without a query needs projections under a usual name, three or one for all, which make queries and keys
-  of the same input, and nothing that the forward does to queries alone but a factor, which is kept.
+  your own code. It receives finished queries, keys and values: what lies before (q/k norm, rope, grouped keys, latent
+  attention) needs no more. What else it hands over is honored or refused by name. A bias of positions (T5, ...) and
+  indices of keys (DeepSeek-V3.2, ...) are masks for every mechanism that takes masks by row. A bound on the logits
+  (`softcap`, Gemma 2) and a sink (`s_aux`, gpt-oss) are exact as an additive mask and as a further key for `softmax`,
+  `sink`, `gated`, `entmax` and `hard` (`AttentionMechanism.softmax_like`), and refused elsewhere. A mechanism without a
+  query needs projections under a usual name, three or one for all, which make queries and keys of the same input. The
+  forward may do nothing to queries alone but scale them.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
-  call, and flex attention, set before or after a swap, is refused. Most mechanisms
-  continue from a key-value cache; rpc, scaled, dam, position_bias, neutreno and twicing refuse it,
-  elliptical and value_residual where some layers alone keep a window ([generating](how_to/generating.md)). Learned
-  positions tell `scaled`, `dam` and `position_bias` how many tokens there are at most; models with rope need their
-  option `num_tokens=N`.
-- Saving Hugging Face models: `save_pretrained` of a swapped model writes weight files that hold everything: the weights
-  in the plain layout, kept query rows among them, and the tensors of mechanisms under their names in `state_dict()`.
-  Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so. Whatever reads the
-  weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of transformers (best
-  model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These fill what acts. Where a
-  mechanism uses no query and you will restore the layer, load by `load_pretrained` or into the plain model: the query
-  rows that are kept aside are no entry of the model that such a loader fills. `strict=True` names the mark
+  call, and flex attention, set before or after a swap, is refused. Most mechanisms continue from a key-value cache;
+  rpc, scaled, dam, position_bias, neutreno and twicing refuse it, elliptical and value_residual where some layers alone
+  keep a window ([generating](how_to/generating.md)). Learned positions tell `scaled`, `dam` and `position_bias` how
+  many tokens there are at most; models with rope need their option `num_tokens=N`.
+- Saving Hugging Face models: `save_pretrained` of a swapped model writes weight files that hold everything. The weights
+  are in the plain layout, kept query rows among them. The tensors of mechanisms stand under their names in
+  `state_dict()`. Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so.
+  Whatever reads the weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of
+  transformers (best model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These fill
+  what acts. Where a mechanism uses no query and you will restore the layer, load by `load_pretrained` or into the plain
+  model. Such loaders do not fill the query rows that are kept aside. `strict=True` names the mark
   `saved_by_attnswap_load_with_load_pretrained`, which tells a plain class what it reads.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
   have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder
   builds plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
-  `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A
-  mechanism without a registered short name is never imported because a file names it: give `mechanism=YourClass`, or
-  where there are several a mapping by the names in the file. Swap the model that is saved: a model around the one that
-  was given to `swap_attention` does not know of the swap.
+  `...mechanism.saved_by_attnswap_load_with_load_pretrained` for each swapped layer. A mechanism without a registered
+  short name is never imported because a file names it: give `mechanism=YourClass`, or where there are several a mapping
+  by the names in the file. Swap the model that is saved: a model around the one that was given to `swap_attention` does
+  not know of the swap.
 - Models under accelerate's hooks (`device_map` over devices, offloading): remove the hooks, swap, dispatch again;
   `load_pretrained` loads onto one device. A projection that two layers share, as a module or a Parameter, cannot lose
   its query.
@@ -129,24 +123,22 @@ What else to know:
   all frozen, beside one that trains and is not its equal, is swapped only where a pattern of `where` names it alone.
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
-- Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced, and the
-  swap is refused by the hook's name; mechanisms that use the query replace none. If a swap silences hooks that saw
-  attention maps, a warning says so.
+- Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced. The swap
+  is refused by the hook's name. Mechanisms that use the query replace none. If a swap silences hooks that saw attention
+  maps, a warning says so.
 - torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
   name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
 - Pruned projections, `weight_norm` and `spectral_norm`: a projection without its query's rows must be permanent
   (`prune.remove`) before the query comes back; until then `restore_attention` is refused and the model stays as it is.
-- LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()`
-  first. Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call
-  `get_peft_model`. After a swap without one, adapt keys, values and the rest: an adapter on the query's projection
-  (GPT-2: `c_attn`) is refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where
-  only some layers were swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the
-  queries that are left.
+- LoRA (peft): a mechanism with a query sees the effective projection; one without asks for `merge_and_unload()` first.
+  Over an `nn.MultiheadAttention` swap first, with a mechanism that uses the query, and then call `get_peft_model`.
+  After a swap without one, adapt keys, values and the rest: an adapter on the query's projection (GPT-2: `c_attn`) is
+  refused. `target_modules: [k_proj, v_proj]` (BERT: `[key, value]`) leaves the query out; where only some layers were
+  swapped, a regular expression such as `'.*layer[.](0|1)[.].*query|.*(key|value)'` adapts the queries that are left.
   `save_pretrained` of the model within a peft model is refused, as nothing loads it: save what `merge_and_unload()`
   returns. Adapters hold a mechanism's own parameters (`scaled`'s `s`) only with `modules_to_save: [mechanism]`, and
   without it they are frozen. Swapped in after `get_peft_model` they train and are not in the adapter's file, which is a
-  warning.
-"""
+  warning. """
 
 
 TIMM = """\

@@ -77,18 +77,18 @@ def test_a_checkpoint_alone_may_name_no_function_but_a_registered_one(trained, r
 def test_the_user_s_configuration_lets_a_checkpoint_name_this_very_function():
     check_stored(STORED, allowed_packages({"model": STORED}), "a.ckpt")
     check_stored(STORED, allowed_packages(tempered), "a.ckpt")
-    for named in ({"model": {"attention": f"{__name__}.TinyLM"}}, TinyLM, {"mechanism": "lightning_tasks.tempered"}):
+    for named in ({"model": {"mechanism": f"{__name__}.TinyLM"}}, TinyLM, {"mechanism": "lightning_tasks.tempered"}):
         with pytest.raises(ValueError, match=r"a function.* @register_mechanism\(NAME\)"):
             check_stored(STORED, allowed_packages(named), "a.ckpt")
     for path in ("shutil.copytree", "torch.nn.functional.multi_head_attention_forward"):
         with pytest.raises(ValueError, match="was not called"):
-            check_stored({"attention": path}, allowed_packages(TinyLM), "a.ckpt")
+            check_stored({"mechanism": path}, allowed_packages(TinyLM), "a.ckpt")
 
 
 def test_a_registered_function_needs_no_configuration(registered):
     check_stored(STORED, (), "a.ckpt")
     with pytest.raises(ValueError, match=r"which your program has not imported|which is a function"):
-        check_stored({"attention": f"{__name__}.fit"}, (), "a.ckpt")
+        check_stored({"mechanism": f"{__name__}.fit"}, (), "a.ckpt")
 
 
 @each_row(

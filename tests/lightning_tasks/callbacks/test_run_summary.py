@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attention_modules import AttentionSpec, RPCAttention, SoftmaxAttention, swap_attention
-from lightning_tasks.callbacks.run_summary import RunSummary, divergence, swapped_layers
+from lightning_tasks.callbacks.writing.run_summary import RunSummary, divergence, swapped_layers
 from lightning_tasks.cli.fit import run
 from lightning_tasks.figures.run import draw_run
 from lightning_tasks.runs.divergence import first_non_finite, is_loss

@@ -174,7 +174,7 @@ def test_the_help_shows_arguments_that_fit_accepts(capsys):
     with pytest.raises(SystemExit) as done:
         main(["fit", "--config", "quickstart/language_modeling", *example, "--print_config"])
     assert done.value.code == 0, capsys.readouterr().err
-    assert "attention: rpc" in capsys.readouterr().out
+    assert "mechanism: rpc" in capsys.readouterr().out
 
 
 def test_init_from_takes_the_weights_and_nothing_else(demo):
@@ -233,7 +233,7 @@ def test_a_test_with_other_attention_than_the_checkpoint_s_warns(trained, capsys
 
     assert warned() == []
     (said,) = warned("--model.mechanism=twicing")
-    assert re.search(r"trained with attention '?softmax.*and is used with .*twicing.*: leave it out", said)
+    assert re.search(r"trained with mechanism '?softmax.*and is used with .*twicing.*: leave it out", said)
 
     main(["fit", "--config", "lm.yaml", "--trainer.callbacks+=SwapAttention", "--trainer.callbacks.mechanism=twicing"])
     test[-1] = str(checkpoint("lm"))

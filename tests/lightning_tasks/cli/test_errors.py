@@ -188,7 +188,7 @@ def test_only_classes_with_further_keys_are_spelled_out():
     for name, value, path in (
         ("optimizer", "SGD", "torch.optim.SGD"),
         ("scheduler", "StepLR", "torch.optim.lr_scheduler.StepLR"),
-        ("attention", "rpc", "attention_modules.RPCAttention"),
+        ("mechanism", "rpc", "attention_modules.RPCAttention"),
         ("model", "TransformerLM", "lightning_tasks.models.TransformerLM"),
     ):
         _, spelled, *_ = spell_out_classes([f"--model.{name}", value, f"--model.{name}.key", "1"])

@@ -131,7 +131,7 @@ def test_a_report_shows_no_cell_of_other_settings(planned, tmp_path):
     assert [(run.config, run.seed) for run in read.runs] == [("z", 0), ("z", 1), ("a", 0)]
     (unfinished, others) = read.notes
     assert unfinished == f"{out}: not finished: a/seed_1"
-    assert "not shown, as comparison.json has no cells of these settings (others, or variants that" in others
+    assert "not shown, as comparison.json has no cells of these settings, code and files (others, or" in others
     assert others.endswith("left out): b seed 0, b seed 1")
 
 

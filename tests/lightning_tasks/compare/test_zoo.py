@@ -11,7 +11,7 @@ ZOO = {name: read_settings(CONFIGS / "zoo" / f"{name}.yaml") for name in ("image
 TEXT = read_settings(CONFIGS / "rpc" / "wikitext2_small_vocabulary.yaml")["model"]["init_args"]["model"]["init_args"]
 
 
-ATTENTION = ("attention", "options", "layers", "other_attention")
+ATTENTION = ("mechanism", "options", "layers", "other_attention")
 
 
 def image_model(asked):

@@ -220,7 +220,8 @@ def test_one_callback_more_does_not_shift_the_others():
 
 
 def test_swaps_of_models_and_callbacks():
-    model = {"mechanism": "symmetric", "options": None, "layers": [1], "other_attention": "rpc"}
+    model = {"mechanism": "symmetric", "options": None, "layers": [1], "scheduler_interval": "step"}
+    model["other_attention"] = "rpc"
     assert swapped({"trainer": {"callbacks": [SWAP]}, "model": {"init_args": model}}) == [
         "rpc (iterations 4) in layers 0",
         "symmetric in layers 1, rpc in the others",
@@ -229,7 +230,7 @@ def test_swaps_of_models_and_callbacks():
 
 
 def test_a_swap_that_another_replaced_is_not_named(tmp_path):
-    """A module that was swapped before, as a task's own `attention` does it, and a callback that comes after it."""
+    """A module that was swapped before, as a task's own `mechanism` does it, and a callback that comes after it."""
     module, logger = TinyLM(), CSVLogger(tmp_path, name="script")
     swap_attention(module, "symmetric")
     fit(module, [SwapAttention("rpc", iterations=2, layers=[1])], batches(1), batches(1), logger=logger)
@@ -237,7 +238,8 @@ def test_a_swap_that_another_replaced_is_not_named(tmp_path):
     layers = "net.encoder.layers.{}.self_attn"
     texts = [f"symmetric in layers {layers.format(0)}", f"rpc (iterations 2) in layers {layers.format(1)}"]
     assert swapped(read_run_settings(folder)) == texts
-    told = {"model": {"mechanism": "symmetric", "options": {}}, "trainer": {"callbacks": [SWAP]}}
+    model = {"mechanism": "symmetric", "options": {}, "scheduler_interval": "step"}
+    told = {"model": model, "trainer": {"callbacks": [SWAP]}}
     (folder / "config.yaml").write_text(yaml.safe_dump(told))
     assert swapped(read_run_settings(folder)) == texts
     assert differences({"one": told, "two": read_run_settings(folder)}) == {}

@@ -23,7 +23,7 @@ TASKS = {
 @each_row("kind", TASKS)
 def test_options_that_a_recipe_leaves_for_softmax_are_said(kind):
     """They are no error: tasks with such options were trained, and their checkpoints load."""
-    said = r"softmax' takes no options.*'iterations': 2.* is not used.*--model\.attention_options null"
+    said = r"softmax' takes no options.*'iterations': 2.* is not used.*--model\.options null"
     with pytest.warns(UserWarning, match=said):
         task = TASKS[kind]()
     task.configure_model()
@@ -39,7 +39,7 @@ def test_softmax_without_options_says_nothing():
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("name", ["neutreno", "gated"])
 def test_mechanisms_that_need_more_of_their_layers(name, layers):
-    chosen = {"attention": name, "layers": layers}
+    chosen = {"mechanism": name, "layers": layers}
     images = ImageClassificationTask("vit_tiny_patch16_224", 6, model_options={**VIT, "depth": 2}, **chosen)
     images.configure_model()
     assert images(torch.randn(2, 3, VIT["img_size"], VIT["img_size"])).isfinite().all()

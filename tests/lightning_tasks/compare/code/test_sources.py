@@ -9,8 +9,11 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare import command as compare
 from lightning_tasks.compare.cell import RESULT, Cell, run_cell
+from lightning_tasks.compare.identity import sources
 from lightning_tasks.compare.identity.sources import mixed_sources, sources_of
+from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.errors import UsageError
 
@@ -36,7 +39,8 @@ def project(tmp_path, monkeypatch):
         "index.json": "{}",
         "model/config.json": "{}",
         "model/model.safetensors": "numbers",
-        "model/notes.md": "no part of the model",
+        "model/modeling_mine.py": "VALUE = 1",
+        "model/.lock": "no part of the model",
         "more.yaml": "callbacks: [{class_path: my_namespace.inner.Callback}]\n",
     }
     for name, text in files.items():
@@ -63,7 +67,7 @@ def test_what_is_named_counts_and_nothing_else(project):
         *("my_mechanism (my_mechanism.py)", "my_helper (my_helper.py)", "my_deeper (my_deeper.py)"),
         *("my_package (__init__.py)", "my_package.part (part.py)", "my_package.sibling (sibling.py)"),
         *("my_namespace.inner (inner.py)", "weights.pt", "index.json", "more.yaml"),
-        *("model/config.json", "model/model.safetensors"),
+        *("model/config.json", "model/model.safetensors", "model/modeling_mine.py"),
     }
     assert "package torch" in found
     assert [*sources_of([{"model": {"mechanism": "softmax"}}])] == ["attention_modules.mechanisms.softmax (softmax.py)"]
@@ -113,6 +117,54 @@ def test_odd_projects_are_read(project):
     assert [*sources_of(["linked.pt"]).values()] == [*sources_of(["weights.pt"]).values()]
     (project / "circle.yaml").write_text("x: circle.yaml\n")
     assert len(sources_of(["circle.yaml"])) == 1
+
+
+def test_files_beside_the_file_that_names_them_count(project):
+    for name, text in {"base.json": '{"x": "more.yaml"}', "more.yaml": "y: deep.pt", "deep.pt": "weights"}.items():
+        (project / "conf").mkdir(exist_ok=True)
+        (project / "conf" / name).write_text(text)
+    found = sources_of(["base.json"], project / "conf")
+    assert {*found} == {
+        *("conf/base.json", "conf/more.yaml", "conf/deep.pt"),
+        *("my_namespace.inner (inner.py)", "more.yaml"),  # another of that name, in the working folder
+    }
+    assert sources_of(["conf/base.json"]).keys() - found.keys() == set()
+
+
+def test_paths_behind_a_prefix_count(project):
+    assert {*sources_of(["local-dir:model", f"file://{project}/weights.pt", "https://x/weights.pt"])} == {
+        *("local-dir:model/config.json", "local-dir:model/model.safetensors", "local-dir:model/modeling_mine.py"),
+        f"file://{project}/weights.pt",
+    }
+
+
+def test_a_package_of_ones_own_may_have_a_name_of_ours(project):
+    (project / "datamodules").mkdir()
+    (project / "datamodules" / "__init__.py").write_text("import my_deeper\n")
+    assert {*sources_of(["datamodules.Mine"])} == {"datamodules (__init__.py)", "my_deeper (my_deeper.py)"}
+
+
+def test_what_own_code_imports_of_installed_packages_counts(project, tmp_path, monkeypatch):
+    installed = tmp_path / "site-packages"
+    for name in ("some_package/__init__.py", "some_package-1.0.dist-info/METADATA", "alone.py"):
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        (installed / name).write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0\n")
+    (installed / "some_package-1.0.dist-info" / "top_level.txt").write_text("some_package\n")
+    monkeypatch.syspath_prepend(str(installed))
+    sources._distributions.cache_clear()
+    (project / "my_helper.py").write_text("import os, alone\nfrom some_package import K\n")
+    found = sources_of(["my_helper.K"])
+    assert found.keys() == {"my_helper (my_helper.py)", "alone (alone.py)", "package some-package"}
+    (installed / "some_package-1.0.dist-info" / "METADATA").write_text("Name: some-package\nVersion: 2.0\n")
+    assert {**found, "package some-package": "2.0"} == sources_of(["my_helper.K"]) != found
+    sources._distributions.cache_clear()
+
+
+def test_imports_of_constants_and_names_of_other_alphabets_are_followed(project):
+    text = "import importlib\n__import__('my_deeper')\nimportlib.import_module('.part', package='my_package')\n"
+    (project / "ünet.py").write_text(text, encoding="utf-8")
+    names = {"ünet (ünet.py)", "my_deeper (my_deeper.py)", "my_package.part (part.py)"}
+    assert {*sources_of(["ünet.Net"])} >= names
 
 
 @pytest.fixture
@@ -198,3 +250,30 @@ def test_the_command_runs_changed_cells_again_and_says_so(comparison, tmp_path, 
     assert len(record.code) == 2
     assert all(record.code[cell.code].get(str(data), "") != "" for cell in record.cells if cell.variant == "watched")
     assert "different states" not in (output / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError], ids=["interrupted", "killed"])
+def test_a_report_shows_no_cell_of_other_code_than_the_record_says(comparison, tmp_path, monkeypatch, end):
+    content = yaml.safe_load(comparison.read_text())
+    data, output = tmp_path / "data.txt", tmp_path / "out"
+    data.write_text("one")
+    named = {"class_path": "tests.lightning_tasks.demo.KeepTested", "init_args": {"folder": str(data)}}
+    comparison.write_text(yaml.safe_dump({**content, "settings": {"trainer.callbacks+": named}}))
+    command = ["compare", str(comparison), "--seeds", "0:1", "--output", str(output)]
+    main(command)
+    assert len(read_comparison(output).runs) == 3
+    data.write_text("two")
+
+    def run_one(cells, jobs):
+        run_cell(cells[0])
+        raise end
+
+    monkeypatch.setattr(compare, "run_cells", run_one)
+    with pytest.raises((SystemExit, RuntimeError)):
+        main(command)
+    read = read_comparison(output)
+    assert [run.config for run in read.runs] == ["fast 1e-1"]
+    assert any(note.endswith("left out): slow seed 0, watched seed 0") for note in read.notes)
+    with pytest.raises((SystemExit, RuntimeError)):
+        main([*command, "--keep"])
+    assert any(f"different states of {data}" in note for note in read_comparison(output).notes)

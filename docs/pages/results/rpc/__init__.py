@@ -1,1 +1,0 @@
-"""The pages on RPC-Attention."""

@@ -1,0 +1,1 @@
+"""Callbacks that write tables and figures into the folder of a run."""
