@@ -20,10 +20,17 @@ def _cpu_seconds() -> float:
 
 
 def _names(item: pytest.Item) -> set[str]:
-    """The test without its parameters, and the fixtures that it uses, as functions of its file."""
+    """Its file, the test without its parameters, and the fixtures that it uses, as functions of its file."""
     path = item.nodeid.partition("::")[0]
-    names = [item.nodeid.partition("[")[0], *(f"{path}::{name}" for name in getattr(item, "fixturenames", []))]
-    return set(names)
+    names = [path, item.nodeid.partition("[")[0]]
+    return {*names, *(f"{path}::{name}" for name in getattr(item, "fixturenames", []))}
+
+
+def folded(costly: set[str], tests: dict[str, int]) -> set[str]:
+    """Where three tests of a file, or more, and a third of all are costly, the file is named in their place."""
+    counts = Counter(name.partition("::")[0] for name in costly)
+    files = {path for path, count in counts.items() if count >= 3 and 3 * count >= tests.get(path, 0)}
+    return {path if (path := name.partition("::")[0]) in files else name for name in costly}
 
 
 def leave_out_costly(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,6 +80,8 @@ class CostWriter:
         if hasattr(session.config, "workerinput"):
             return
         listed = set(COSTLY.read_text(encoding="utf-8").split()) if COSTLY.exists() else set()
-        kept = {name for name in listed - set(self.found) if Path(name.partition("::")[0]).exists()}
-        costly = kept | {name for name, seconds in self.found.items() if seconds > LIMIT}
-        COSTLY.write_text("".join(f"{name}\n" for name in sorted(costly)), encoding="utf-8")
+        measured = {name.partition("::")[0] for name in self.found}
+        kept = {name for name in listed - set(self.found) if Path(name.partition("::")[0]).exists()} - measured
+        tests = Counter(name.partition("::")[0] for name in self.found if "::test_" in name)
+        costly = folded({name for name, seconds in self.found.items() if seconds > LIMIT}, tests)
+        COSTLY.write_text("".join(f"{name}\n" for name in sorted(kept | costly)), encoding="utf-8")

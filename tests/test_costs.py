@@ -15,10 +15,11 @@ def defined(path: Path) -> set[str]:
 
 def is_stale(entry: str) -> bool:
     """Whether an entry's file, or the test or fixture in it, is gone; fixtures may come from a conftest.py above."""
-    file, *_, name = entry.split("::")  # classes stand between
+    file, *names = entry.split("::")  # a file, or a test or fixture of it
     path = ROOT / file
-    if not path.is_file():
-        return True
+    if not path.is_file() or not names:
+        return not path.is_file()
+    name = names[-1]
     conftests = [] if name.startswith("test_") else [folder / "conftest.py" for folder in path.parents]
     return not any(name in defined(one) for one in (path, *conftests) if one.is_file())
 

@@ -36,7 +36,7 @@ from tests.rows import each_row
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
 FILES = [recipe for recipe in shipped_recipes() if recipe.name not in COMPARISONS]
 RECIPES = [name for recipe in FILES for name in (recipe.name, *recipe.variant_names)]
-FITTED = [name for recipe in FILES for name in (recipe.name, *recipe.variant_names[-1:])]  # the others are parsed
+FITTED = [name for recipe in FILES for name in (recipe.name, *[*recipe.variant_names][-1:])]  # all are parsed
 TEST_PARTS = [name for name in shipped_parts() if name.startswith("robustness/")]  # behind --config, to test with
 PARTS = [name for name in shipped_parts() if name not in TEST_PARTS]
 
