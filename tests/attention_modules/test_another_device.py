@@ -11,7 +11,6 @@ from attention_modules.testing import Subject
 from tests.another_device import AnotherDevice, WaitsForDeviceError
 from tests.attention_modules.hosts.cases import HOSTS, MECHANISMS, built, padding_mask
 from tests.attention_modules.hosts.placed import Placed
-from tests.rows import each_row
 
 TOKENS = 9
 DEVICES = {"mps": (False, True), "cuda": (True, False)}  # whether it has float64, and may be read from
@@ -115,45 +114,3 @@ def test_statistics_too(name, kind):
         found = compute()
         assert {each.dtype for each in found.values()} == {torch.float32}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-X = torch.ones(3)
-FAULTS = {
-    "has no float64": [
-        lambda: X.double(),
-        lambda: X.to(torch.float64),
-        lambda: X.new_zeros(2, dtype=torch.float64),
-        lambda: torch.zeros(2, dtype=torch.float64, device=X.device),
-        lambda: X.cpu().double().to(X.device),
-    ],
-    "on the host": [lambda: X + torch.zeros(3), lambda: X.cpu() * X],
-    "waits": [
-        lambda: float(X.sum()),
-        lambda: bool(X.any()),
-        lambda: X.tolist(),
-        lambda: X.cpu(),
-        lambda: X[X > 0],
-        lambda: X[[0, 1]],
-        lambda: torch.tensor([1.0], device=X.device),
-        lambda: torch.ones(2).to(X.device),
-    ],
-}
-
-
-@each_row(("error", "fault"), [(error, fault) for error, faults in FAULTS.items() for fault in faults])
-def test_the_device_refuses(error, fault):
-    kind = "cuda" if error == "waits" else "mps"
-    with another(kind), pytest.raises((TypeError, RuntimeError, WaitsForDeviceError), match=error):
-        fault()
-
-
-def test_the_device_takes_what_is_allowed():
-    with another("mps"):
-        sums = X.cpu().double().sum()
-        assert (sums.device.type, sums.dtype) == ("cpu", torch.float64)
-        assert (X + sums.float().to(X.device)).device.type == "mps"
-        assert float(X[X > 0].sum()) == 3.0
-        assert torch.zeros(2, dtype=torch.float64).device.type == "cpu"
-    with another("cuda"):
-        assert (X.double() + 1.0).where(X > 0, 0.0)[1:].device.type == "cuda"
-        assert float(torch.ones(2).sum()) == 2.0

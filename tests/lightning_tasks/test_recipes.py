@@ -30,7 +30,7 @@ from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.variants import find_file, find_variant, full_name
 from tests.lightning_tasks.gathered import CHECKS
 from tests.lightning_tasks.recipe_table import PAGE, page
-from tests.lightning_tasks.twins import OVERLAYS, overlaid, twin
+from tests.lightning_tasks.twins import OVERLAYS, twin
 from tests.rows import each_row
 
 COMPARISONS = [recipe.name for recipe in shipped_recipes() if is_comparison(read_settings(recipe.path))]
@@ -201,11 +201,6 @@ def test_a_twin_names_what_differs_and_that_are_sizes(recipe):
     named, own = leaves(read_settings(OVERLAYS / f"{recipe.name}.yaml")), leaves(read_settings(recipe.path))
     assert {keys[-1] for keys in named} <= SIZES | ADDED
     assert not [keys for keys, value in named.items() if own.get(keys) == value]
-
-
-def test_a_twin_of_a_class_that_the_recipe_has_not_is_refused():
-    with pytest.raises(ValueError, match="a is not once among b"):
-        overlaid([{"class_path": "b"}], [{"class_path": "a", "init_args": {"dim": 1}}])
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,4 +1,4 @@
-"""What the trial of long runs says of a line, of noise and of what grows; and a short run of it."""
+"""What a long run keeps is bounded; and a short trial of one."""
 
 import json
 from types import SimpleNamespace
@@ -11,30 +11,7 @@ from lightning_tasks.callbacks.monitoring import charts as layer_charts, heads a
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord
 from lightning_tasks.runs.heads import TABLE, read_heads
-from tests.reliability.long_run import COUNTED, Sample, growing, main, slope
-
-
-def samples(**counts):
-    """Thirty of them, all counts 7 but the given."""
-    rows = [{name: 7 for name in COUNTED} | {name: each[index] for name, each in counts.items()} for index in range(30)]
-    return [Sample(10.0 * index, 100.0, **row) for index, row in enumerate(rows)]
-
-
-def test_the_slope_is_that_of_least_squares():
-    seconds = np.arange(0, 3600, 10)
-    noise = np.random.default_rng(0).normal(size=len(seconds))
-    rise, error = slope(seconds, 900 + 5 * seconds / 3600 + noise)
-    assert rise == pytest.approx(np.polyfit(seconds / 3600, 5 * seconds / 3600 + noise, 1)[0])
-    assert abs(rise - 5) < 3 * error
-    assert error == pytest.approx(1 / (np.sqrt(len(seconds)) * np.std(seconds / 3600)), rel=0.1)
-
-
-def test_only_what_goes_on_growing_is_said():
-    assert not growing(samples())
-    waves = [7 + index % 5 for index in range(30)]
-    step = [7] * 3 + [9] * 27  # once, and early
-    assert not growing(samples(tensors=waves, objects=step))
-    assert growing(samples(hooks=list(range(30)))) == {"hooks": [9, 29]}
+from tests.reliability.long_run import main
 
 
 @pytest.mark.slow
