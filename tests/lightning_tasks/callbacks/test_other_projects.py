@@ -171,12 +171,10 @@ def test_kinds_of_modules(kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"limit_val_batches": 0},
         {"fast_dev_run": True},
-        {"accumulate_grad_batches": 2},
-        {"val_check_interval": 1, "num_sanity_val_steps": -1},
+        {"limit_val_batches": 0, "accumulate_grad_batches": 2},
+        {"val_check_interval": 1, "num_sanity_val_steps": -1, "inference_mode": False},
         {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
-        {"inference_mode": False},
     ],
     ids=lambda options: next(iter(options)),
 )
