@@ -13,10 +13,7 @@ import torch
 
 
 def pairwise(*factors: Iterable[Hashable], allowed: Callable[..., bool] = lambda *row: True) -> list[tuple[Any, ...]]:
-    """Rows of a product with every pair that an allowed row has, in its order; the same at every call.
-
-    Of three factors it is about as many rows as the product of the two largest.
-    """
+    """Rows of a product with every pair that an allowed row has, in its order; the same at every call."""
     rows = [row for row in product(*factors) if allowed(*row)]
     order = Random(0).sample(range(len(rows)), len(rows))
     chosen: set[int] = set()
@@ -31,10 +28,7 @@ def pairwise(*factors: Iterable[Hashable], allowed: Callable[..., bool] = lambda
 
 
 def each_row(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test for each row of a table, as ``pytest.mark.parametrize`` does, but as one test: rows are its subtests.
-
-    Each that fails is reported with its values. A row has a seed and a ``tmp_path`` of its own.
-    """
+    """Run a test for each row of a table, as ``pytest.mark.parametrize`` does, but as one test."""
     names, table = ([names], [(row,) for row in rows]) if isinstance(names, str) else (list(names), list(rows))
     table = [row.values if hasattr(row, "marks") else row for row in table]  # of pytest.param
 

@@ -24,15 +24,7 @@ def configurations(kind: str) -> list[str]:
 
 
 def check_client(train: Callable[[str, Path], None], folder: Path, cls: type, layers: Sequence[str], **kwargs) -> None:
-    """Train thrice, and look at what is left of each run.
-
-    Args:
-        train: ``train(kind, folder)`` trains with the callbacks ``kind``, a key of ``CALLBACKS``.
-        folder: where the runs go.
-        cls: the client's LightningModule.
-        layers: names of the attention layers that are to be swapped.
-        **kwargs: what ``cls.load_from_checkpoint`` asks for beside the path.
-    """
+    """Train thrice, and look at what is left of each run."""
     for kind in CALLBACKS:
         (folder / kind).mkdir()
         train(kind, folder / kind)

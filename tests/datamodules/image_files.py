@@ -39,10 +39,7 @@ def write_parquet(
     names: list[str] | None = None,
     **changed: dict[int, object],
 ) -> np.ndarray:
-    """One parquet file of the hub's layout, labels 0, 1, 2, ... in turn; returns the pixels.
-
-    `changed` replaces single cells: `content={3: b"broken"}`, `label={0: 12}`, `path={0: "..."}`.
-    """
+    """One parquet file of the hub's layout, labels 0, 1, 2, ... in turn; returns the pixels."""
     folder.mkdir(parents=True, exist_ok=True)
     pixels = random_pixels(count, size)
     cells = [

@@ -39,10 +39,7 @@ def run_program(*arguments: str, timeout: float = 240, **environment: str) -> st
 
 
 class Forked:
-    """``python -m MODULE ARGUMENTS`` in a session of its own, forked from a server that has imported Lightning.
-
-    A fresh process would take seven seconds of CPU time for that. See :func:`start_forked`.
-    """
+    """``python -m MODULE ARGUMENTS`` in a session of its own, forked from a server that has imported Lightning."""
 
     def __init__(self, process: BaseProcess, outputs: tuple[Path, Path]):
         self._process, self._outputs = process, outputs

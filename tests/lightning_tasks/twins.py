@@ -25,11 +25,7 @@ def twin(name: str, folder: Path) -> str:
 
 
 def overlaid(value: Any, over: Any) -> Any:
-    """`value` with what `over` names in its place, level by level; lists of classes are joined by `class_path`.
-
-    Raises:
-        ValueError: `over` names a class that is not once in the list.
-    """
+    """`value` with what `over` names in its place, level by level; lists of classes are joined by `class_path`."""
     if isinstance(value, dict) and isinstance(over, dict):
         return {**value, **{key: overlaid(value.get(key), each) for key, each in over.items()}}
     if not (isinstance(over, list) and over and all(isinstance(each, dict) for each in over)):

@@ -10,11 +10,7 @@ from attention_modules import AttentionMechanism, AttentionSpec
 
 
 class WindowAttention(AttentionMechanism):
-    """Softmax attention among tokens that are at most ``window`` apart.
-
-    Raises:
-        ValueError: if ``window`` is not a positive integer.
-    """
+    """Softmax attention among tokens that are at most ``window`` apart."""
 
     def __init__(self, spec: AttentionSpec, window: int = 4) -> None:
         if not isinstance(window, int) or window < 1:

@@ -108,11 +108,7 @@ def forked(folder: Path, arguments: list[str]) -> int:
 
 
 def run(folder: Path, arguments: list[str], fresh: bool = False) -> None:
-    """Run the command to its end.
-
-    Raises:
-        RuntimeError: it fails; the text is the end of what it printed.
-    """
+    """Run the command to its end."""
     folder.mkdir(parents=True, exist_ok=True)
     if fresh:
         with (folder / "log.txt").open("a") as log:

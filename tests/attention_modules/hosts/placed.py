@@ -10,10 +10,7 @@ from torch.utils._pytree import tree_map
 
 
 class Placed(nn.Module):
-    """A model that takes its inputs to a device and, floating-point ones, to a dtype.
-
-    A tensor that is given twice stays one: a layer without a query asks whether query and key are the same.
-    """
+    """A model that takes its inputs to a device and, floating-point ones, to a dtype."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -35,10 +35,7 @@ CONTEXTS = {
 
 
 def count_calls(model: nn.Module) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """A list that grows by one at each call of a mechanism: its name, the values and the keywords that it is given.
-
-    Not by hooks: nn.TransformerEncoderLayer leaves its fused path where any module below it has one.
-    """
+    """A list that grows by one at each call of a mechanism: its name, the values and the keywords that it is given."""
     calls: list[tuple[str, Tensor, dict[str, Any]]] = []
 
     def counted(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -172,10 +169,7 @@ def test_a_neutral_start_is_softmax_over_grouped_keys_too(host: str, mechanism: 
 
 
 def _compiled() -> list[Any]:
-    """One without a query or softmax in every host, in one those that need more, the rest among the slow tests.
-
-    The mechanisms alone are compiled by their checks.
-    """
+    """One without a query or softmax in every host, in one those that need more, the rest among the slow tests."""
     found = []
     for host, case in HOSTS.items():
         for mechanism in MECHANISMS:

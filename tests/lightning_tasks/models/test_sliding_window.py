@@ -138,10 +138,7 @@ def test_bad_scales_and_images():
 
 @pytest.mark.costly
 def test_a_large_image_stays_below_two_gib():
-    """The tiny model, 150 classes, 2,048 x 1,024 pixels, all else at its default.
-
-    Its layers take turns with the same memory, so that the program has one of twelve; the rest are 2 MiB of weights.
-    """
+    """The tiny model, 150 classes, 2,048 x 1,024 pixels, all else at its default."""
     done = run_forked("tests.lightning_tasks.models.large_image")
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)

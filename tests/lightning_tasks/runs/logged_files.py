@@ -34,11 +34,7 @@ def log_entries(data):
 
 
 def offline_runs(folder):
-    """The records of each offline run of W&B's below a folder, in the order of their files.
-
-    W&B writes them in a process of its own: a file without the record of the run's end, by which it is whole, is read
-    again, for ten seconds.
-    """
+    """The records of each offline run of W&B's below a folder, in the order of their files."""
     pytest.importorskip("wandb")
     until = time.monotonic() + 10.0
     while True:

@@ -24,19 +24,7 @@ MODELS = 3  # of a folder that are tried for layers that the first ones did not 
 
 @dataclass(frozen=True)
 class Line:
-    """What was seen of a folder.
-
-    Args:
-        folder: its name below ``transformers.models``.
-        result: "equal" (softmax in place of softmax gives the same, and all else is as it should be), "refused" (each
-            layer by name), "fault", or "not tried" (no tiny model could be built or run).
-        models: classes of the tiny models.
-        swapped: attention classes that took mechanisms.
-        largest_difference: of softmax put in for softmax, relative to the largest number, over all comparisons.
-        compared: what was compared with the plain model.
-        symmetric: "taken" where all swapped classes take a mechanism without a query, else why not.
-        reason: why classes were refused, nothing was tried, or what is at fault.
-    """
+    """What was seen of a folder."""
 
     folder: str
     result: str

@@ -26,15 +26,7 @@ NEW_TOKENS = 4
 
 @dataclass
 class Shown:
-    """What was seen of one model.
-
-    Args:
-        layers: classes of the layers that were swapped and called.
-        left: attention modules that were not swapped, each class with the reason.
-        worst: largest difference of softmax from the plain model, relative to the largest number, by what was compared.
-        symmetric: classes that a mechanism without a query went into; each other class with the reason.
-        problems: what is not as it should be.
-    """
+    """What was seen of one model."""
 
     layers: set[str] = field(default_factory=set)
     left: dict[str, str] = field(default_factory=dict)
@@ -44,13 +36,7 @@ class Shown:
 
 
 def difference(got: list[Tensor], expected: list[Tensor], keep: Tensor | None = None) -> float:
-    """The largest difference, relative to the largest number of its tensor; infinite where the shapes differ.
-
-    Args:
-        got: tensors.
-        expected: as many.
-        keep: ``[B, N]``, which tokens count in tensors that have them.
-    """
+    """The largest difference, relative to the largest number of its tensor; infinite where the shapes differ."""
     worst = 0.0
     for mine, plain in zip(got, expected, strict=True):
         if mine.shape[-1:] == (0,):  # an attention map that nobody asked for
@@ -69,13 +55,7 @@ def difference(got: list[Tensor], expected: list[Tensor], keep: Tensor | None = 
 
 
 def gradients(model: nn.Module, inputs: dict[str, Any], given: list[bool] | None = None) -> list[Tensor]:
-    """The gradient of each Parameter, of a sum of squares of all outputs at kept tokens.
-
-    Args:
-        model: the model.
-        inputs: what it is called with.
-        given: which of its outputs count; all by default.
-    """
+    """The gradient of each Parameter, of a sum of squares of all outputs at kept tokens."""
     model.zero_grad()
     keep = _kept(inputs)
     total = torch.zeros(())
@@ -120,11 +100,7 @@ def everywhere(model: nn.Module) -> list[str]:
 
 
 def exercise(model: nn.Module, inputs: dict[str, Any]) -> Shown:
-    """Swap softmax, sink and symmetric attention in, and out again, and compare.
-
-    Raises:
-        NotBuilt: if the plain model is not the same twice.
-    """
+    """Swap softmax, sink and symmetric attention in, and out again, and compare."""
     shown = Shown()
     made = generated(model, inputs)  # first, as some models keep the positions of what they wrote (Qwen's Thinker)
     with torch.no_grad():
@@ -273,13 +249,7 @@ def _check_restored(
 
 @dataclass
 class Written:
-    """What a model wrote greedily.
-
-    Args:
-        prompt: what it was asked to go on from.
-        tokens: all that it wrote, with the prompt.
-        logits: of each step.
-    """
+    """What a model wrote greedily."""
 
     prompt: dict[str, Any]
     tokens: Tensor
@@ -287,12 +257,7 @@ class Written:
 
 
 def generated(model: Any, inputs: dict[str, Any]) -> dict[str, Written]:
-    """What a plain model writes, by the kind of cache; of those with which it can.
-
-    Args:
-        model: the plain model: what it cannot is nothing of ours, so that its errors are no faults.
-        inputs: what it is called with, from which it is asked to go on where it takes no text, or not text alone.
-    """
+    """What a plain model writes, by the kind of cache; of those with which it can."""
     found: dict[str, Written] = {}
     if not hasattr(model, "can_generate") or not model.can_generate():
         return found

@@ -12,12 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Peculiar:
-    """What the models of a folder are given.
-
-    Args:
-        settings: of the configuration, put over the shrunk one; those of a part are put over that part.
-        inputs: makes the inputs; without it they are found by their names.
-    """
+    """What the models of a folder are given."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[], dict[str, Any]] | None = None

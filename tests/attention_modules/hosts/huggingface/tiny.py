@@ -97,12 +97,7 @@ def classes_of(folder: str) -> tuple[list[type[nn.Module]], list[type[nn.Module]
 
 
 def shrunk(config: dict[str, Any], lists: bool = True) -> dict[str, Any]:
-    """A configuration's numbers, made small.
-
-    Args:
-        config: as ``to_dict`` gives it.
-        lists: whether lists of numbers per stage or a layer are shrunk too, and kinds of layers left to the default.
-    """
+    """A configuration's numbers, made small."""
     found: dict[str, Any] = {}
     ids = iter(range(VOCABULARY - 1, 40, -1))
     for name, value in config.items():
@@ -196,11 +191,7 @@ def built(kind: Any) -> nn.Module:
 
 
 def running(kind: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny random model of a class, in eval mode, in float32, and inputs that it takes.
-
-    Raises:
-        NotBuilt: if none can be built, or it takes none of the inputs that are known.
-    """
+    """A tiny random model of a class, in eval mode, in float32, and inputs that it takes."""
     reasons = []
     peculiar = OF.get(kind.__module__.split(".")[2], Peculiar())
     for given in _configurations(kind.config_class, peculiar.settings):
@@ -418,11 +409,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def first_that_runs(model: nn.Module, peculiar: Peculiar | None = None) -> dict[str, Any]:
-    """Inputs that the model takes: those of its folder, else the first of those that are known by name.
-
-    Raises:
-        NotBuilt: if it takes none of them.
-    """
+    """Inputs that the model takes: those of its folder, else the first of those that are known by name."""
     reasons = []
     for inputs in [peculiar.inputs()] if peculiar and peculiar.inputs else inputs_of(model):
         try:

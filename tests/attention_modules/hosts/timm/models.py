@@ -34,17 +34,7 @@ BY_NAME = " (by name)"  # of a layer that is swapped where a pattern of `where` 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one model.
-
-    Args:
-        family: file of timm's that registers it.
-        model: its name.
-        swapped: the classes of the layers that softmax goes into.
-        softmax: number of these layers, or why there is none.
-        symmetric: likewise; the whole model is swapped, or what is left is listed under ``left``.
-        rpc: likewise.
-        left: attention modules that are not swapped, and why.
-    """
+    """What becomes of one model."""
 
     family: str
     model: str
