@@ -130,8 +130,14 @@ class AttentionMechanism(nn.Module):
         self.spec = spec
 
     def reset_parameters(self) -> None:
-        """Give Parameters and buffers the values of a new mechanism, as after ``to_empty``."""
-        self.load_state_dict(type(self)(self.spec, **(self.built_with or {})).state_dict())
+        """Give Parameters and buffers the values of a new mechanism, as after ``to_empty``.
+
+        Raises:
+            RuntimeError: if a callable built it, whose arguments are not known.
+        """
+        if self.built_with is None:
+            raise RuntimeError(f"{type(self).__name__} was built by a callable: load its values, or build it anew")
+        self.load_state_dict(type(self)(self.spec, **self.built_with).state_dict())
 
     def remember(self, x: Tensor) -> Tensor:
         """What must be kept of tokens whose keys are cached; the layer keeps it beside them where ``remembers``.
@@ -187,8 +193,8 @@ class TensorMechanism(AttentionMechanism):
     function: ClassVar[Callable[..., Tensor]]
     """Of q, k, v, what `tensors` gives, and the further arguments of `forward`; a static method."""
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        """What the function takes after q, k and v: Parameters, options, and of ``given`` what `needs` names."""
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
+        """What the function takes after q, k and v: Parameters and options; a subclass takes what it ``needs``."""
         return ()
 
     def forward(

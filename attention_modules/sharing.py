@@ -291,9 +291,10 @@ def _checkpoint_frame() -> Any:
     return None
 
 
-def recomputes() -> bool:
-    """Whether backward computes a part of the forward again, as activation checkpointing does."""
-    return _graph_task() != -1
+def as_before(module: object, answer: bool) -> bool:
+    """The answer; in a part of the model that activation checkpointing computes again, that of the first time."""
+    frame = None if torch.compiler.is_compiling() else _checkpoint_frame()
+    return answer if frame is None else vars(frame).setdefault("attnswap_answers", {}).setdefault(id(module), answer)
 
 
 def without_wrappers(name: str) -> str:

@@ -1,9 +1,9 @@
 """Which networks a model holds: a student and its teacher, two towers, or just one.
 
 Layers are counted within a network. Two parts of a model are networks of their own where they are *twins*, whose
-stacks of layers have Parameters of equal names and shapes. So are parts of one class of which one is wholly frozen, and
-parts that each embed an input of their own, as the towers of CLIP do. What runs in series is one network: an encoder
-and its decoder, a backbone and its head, numbered stages.
+stacks of layers have Parameters of equal names and shapes. So are a frozen part that is called a teacher beside one
+that trains, and parts that each embed an input of their own, as the towers of CLIP do. What runs in series is one
+network: an encoder and its decoder, a backbone and its head, numbered stages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from attention_modules.hosts.trained import plain_parameters
 
 if TYPE_CHECKING:
     from attention_modules.hosts.discovery import Found
+
+
+_TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference|frozen")
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,7 @@ class _Model:
             if part not in self.layers and "decoder" not in part.rpartition(".")[2].lower()
         }
         if any(
-            self._are_twins(one, other, alone) or self._is_teacher(one, other, alone)
-            for one, other in combinations(alone, 2)
+            self._are_twins(one, other, alone) or self._is_teacher(one, other) for one, other in combinations(alone, 2)
         ):
             return True
         if any(self.layers[name].cross for names in parts.values() for name in names):
@@ -133,20 +135,19 @@ class _Model:
             return _shape_of(first) == _shape_of(second)
         if not all(self._holds_a_stack(part, parts) for part in (one, other)):
             return False
-        return are_copies(first, second) or (self._one_is_frozen(one, other) and _shape_of(first) == _shape_of(second))
+        # Of stages in series the first ones are frozen.
+        teacher = not _is_frozen(self.modules[one]) and _is_frozen(self.modules[other])
+        return are_copies(first, second) or (teacher and _shape_of(first) == _shape_of(second))
 
-    def _is_teacher(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
-        """Whether one is a frozen network of the other's kind, as a larger teacher is."""
-        first, second = self.modules[one], self.modules[other]
-        alike = type(first) is type(second) and all(self._holds_a_stack(part, parts) for part in (one, other))
-        return alike and _unnumbered(one) != _unnumbered(other) and self._one_is_frozen(one, other)
+    def _is_teacher(self, one: str, other: str) -> bool:
+        """Whether one is frozen and called so, and the other trains."""
+        named = [bool(_TEACHER.search(part.rpartition(".")[2].lower())) for part in (one, other)]
+        frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
+        return named != [True, True] and any(named) and frozen == named
 
     def _holds_a_stack(self, part: str, parts: Mapping[str, Sequence[str]]) -> bool:
-        """Whether a part holds numbered layers, and is no layer of a stack itself."""
-        return any(re.search(r"\.\d+(\.|$)", layer.removeprefix(part)) for layer in parts[part])
-
-    def _one_is_frozen(self, one: str, other: str) -> bool:
-        return _is_frozen(self.modules[one]) != _is_frozen(self.modules[other])
+        """Whether a part holds numbered layers, and is no layer of a stack itself, nor one with parallel attentions."""
+        return any(re.search(r"(?<!\.attns)\.\d+(\.|$)", layer.removeprefix(part)) for layer in parts[part])
 
     def _inside(self, part: str, parts: Mapping[str, Sequence[str]]) -> set[int]:
         return {id(module) for name in parts[part] for module in self.modules[name].modules()}

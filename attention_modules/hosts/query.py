@@ -26,6 +26,7 @@ class QueryPart:
         full: output features in all, keys and values included.
         trains: ``requires_grad`` of the Parameter when the rows were taken.
         blocks: equal blocks that the features lie in (the heads, where each has its query, key and value together).
+        others: ``requires_grad`` of all other Parameters of the layer then; None where they differed.
     """
 
     owner: str
@@ -35,6 +36,7 @@ class QueryPart:
     full: int
     trains: bool = True
     blocks: int = 1
+    others: bool | None = None
 
     def rows_in(self, layer: nn.Module) -> Tensor | None:
         """The kept rows; None where the projection was replaced after the swap, or they were forgotten."""
@@ -155,8 +157,9 @@ def query_parts(
     """The query's share in each of the owner's tensors ``dims`` (name -> axis) that exist."""
     holder = layer.get_submodule(owner)
     tensors = {name: holder._parameters.get(name) for name in dims}
+    others = _trains(layer, tensors.values())
     return tuple(
-        QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad, blocks)
+        QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad, blocks, others)
         for name, tensor in tensors.items()
         if tensor is not None
     )
@@ -166,6 +169,19 @@ def _parameter(data: Tensor, trains: bool, old: Tensor) -> nn.Parameter:
     new = nn.Parameter(data, requires_grad=trains)
     new.__dict__.update(old.__dict__)
     return new
+
+
+def _own(layer: nn.Module, without: Iterable[Tensor | None]) -> list[nn.Parameter]:
+    """The layer's Parameters beside its mechanism's."""
+    left_out = {id(tensor) for tensor in without}
+    named = layer.named_parameters()
+    return [held for name, held in named if not name.startswith("mechanism.") and id(held) not in left_out]
+
+
+def _trains(layer: nn.Module, without: Iterable[Tensor | None]) -> bool | None:
+    """Whether these train; None where some do and some do not, or there are none."""
+    found = {held.requires_grad for held in _own(layer, without)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _set_size(owner: Any, size: int) -> None:
@@ -197,8 +213,8 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
 
 
 def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
-    """Put the kept query rows in front of the current keys and values; they train where all of these do."""
-    now = {tensor.requires_grad for name, tensor in layer.named_parameters() if not name.startswith("mechanism.")}
+    """Put the kept query rows in front of the current keys and values; frozen or thawed since, they are as these."""
+    now, like = _trains(layer, ()), next(iter(_own(layer, ())), None)
     for part in parts:
         owner = layer.get_submodule(part.owner)
         rows = part.take_from(layer)
@@ -206,8 +222,9 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             raise RuntimeError(f"the kept query rows of {part.key('')!r} are lost")
         rest = owner._parameters.get(part.tensor)
         if rest is None:
-            trains = now == {True} if len(now) == 1 else part.trains
-            owner._parameters[part.tensor] = _parameter(rows, trains, rows)
+            trains = part.trains if now in (None, part.others) else now
+            data = rows if like is None else rows.to(like.device, like.dtype)
+            owner._parameters[part.tensor] = _parameter(data, trains, rows)
             if isinstance(owner, QuerylessLinear):
                 owner.__class__ = nn.Linear  # type: ignore[assignment]
         else:

@@ -143,7 +143,7 @@ class ScaledAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"variant={self.variant!r}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.s_of(k),)
 
     def s_of(self, k: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ _CLASSES = {  # imported when one is named: timm behind the first takes a second
     "scheduler": "torch.optim.lr_scheduler",
 }
 _MECHANISMS = ("mechanism", "other_attention")
+_ATTENTION = re.compile(r"^--model\.attention(?:_(options|layers))?(?=[.=]|$)")  # options that say what they are of
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
 _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s*Option '([^']+)' is not accepted")
@@ -80,6 +81,7 @@ def spell_out_classes(arguments: Sequence[str]) -> list[str]:
     jsonargparse does so itself for arguments that are classes only; where a string is allowed too, as for ours, the key
     would replace it.
     """
+    arguments = [_ATTENTION.sub(lambda found: f"--model.{found[1] or 'mechanism'}", each) for each in arguments]
     spelled = list(arguments)
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")

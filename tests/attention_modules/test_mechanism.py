@@ -134,3 +134,11 @@ def test_empty_tensors_are_reset_to_those_of_a_new_mechanism(name):
         parameter.data.fill_(torch.nan)
     mechanism.reset_parameters()
     assert all(tensor.isfinite().all() for tensor in mechanism.state_dict().values())
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "value_residual", "uniform"])
+def test_keywords_that_a_mechanism_does_not_need_are_refused(name):
+    mechanism = build_mechanism(name, AttentionSpec(dim=16, num_heads=2, head_dim=8))
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        mechanism(q, q, q, mask=torch.ones(3, 3, dtype=torch.bool))

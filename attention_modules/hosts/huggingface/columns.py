@@ -10,14 +10,14 @@ from torch import Tensor
 from attention_modules.masks import visible
 
 
-def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, windowed: bool) -> None:
+def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, window: int | None) -> None:
     """Refuse packed sequences and padding before a sequence; on a GPU checked without a sync.
 
     Args:
         module: the swapped layer.
         mask: ``[B, 1 or H, N, M]`` or None.
         positions: what the model knows, ``[..., B or 1, N]`` or None.
-        windowed: whether rows see a window of keys.
+        window: how many keys rows see; None for all.
 
     Raises:
         RuntimeError: if the positions of what is seen are not 0 to N - 1 from the first column on, or a row sees tokens
@@ -39,8 +39,12 @@ def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, wi
     if seen is None:
         return
     first = seen[..., 0] | ~seen.any(-1)
-    if windowed:
+    if window is not None:
         first = seen[..., 0].any(-1) | ~seen.flatten(-2).any(-1)
+        if getattr(module, "is_causal", True) and seen.shape[-2] == seen.shape[-1]:  # rows of tokens see their window
+            rows = torch.arange(1, seen.shape[-1] + 1, device=seen.device).clamp(max=window)
+            whole = (seen.sum(-1) == rows) | ~seen.diagonal(dim1=-2, dim2=-1)
+            first = first & whole.all(-1)
     elif positions is None:  # then a model that counts positions may count what is seen alone
         first = first & (seen[..., 1:] <= seen[..., :-1]).all(-1)
     torch._assert_async(

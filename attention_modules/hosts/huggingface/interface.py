@@ -26,7 +26,7 @@ from attention_modules.hosts.huggingface.given import (
 )
 from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.shown import ShownMap
-from attention_modules.sharing import recomputes
+from attention_modules.sharing import as_before
 
 INTERFACE = "attnswap"
 INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
@@ -96,7 +96,7 @@ def mechanism_attention_forward(
     if mechanism.cache == "whole sequence":
         _check_whole(mechanism, query, key)
         if mechanism.counts_columns:
-            check_columns(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window") is not None)
+            check_columns(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window"))
         query = query if mechanism.uses_query else key
     if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):
         attention_mask, causal = causal_mask(query, key), False
@@ -109,11 +109,8 @@ def mechanism_attention_forward(
     weights = ShownMap(keys)
     asked = {}
     if mechanism.gives_weights:
-        wanted = _attentions_asked(module, kwargs)
-        if recomputes():  # nobody collects the outputs of a checkpointed layer when backward computes it again
-            wanted = vars(module).get("_attnswap_gave", wanted)
-        elif module.training and not torch.compiler.is_compiling():
-            vars(module)["_attnswap_gave"] = wanted
+        # Nobody collects the outputs of a checkpointed part of the model when backward computes it again.
+        wanted = as_before(module, _attentions_asked(module, kwargs))
         asked = {"weights": weights} if wanted else {}
     x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
     out = module.mix(

@@ -84,5 +84,5 @@ class SinkAttention(TensorMechanism):
         s = check_number("start", start) + check_number("std", std, at_least=0.0) * torch.randn(spec.num_heads)
         self.sink = nn.Parameter(s, requires_grad=check_flag("learned", learned))
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.sink,)

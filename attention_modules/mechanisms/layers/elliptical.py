@@ -117,5 +117,5 @@ class EllipticalAttention(TensorMechanism):
 
     own_logits: ClassVar = "it weights the features of queries and keys"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        return (given["previous_value"],)
+    def tensors(self, k: Tensor, previous_value: Tensor | None = None) -> tuple[Any, ...]:
+        return (previous_value,)

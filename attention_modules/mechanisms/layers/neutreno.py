@@ -83,5 +83,5 @@ class NeutrenoAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        return given["first_value"], self.alpha
+    def tensors(self, k: Tensor, first_value: Tensor | None = None) -> tuple[Any, ...]:
+        return first_value, self.alpha

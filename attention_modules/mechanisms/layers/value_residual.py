@@ -81,5 +81,5 @@ class ValueResidualAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"weight={self.weight}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        return given["first_value"], self.weight
+    def tensors(self, k: Tensor, first_value: Tensor | None = None) -> tuple[Any, ...]:
+        return first_value, self.weight

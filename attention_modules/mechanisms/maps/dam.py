@@ -152,6 +152,6 @@ class DifferentiableAttentionMask(TensorMechanism):
         ahead = self.logits[..., 0] - self.logits[..., 1]
         return torch.where(ahead.isnan(), ahead, (ahead >= 0).to(ahead.dtype))
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         check_length("dam", k.shape[-2], self.logits.shape[1])
         return (self.drawn(self.gates()),)

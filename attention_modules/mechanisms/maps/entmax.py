@@ -190,5 +190,5 @@ class EntmaxAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.alpha,)

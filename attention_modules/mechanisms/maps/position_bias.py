@@ -97,6 +97,6 @@ class PositionBiasAttention(TensorMechanism):
         super().__init__(spec)
         self.position_bias = nn.Parameter(torch.zeros(sizes))
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         check_length("position_bias", k.shape[-2], self.position_bias.shape[-1])
         return (first_square(self.position_bias, k.shape[-2]),)

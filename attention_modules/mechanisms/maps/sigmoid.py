@@ -107,5 +107,5 @@ class SigmoidAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return "bias=-ln n" if self.bias is None else f"bias={self.bias}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.bias,)

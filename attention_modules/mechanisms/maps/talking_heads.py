@@ -130,5 +130,5 @@ class TalkingHeadsAttention(TensorMechanism):
             for _ in range(2)
         )
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        return given.get("mixers") or (self.mix_logits, self.mix_weights)
+    def tensors(self, k: Tensor, mixers: tuple[Tensor, Tensor] | None = None) -> tuple[Any, ...]:
+        return mixers or (self.mix_logits, self.mix_weights)

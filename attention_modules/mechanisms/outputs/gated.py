@@ -94,6 +94,6 @@ class GatedAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"gate={self.kind!r}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
-        gate = self.gate(self.needed("x", given.get("x")))
+    def tensors(self, k: Tensor, x: Tensor | None = None) -> tuple[Any, ...]:
+        gate = self.gate(self.needed("x", x))
         return (gate.unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2),)

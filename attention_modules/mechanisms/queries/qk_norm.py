@@ -93,5 +93,5 @@ class QKNormAttention(TensorMechanism):
     def extra_repr(self) -> str:
         return f"gain={'scalar' if len(self.q_gain) == 1 else 'vector'!r}, eps={self.eps}"
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return self.q_gain, self.k_gain, self.eps

@@ -87,5 +87,5 @@ class SelectiveAttention(TensorMechanism):
         super().__init__(spec)
         self.beta = nn.Parameter(torch.full((spec.num_heads,), check_number("start", start)))
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.beta,)

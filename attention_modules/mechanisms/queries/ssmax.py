@@ -81,5 +81,5 @@ class SSMaxAttention(TensorMechanism):
         super().__init__(spec)
         self.s = nn.Parameter(torch.full((spec.num_heads,), check_number("start", start)))
 
-    def tensors(self, k: Tensor, **given: Any) -> tuple[Any, ...]:
+    def tensors(self, k: Tensor) -> tuple[Any, ...]:
         return (self.s,)

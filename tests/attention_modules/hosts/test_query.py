@@ -208,3 +208,14 @@ def test_restored_queries_train_as_their_layer_does_and_keep_their_marks(host: s
     restore_attention(model)
     assert {parameter.requires_grad for parameter in model.parameters()} == {trains}
     assert all(getattr(parameter, "_no_weight_decay", False) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_query_that_differs_from_its_layer_comes_back_as_it_was(trains: bool) -> None:
+    model = built("bert")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_((".query." in name) == trains)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    swap_attention(model, "symmetric")
+    restore_attention(model)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before

@@ -233,3 +233,10 @@ def test_frozen_first_layers_are_no_network() -> None:
     model.layers[0].requires_grad_(False)
     model.layers[1].requires_grad_(False)
     assert [row.name for row in swap_attention(model, "entmax", layers=[3])] == ["layers.3.self_attn"]
+
+
+def test_what_is_frozen_for_fine_tuning_stays_in_its_network() -> None:
+    parts = nn.ModuleDict({"backbone": encoder(3).requires_grad_(False), "head": encoder(2)})
+    assert len(swap_attention(parts, "entmax")) == 5
+    stages = nn.ModuleList([encoder(2).requires_grad_(False), encoder(2), encoder(2)])
+    assert [row.name for row in swap_attention(stages, "entmax", layers=[0])] == ["0.layers.0.self_attn"]
