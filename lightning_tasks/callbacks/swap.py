@@ -23,7 +23,7 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import (
+from lightning_tasks.files.swaps import (
     _PLANS,
     PLAIN,
     SWAPPED,
@@ -33,7 +33,7 @@ from lightning_tasks.checkpoints.swaps import (
     overrides,
     saved_plans,
 )
-from lightning_tasks.checkpoints.weights import refuse_other_layout
+from lightning_tasks.files.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
 from lightning_tasks.training.limits import check_choice

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.checkpoints.resume import _CURE
+from lightning_tasks.files.resume import _CURE
 
 _MOVED_BY_SCHEDULES = ("lr", "momentum", "betas")
 

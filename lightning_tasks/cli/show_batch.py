@@ -16,7 +16,7 @@ from lightning_tasks.cli.asked import value_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.training.hparams import import_object
-from lightning_tasks.training.trust import build_typed_classes_only
+from lightning_tasks.training.kinds import build_typed_classes_only
 from lightning_tasks.variants import find_variant
 
 

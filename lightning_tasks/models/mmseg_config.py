@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tasks.models.mmcv_ops import provide_ops
 from lightning_tasks.training.hparams import import_object
-from lightning_tasks.training.trust import check_kind
+from lightning_tasks.training.kinds import check_kind
 
 _TEST_CFG = ("mode", "crop_size", "stride")
 

@@ -324,7 +324,9 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     content["base"] = twin(content["base"], own_folder)
     added = content.get("settings", {}).get("trainer.callbacks+", [])
     content["settings"] = {  # the twin has sizes of its own
-        key: value for key, value in content.get("settings", {}).items() if re.search(r"callbacks\+|mechanism|options|layers|attention", key)
+        key: value
+        for key, value in content.get("settings", {}).items()
+        if re.search(r"callbacks\+|mechanism|options|layers|attention", key)
     }
     for callback in added if isinstance(added, list) else [added]:
         if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test

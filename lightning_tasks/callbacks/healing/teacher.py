@@ -19,7 +19,7 @@ from attention_modules.hosts.trained import forget_made
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
-from lightning_tasks.checkpoints.swaps import _PLANS
+from lightning_tasks.files.swaps import _PLANS
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
 _SAMPLED = 1024  # numbers of each tensor by which one teacher is told from another

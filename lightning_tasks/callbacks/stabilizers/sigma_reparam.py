@@ -30,7 +30,7 @@ from lightning_tasks.callbacks.base import (
 )
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import overrides
+from lightning_tasks.files.swaps import overrides
 from lightning_tasks.training.limits import check_choice, check_number
 
 

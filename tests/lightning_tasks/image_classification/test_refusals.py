@@ -9,7 +9,7 @@ from attnswap.datamodules import DigitsDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tasks import ImageClassificationTask, SegmentationTask, load_swapped
-from lightning_tasks.checkpoints.load import load_module
+from lightning_tasks.files.load import load_module
 from tests.lightning_tasks.image_classification.tasks import TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer
 

@@ -219,7 +219,13 @@ def test_one_callback_more_does_not_shift_the_others():
 
 
 def test_swaps_of_models_and_callbacks():
-    model = {"mechanism": "symmetric", "options": None, "layers": [1], "other_attention": "rpc", "scheduler_interval": "step"}
+    model = {
+        "mechanism": "symmetric",
+        "options": None,
+        "layers": [1],
+        "other_attention": "rpc",
+        "scheduler_interval": "step",
+    }
     assert swapped({"trainer": {"callbacks": [SWAP]}, "model": {"init_args": model}}) == [
         "rpc (iterations 4) in layers 0",
         "symmetric in layers 1, rpc in the others",
@@ -236,7 +242,10 @@ def test_a_swap_that_another_replaced_is_not_named(tmp_path):
     layers = "net.encoder.layers.{}.self_attn"
     texts = [f"symmetric in layers {layers.format(0)}", f"rpc (iterations 2) in layers {layers.format(1)}"]
     assert swapped(read_run_settings(folder)) == texts
-    told = {"model": {"mechanism": "symmetric", "options": {}, "scheduler_interval": "step"}, "trainer": {"callbacks": [SWAP]}}
+    told = {
+        "model": {"mechanism": "symmetric", "options": {}, "scheduler_interval": "step"},
+        "trainer": {"callbacks": [SWAP]},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(told))
     assert swapped(read_run_settings(folder)) == texts
     assert differences({"one": told, "two": read_run_settings(folder)}) == {}

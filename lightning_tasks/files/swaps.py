@@ -13,7 +13,7 @@ from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.mechanism import AttentionMechanism, mechanism_class, short_name
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import import_object, plain_data
-from lightning_tasks.training.trust import check_kind
+from lightning_tasks.training.kinds import check_kind
 
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged

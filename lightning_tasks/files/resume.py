@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, distributed
 
-from lightning_tasks.checkpoints.weights import WEIGHTS_ONLY
+from lightning_tasks.files.weights import WEIGHTS_ONLY
 from lightning_tasks.training.hparams import import_object
 
 
