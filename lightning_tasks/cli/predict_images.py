@@ -82,13 +82,15 @@ def sections_of_run(arguments: Sequence[str]) -> dict[str, Any]:
     found = settings_of_run(arguments)
     if found is None:
         return {}
+    from lightning_tasks.base import BaseTask
     from lightning_tasks.files.names import allowed_names
     from lightning_tasks.files.stored import check_stored
+    from lightning_tasks.training.hparams import import_object
 
     file, settings = found
     trainer = settings.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-    sections = {
+    sections: dict[str, Any] = {
         "model": _given(settings["model"]),
         "data": _given(settings["data"]),
         "trainer.callbacks": [each for each in callbacks if _is_swap(each)] if isinstance(callbacks, list) else [],
@@ -96,6 +98,8 @@ def sections_of_run(arguments: Sequence[str]) -> dict[str, Any]:
     allowed = None if "--trust_checkpoint" in arguments else allowed_names()
     for place, section in zip(("hyper_parameters", "data", "callbacks"), sections.values(), strict=True):
         check_stored(section, allowed, file, place)
+    if allowed is not None and issubclass(import_object(sections["model"]["class_path"]), BaseTask):
+        del sections["model"]["init_args"]  # the checkpoint has them, of which no text is read anew
     return {name: section for name, section in sections.items() if section}
 
 
