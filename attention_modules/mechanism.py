@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeGuard, TypeVar
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from attention_modules.base import AttentionMechanism, AttentionSpec
 from attention_modules.function import OF_THE_SWAP, AttentionFunction, function_class, is_attention_function
+from attention_modules.nearest import did_you_mean
 
 ENTRY_POINT_GROUP = "attnswap.mechanisms"
 MechanismFactory = Callable[[AttentionSpec], AttentionMechanism]
@@ -144,12 +144,6 @@ def short_name(cls: type[AttentionMechanism]) -> str:
     """The name by which a mechanism is registered, else its import path."""
     names = [name for name, known in _REGISTRY.items() if known is cls]
     return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A question that offers the nearest known names, with a space before it; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def check_options(cls: type[AttentionMechanism], options: object) -> None:
