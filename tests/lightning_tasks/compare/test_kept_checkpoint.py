@@ -11,8 +11,8 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import record_of
 from lightning_tasks.files.load import load_swapped
+from lightning_tasks.recipes.variants import read_variants
 from lightning_tasks.runs.log import read_metrics
-from lightning_tasks.variants import read_variants
 from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel
 
 

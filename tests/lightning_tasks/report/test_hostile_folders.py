@@ -12,9 +12,9 @@ from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import write_summary
 from lightning_tasks.compare.tables import write_curves, write_results
 from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes.variants import read_variants
 from lightning_tasks.runs.heads import read_heads, write_heads
 from lightning_tasks.runs.safe_files import read_result
-from lightning_tasks.variants import read_variants
 from tests.lightning_tasks.report.report_folders import report, run_folder
 
 ROW = {"step": 0, "metric": "val/loss", "value": 1.0}
