@@ -97,8 +97,8 @@ def _load(
     cls: type[Module], path: str | Path, content: dict[str, Any], allowed: Collection[str] | None, **kwargs: Any
 ) -> Module:
     """The module of a checkpoint that is checked already, with the plans that it holds carried out."""
-    if "trust_checkpoint" in inspect.signature(cls.load_from_checkpoint).parameters:  # our tasks check names themselves
-        kwargs["trust_checkpoint"] = allowed is None
+    if "trust_checkpoint" in inspect.signature(cls.load_from_checkpoint).parameters:
+        kwargs["trust_checkpoint"] = True  # for our tasks, which check names themselves
     stored = content.get("hyper_parameters", {})
     try:
         with closed_imports(allowed, stored, kwargs), _swapping(cls, content) as swapped:
