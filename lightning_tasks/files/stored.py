@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -190,4 +190,4 @@ def _is_name(text: str, name: str) -> bool:
     if name != "model":
         return name in KINDS and "." in text
     package = text.partition(".")[0]
-    return is_dotted(text) and (package in sys.modules or PathFinder.find_spec(package) is not None)
+    return is_dotted(text) and (package in sys.modules or find_spec(package) is not None)
