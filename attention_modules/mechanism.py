@@ -6,7 +6,8 @@ import functools
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from importlib.metadata import entry_points
 from typing import Any, TypeGuard, TypeVar
 
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 
 from attention_modules.base import AttentionMechanism, AttentionSpec
 from attention_modules.function import OF_THE_SWAP, AttentionFunction, function_class, is_attention_function
-from attention_modules.nearest import did_you_mean
 
 ENTRY_POINT_GROUP = "attnswap.mechanisms"
 MechanismFactory = Callable[[AttentionSpec], AttentionMechanism]
@@ -144,6 +144,25 @@ def short_name(cls: type[AttentionMechanism]) -> str:
     """The name by which a mechanism is registered, else its import path."""
     names = [name for name, known in _REGISTRY.items() if known is cls]
     return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def nearest(
+    name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, *, beginnings: bool = False
+) -> list[str]:
+    """The known names that are like a name, the most like first; with `beginnings` also those that begin like it."""
+
+    def likeness(each: str) -> tuple[float, float]:
+        whole, start = (SequenceMatcher(None, text.lower(), name.lower()).ratio() for text in (each, each[: len(name)]))
+        return (max(whole, start), whole) if beginnings else (whole, whole)
+
+    ranked = sorted(((likeness(each), each) for each in known), key=lambda pair: pair[0], reverse=True)
+    return [each for (score, _), each in ranked if score >= cutoff][:count]
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question that offers the nearest known names, with a space before it; empty where none is near."""
+    near = nearest(name, known, cutoff=cutoff)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def check_options(cls: type[AttentionMechanism], options: object) -> None:

@@ -13,8 +13,7 @@ from attention_modules.hosts.base import AttentionSwapError, Host, Swapped, hook
 from attention_modules.hosts.networks import Network, are_twins, networks_of
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
-from attention_modules.mechanism import AttentionMechanism
-from attention_modules.nearest import did_you_mean
+from attention_modules.mechanism import AttentionMechanism, did_you_mean
 
 Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
 

@@ -16,8 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_warn
 
-from attention_modules.mechanism import mechanism_class
-from attention_modules.nearest import did_you_mean, nearest
+from attention_modules.mechanism import did_you_mean, mechanism_class, nearest
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
 from lightning_tasks.training.hparams import import_object, import_path

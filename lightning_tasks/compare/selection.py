@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from attention_modules.nearest import did_you_mean
+from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import NOTHING, Choice, Tried, key_of, label
 from lightning_tasks.compare.plan import plan_cells

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_modules.nearest import did_you_mean
+from attention_modules.mechanism import did_you_mean
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.formats import WRITTEN, said_of, write_summary
 from lightning_tasks.compare.images import ImageResults

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from attention_modules.nearest import nearest
+from attention_modules.mechanism import nearest
 from lightning_tasks.models.mmcv_ops import provide_ops
 from lightning_tasks.training.hparams import import_object
 from lightning_tasks.training.kinds import check_kind

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from attention_modules.nearest import nearest
+from attention_modules.mechanism import nearest
 
 # The key that tells what kind of model a description means -> module and class of its builder.
 BUILDERS = {

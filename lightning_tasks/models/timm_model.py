@@ -13,7 +13,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 import lightning_tasks.models.fan  # noqa: F401 timm then knows its names
-from attention_modules.nearest import nearest
+from attention_modules.mechanism import nearest
 from lightning_tasks.errors import reason
 
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")

@@ -108,7 +108,7 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 
 def offered(name: str, known: Iterable[str]) -> str:
-    """The names nearest to `name` in words, or all of them; without `attention_modules.nearest`, which brings torch."""
+    """The names nearest to `name` in words, or all of them; without `attention_modules`, which brings torch."""
     if near := get_close_matches(name, known := list(known), cutoff=0.4):
         return f"the nearest are {', '.join(near)}"
     return f"they are {', '.join(known)}" if known else "it has none"

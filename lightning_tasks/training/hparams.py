@@ -12,7 +12,7 @@ import jsonargparse
 
 from attention_modules.extras import EXTRA_OF
 from attention_modules.function import FunctionAttention
-from attention_modules.nearest import did_you_mean
+from attention_modules.mechanism import did_you_mean
 from lightning_tasks.working_folder import shadow_note
 
 Spec = dict[str, Any]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from attention_modules.mechanism import nearest
 from attention_modules.mechanisms.shared.options import as_float
-from attention_modules.nearest import nearest
 from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options
 
 _NO_OPTIONS = ("model", "images", "labels", "eps", "seed", "source", "attack", "options")
