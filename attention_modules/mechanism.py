@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from importlib.metadata import entry_points
 from typing import Any, TypeGuard, TypeVar
 
@@ -146,9 +146,22 @@ def short_name(cls: type[AttentionMechanism]) -> str:
     return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def nearest(
+    name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, *, beginnings: bool = False
+) -> list[str]:
+    """The known names that are like a name, the most like first; with `beginnings` also those that begin like it."""
+
+    def likeness(each: str) -> tuple[float, float]:
+        whole, start = (SequenceMatcher(None, text.lower(), name.lower()).ratio() for text in (each, each[: len(name)]))
+        return (max(whole, start), whole) if beginnings else (whole, whole)
+
+    ranked = sorted(((likeness(each), each) for each in known), key=lambda pair: pair[0], reverse=True)
+    return [each for (score, _), each in ranked if score >= cutoff][:count]
+
+
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A question that offers the nearest known names, with a space before it; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    near = nearest(name, known, cutoff=cutoff)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         functional as functional,
         tasks as tasks,
     )
-    from lightning_tasks.checkpoints.load import load_swapped as load_swapped
+    from lightning_tasks.files.load import load_swapped as load_swapped
 
 _MODULES = ("analysis", "callbacks", "datamodules", "functional", "tasks")
 _HOMES = {
@@ -57,7 +57,7 @@ _HOMES = {
         "attention_modules",
     ),
     "check_mechanism": "attention_modules.testing",
-    "load_swapped": "lightning_tasks.checkpoints.load",
+    "load_swapped": "lightning_tasks.files.load",
 }
 
 __all__ = sorted([*_MODULES, *(name for name in _HOMES if not name.startswith("_"))])

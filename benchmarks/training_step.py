@@ -22,7 +22,7 @@ import torch
 from benchmarks.common import ResidentPeak, write_results
 from lightning_tasks.cli.fit import run
 from lightning_tasks.compare.plan import plan_cells
-from lightning_tasks.variants import full_name, read_variants
+from lightning_tasks.recipes.variants import full_name, read_variants
 
 WARM_UP, TIMED, WEIGHED = 3, 12, 3
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_tasks.base import BaseTask as BaseTask
-    from lightning_tasks.checkpoints.load import load_swapped as load_swapped
+    from lightning_tasks.files.load import load_swapped as load_swapped
     from lightning_tasks.image_classification import ImageClassificationTask as ImageClassificationTask
     from lightning_tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
     from lightning_tasks.segmentation import SegmentationTask as SegmentationTask
@@ -31,7 +31,7 @@ _HOMES = {
     "LanguageModelingTask": "lightning_tasks.language_modeling",
     "SegmentationTask": "lightning_tasks.segmentation",
     "TokenSelectionTask": "lightning_tasks.token_selection",
-    "load_swapped": "lightning_tasks.checkpoints.load",
+    "load_swapped": "lightning_tasks.files.load",
 }
 
 __all__ = [*_HOMES]

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from attention_modules.mechanisms.shared.options import check_flag
-from lightning_tasks.checkpoints.resume import (
+from lightning_tasks.files.names import allowed_names
+from lightning_tasks.files.resume import (
     gather_random_states,
     go_on,
     refuse_other_settings,
     reopen_cut_epoch,
 )
-from lightning_tasks.checkpoints.stored_names import allowed_packages, check_checkpoint
-from lightning_tasks.checkpoints.swaps import warn_of_other_attention
-from lightning_tasks.checkpoints.weights import read_checkpoint, refuse_other_layout
-from lightning_tasks.training.hparams import plain_data
+from lightning_tasks.files.stored import check_checkpoint
+from lightning_tasks.files.swaps import warn_of_other_attention
+from lightning_tasks.files.weights import read_checkpoint, refuse_other_layout
+from lightning_tasks.training.hparams import import_object, plain_data
 from lightning_tasks.training.optimization import (
     build_optimizer,
     build_scheduler,
@@ -76,6 +77,7 @@ class BaseTask(LightningModule):
         **hparams: Any,
     ) -> None:
         super().__init__()
+        hparams.pop("_class_path", None)  # of a subclass that hands on all that a checkpoint has
         if scheduler_interval not in ("step", "epoch"):
             raise ValueError(f"scheduler_interval must be 'step' or 'epoch', got {scheduler_interval!r}")
         stored = {
@@ -109,7 +111,7 @@ class BaseTask(LightningModule):
         trust_checkpoint: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """As Lightning's; what the file names is checked before it is imported.
+        """As Lightning's; what the file names is checked before it is imported, and its text is never parsed.
 
         Args:
             checkpoint_path: the file.
@@ -122,12 +124,18 @@ class BaseTask(LightningModule):
             ValueError: if the file cannot be read, or names what it may not.
         """
         check_flag("trust_checkpoint", trust_checkpoint)
-        if weights_only is not False:
-            content = _content(checkpoint_path)
-            allowed = None if trust_checkpoint else allowed_packages(cls, kwargs)
-            check_checkpoint(content, allowed, str(checkpoint_path), hparams_file)
-        safe = weights_only is not False
-        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, safe, **kwargs)
+        if weights_only is False:
+            return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, False, **kwargs)
+        content = _content(checkpoint_path)
+        allowed = None if trust_checkpoint else allowed_names(cls, kwargs)
+        check_checkpoint(content, allowed, str(checkpoint_path), hparams_file)
+        path = content.get("hyper_parameters", {}).get("_class_path")
+        named = cls if path is None else import_object(path)
+        if not (isinstance(named, type) and issubclass(named, cls)):
+            raise ValueError(f"{checkpoint_path} holds a {path}, which is no {cls.__name__}")
+        kwargs["_instantiator"] = None  # Lightning's would read text of the file anew, as YAML and as names
+        load = super(BaseTask, named).load_from_checkpoint
+        return load(checkpoint_path, map_location, hparams_file, strict, True, **kwargs)
 
     def build_model(self) -> nn.Module:
         """The model, from ``self.hparams`` (and ``self.trainer.datamodule`` where one is attached)."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.base import Buildable
-from lightning_tasks.checkpoints.weights import load_backbone
+from lightning_tasks.files.weights import load_backbone
 from lightning_tasks.models.segmentation import segmentation_builder
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from attention_modules.mechanisms.shared.options import check_integer
 from attention_modules.prompt import FORMS, PromptAttention
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.training.distributed import epoch_weight
-from lightning_tasks.training.limits import check_integer
 
 Batch = tuple[Tensor, Tensor]
 # Of y f, [n]; each falls as y f grows.

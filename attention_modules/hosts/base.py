@@ -416,6 +416,6 @@ class AttentionSwapError(ValueError):
         >>> try:
         ...     attnswap.swap_attention(torch.nn.Linear(4, 4), "softmax")
         ... except attnswap.AttentionSwapError as error:
-        ...     print(str(error).split(";")[0])
-        the model has no attention layer
+        ...     print(str(error).partition(" (")[0])
+        the model has no attention layer of a known host
     """

@@ -27,7 +27,7 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import FINISHED, Record, read_record, write_record
 from lightning_tasks.compare.selection import candidates, chosen, plan_selection, read_select
 from lightning_tasks.errors import UsageError
-from lightning_tasks.variants import read_variants
+from lightning_tasks.recipes.variants import read_variants
 
 
 def restore(recipe: str, raw: Path, output: Path) -> int:

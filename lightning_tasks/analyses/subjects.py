@@ -165,7 +165,7 @@ def with_mechanism(
 
 def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
     if name.endswith(".ckpt"):
-        from lightning_tasks.checkpoints.load import load_module
+        from lightning_tasks.files.load import load_module
 
         if random:
             raise ValueError(f"{name} is a checkpoint, which is trained: leave out --random, or name a model")

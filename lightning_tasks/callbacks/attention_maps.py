@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_map, attention_rollout
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_own_maps
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
@@ -21,7 +21,6 @@ from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWa
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
-from lightning_tasks.training.limits import check_integer
 
 _ROWS_AT_ONCE = 256
 

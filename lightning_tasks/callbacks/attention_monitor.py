@@ -20,6 +20,7 @@ from attention_modules.analysis import (
 )
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import visible
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord, stack_sums
@@ -41,7 +42,7 @@ from lightning_tasks.callbacks.monitoring.warnings import (
 from lightning_tasks.runs.loggers import current_step, keeps_history
 from lightning_tasks.runs.metric_names import MetricName, in_stage
 from lightning_tasks.training.distributed import EpochSums, log_joined
-from lightning_tasks.training.limits import check_integer, is_sequence
+from lightning_tasks.training.limits import is_sequence
 
 Stage = Literal["train", "validation", "test"]
 Observable = Statistic | Literal["sink", "token_similarity"]

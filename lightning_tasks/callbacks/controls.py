@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
-from lightning_tasks.training.limits import check_choice, check_integer, check_number
+from lightning_tasks.training.limits import check_layer_choice
 
 
 def qk_entries(layers: Sequence[AttentionLayer]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -45,7 +46,7 @@ class _QKControl(Callback):
 
     def __init__(self, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()) -> None:
         super().__init__()
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -90,7 +91,7 @@ class QKWeightDecay(_QKControl):
         fade_steps: int | None = None,
     ) -> None:
         super().__init__(where, layers, exclude)
-        self.weight_decay = check_number("weight_decay", weight_decay, minimum=0.0)
+        self.weight_decay = check_number("weight_decay", weight_decay, 0.0)
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
 
     @torch.no_grad()

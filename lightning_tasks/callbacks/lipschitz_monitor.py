@@ -16,6 +16,7 @@ from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around
+from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
@@ -24,7 +25,6 @@ from lightning_tasks.callbacks.monitoring.warnings import warn_without_validatio
 from lightning_tasks.runs.metric_names import MetricName
 from lightning_tasks.training.distributed import log_joined
 from lightning_tasks.training.eager import eager
-from lightning_tasks.training.limits import check_integer, check_number
 
 _WHOLE = (
     "works only with as many tokens as the model gives it, as its position bias, rope or windows fix their number: all "
@@ -88,7 +88,7 @@ class LipschitzMonitor(LayerObserver):
         limits = {"every_n_validations": every_n_validations, "num_samples": num_samples, "max_iter": max_iter}
         for name, value in {**limits, "max_tokens": 1 if max_tokens is None else max_tokens}.items():
             check_integer(name, value, 1)
-        if check_number("tol", tol, minimum=0.0, maximum=1.0) in (0, 1):
+        if check_number("tol", tol, 0.0, 1.0) in (0, 1):
             raise ValueError(f"tol must be above 0 and below 1, got {tol!r}")
         self.every_n_validations, self.num_samples, self.max_tokens = every_n_validations, num_samples, max_tokens
         self.tol, self.max_iter = tol, max_iter

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_number
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
@@ -24,7 +24,7 @@ from lightning_tasks.callbacks.base import (
     whole,
 )
 from lightning_tasks.callbacks.monitoring.names import warn_of_caveats
-from lightning_tasks.training.limits import check_choice, check_number
+from lightning_tasks.training.limits import check_layer_choice
 
 _SCALES = {"frobenius": frobenius_squared, "trace": trace_squared}
 
@@ -82,13 +82,13 @@ class LocAteR(Callback):
         super().__init__()
         if not isinstance(scale, str) or scale not in _SCALES:
             raise ValueError(f"scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-        self.weight = check_number("weight", weight, minimum=0.0)
+        self.weight = check_number("weight", weight, 0.0)
         self.scale = scale
-        self.gamma = check_number("gamma", gamma, minimum=0.0)
+        self.gamma = check_number("gamma", gamma, 0.0)
         initial = isinstance(mean_target, str) and mean_target == "initial"
         self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
         self.observe_only = check_flag("observe_only", observe_only)
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}
         self._backward_passes = 0

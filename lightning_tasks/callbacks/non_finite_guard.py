@@ -11,13 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from lightning_tasks.callbacks.base import Callback, is_strategy
-from lightning_tasks.checkpoints.resume import random_state
+from lightning_tasks.files.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import current_step
-from lightning_tasks.training.limits import check_integer
 from lightning_tasks.training.non_finite import (
     Flags,
     NonFiniteError,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import AttentionLayer
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed, to_numbers
@@ -29,7 +30,6 @@ from lightning_tasks.callbacks.monitoring.warnings import (
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.runs.metric_names import MetricName, in_stage
 from lightning_tasks.training.distributed import EpochSums, log_joined
-from lightning_tasks.training.limits import check_integer
 
 STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
 OF_ALL_PASSES = ("mean_abs_key", "threshold")

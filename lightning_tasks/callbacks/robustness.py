@@ -18,7 +18,7 @@ from torch import Tensor
 from attention_modules.hosts.report import swapped_mechanisms
 from lightning_tasks.callbacks.base import Callback, check_alone
 from lightning_tasks.callbacks.swap import log_acting
-from lightning_tasks.checkpoints.swaps import warn_of_other_attention
+from lightning_tasks.files.swaps import warn_of_other_attention
 from lightning_tasks.robustness.attacks.common import NonFiniteLogitsError
 from lightning_tasks.robustness.evaluation import Batch, Kind, Plan, nan_rows, nan_where_given
 from lightning_tasks.robustness.images import ImageKind

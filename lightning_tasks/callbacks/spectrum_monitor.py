@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
 from attention_modules.hosts import attention_layers
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards, whole
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, log_now, warn_of_caveats
@@ -21,7 +21,7 @@ from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step, keeps_history, log_histogram
 from lightning_tasks.runs.metric_names import MetricName, head_part
-from lightning_tasks.training.limits import check_choice, check_integer
+from lightning_tasks.training.limits import check_layer_choice
 
 STATISTICS = ("mean", "variance", "scale", "max", "min")
 MOST_SPECTRA = 64  # kept for the figure
@@ -75,7 +75,7 @@ class SpectrumMonitor(Callback):
         super().__init__()
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self.heads = check_flag("heads", heads)
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._last_step = -1
         self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
         self._bad: dict[str, int] = {}  # how many weights of a layer were not finite when it was observed

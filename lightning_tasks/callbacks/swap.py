@@ -23,20 +23,20 @@ from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import (
-    _PLANS,
+from lightning_tasks.files.swaps import (
     PLAIN,
+    PLANS,
     SWAPPED,
     Plan,
-    _resolve,
     acting_plans,
     overrides,
+    resolve_mechanism,
     saved_plans,
 )
-from lightning_tasks.checkpoints.weights import refuse_other_layout
+from lightning_tasks.files.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.hparams import import_path, plain_data
-from lightning_tasks.training.limits import check_choice
+from lightning_tasks.training.limits import check_layer_choice
 from lightning_tasks.training.mechanisms import plain_name
 
 
@@ -85,7 +85,7 @@ class SwapAttention(Callback):
     ) -> None:
         super().__init__()
         mechanism = plain_name(mechanism)
-        self._class = _resolve(mechanism)
+        self._class = resolve_mechanism(mechanism)
         self.mechanism = mechanism if isinstance(mechanism, str) else import_path(mechanism)
         options = {} if options is None else options
         if twice := sorted(set(mechanism_options) & set(options)):
@@ -95,7 +95,7 @@ class SwapAttention(Callback):
         check_options(self._class, options)
         _check_values(self._class, options)
         self.options = plain_data(options, "options", specs=False)
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
         self._trains = False
@@ -177,7 +177,7 @@ class SwapAttention(Callback):
 
     def _swap(self, pl_module: pl.LightningModule) -> None:
         """Carry out the plan, unless the module shows that it was."""
-        done = vars(pl_module).setdefault(_PLANS, [])
+        done = vars(pl_module).setdefault(PLANS, [])
         wanted = {"mechanism": self.mechanism, "options": self.options, "selection": self.state_key}
         present = {_uncompiled(name) for layer in survey(pl_module).layers for name in layer.names}
         for plan in done:

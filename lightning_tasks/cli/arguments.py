@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
@@ -17,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_warn
 
-from attention_modules.mechanism import did_you_mean, mechanism_class
+from attention_modules.mechanism import did_you_mean, mechanism_class, nearest
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
 from lightning_tasks.training.hparams import import_object, import_path
@@ -142,13 +141,7 @@ def _known_classes(section: str, name: str) -> str:
         for each, found in ((each, getattr(package, each)) for each in dir(package) if each[0].isupper())
         if isinstance(found, type) and issubclass(found, base) and not _is_abstract(found)
     ]
-    suffix = {"data": "DataModule", "model": "Task"}[section].lower()
-
-    def likeness(each: str) -> float:
-        words = [each.lower(), each.lower().removesuffix(suffix)]
-        return max(difflib.SequenceMatcher(None, name.lower(), word).ratio() for word in words)
-
-    first, *others = sorted(known, key=likeness, reverse=True)
+    first, *others = nearest(name, known, len(known), 0.0, beginnings=True)
     return (
         f" Did you mean '{package.__name__}.{first}'? Others there: {', '.join(others)}; a class of your own by its "
         "import path"

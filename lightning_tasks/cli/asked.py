@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe, read_settings
-from lightning_tasks.variants import find_variant, full_name
+from lightning_tasks.recipes.variants import find_variant, full_name
 
 _RECIPE_OPTIONS = ("-c", "--config")
 _ALWAYS_FILES = (*_RECIPE_OPTIONS, "--trainer")

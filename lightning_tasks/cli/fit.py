@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentError
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.writing.run_summary import RunSummary, divergence_of
-from lightning_tasks.checkpoints.files import CheckedCheckpointIO, is_sharded
-from lightning_tasks.checkpoints.stored_names import allowed_packages, check_form, check_stored
-from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.arguments import (
     RecipeParser,
     argument_refusal,
@@ -29,16 +28,21 @@ from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
-from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run
+from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run, sections_of_run
 from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
 from lightning_tasks.cli.save_config import SaveConfig, dump_plain
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
+from lightning_tasks.files.checkpoint_io import CheckedCheckpointIO, is_sharded
+from lightning_tasks.files.names import GIVE_IT, allowed_names, closed_imports, stored_object
+from lightning_tasks.files.stored import check_stored, plain_copy
+from lightning_tasks.files.weights import read_checkpoint
 from lightning_tasks.runs.folder import RUNS, existing_part, release_run_folder
 from lightning_tasks.runs.wandb_runs import RunLabels, continue_run, go_offline_without_key, wandb_arguments
 from lightning_tasks.training.hparams import import_object, join_arguments
-from lightning_tasks.training.trust import build_typed_classes_only, is_allowed
+from lightning_tasks.training.kinds import build_typed_classes_only
 
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _CKPT_WORDS = ("best", "hpc", *(("registry",) if find_spec("litmodels") else ()))  # what Lightning resolves itself
 
 
@@ -52,8 +56,10 @@ class AttnswapCLI(LightningCLI):
         self._claimed: tuple[Path, Path] | None = None
         self._asked = kwargs["args"][0]
         self._folder: str | None = None
+        self._imports = ExitStack()  # closed where a checkpoint has a say
         try:
-            super().__init__(*args, **kwargs)
+            with self._imports:
+                super().__init__(*args, **kwargs)
         except BaseException as error:
             if self._claimed is not None:
                 release_run_folder(*self._claimed)
@@ -137,15 +143,19 @@ class AttnswapCLI(LightningCLI):
         stored = _stored_model(section.get("ckpt_path"), self.config.subcommand)
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
-        allowed = None if section.trust_checkpoint else allowed_packages(section_given)
+        allowed = None if section.trust_checkpoint else allowed_names(section_given)
         file = f"--ckpt_path {section.get('ckpt_path')}"
         if allowed is not None:
-            check_form(stored, file)
+            stored = plain_copy(stored, file)
         check_stored({key: stored[key] for key in stored if key == "class_path"}, allowed, file, given=given)
         model = fill(given, stored, allowed)
         check_stored(model, allowed, file, given=given)
         if model != given and "class_path" in model:
-            self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+            self._imports.enter_context(closed_imports(allowed, model, self.config.as_dict()))
+            try:
+                self.config = self.parser.parse_object({self.config.subcommand: {"model": model}}, self.config)
+            except ArgumentError as error:
+                raise UsageError(f"{file}: {error}; {GIVE_IT}") from error
 
     def instantiate_classes(self) -> None:
         """Build everything; the images of a folder take the place of the data module."""
@@ -252,11 +262,10 @@ def _same_class(one: str | None, other: Any, allowed: frozenset[str] | None) -> 
     """
     if one is None or other is None or one == other:
         return True
-    if not isinstance(other, str) or (allowed is not None and not is_allowed(other, allowed)):
-        return False
     try:
-        return import_object(one) is import_object(other)
-    except ValueError:
+        found = import_object(other) if allowed is None else stored_object(other, allowed, "")
+        return import_object(one) is found
+    except (TypeError, ValueError):
         return False
 
 
@@ -333,10 +342,13 @@ def _command_line(
     build_typed_classes_only()
     set_dumper("yaml", dump_plain)
     recipe = recipe_of(arguments)
-    if arguments[0] == "predict":
+    imports: AbstractContextManager[None] = nullcontext()
+    if arguments[0] == "predict" and (sections := sections_of_run(arguments)):
+        words = _DOTTED.findall(" ".join(arguments))
+        imports = closed_imports(None if "--trust_checkpoint" in arguments else allowed_names(), sections, words)
         recipe, arguments = recipe or recipe_of_run(arguments), arguments_of_run(arguments)
     expanded = spell_out_classes(expand_recipe_names(arguments))
-    with quiet():
+    with imports, quiet():
         return kind(
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},

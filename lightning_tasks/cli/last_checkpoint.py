@@ -11,11 +11,11 @@ from zipfile import is_zipfile
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_tasks.checkpoints.files import SHARDED, is_sharded
-from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.loggers import runs_folder
 from lightning_tasks.cli.save_config import CONFIGURATION, ENVIRONMENT, plain_of
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files.checkpoint_io import SHARDED, is_sharded
+from lightning_tasks.files.weights import read_checkpoint
 from lightning_tasks.recipes import read_settings
 from lightning_tasks.runs.folder import RUNS
 from lightning_tasks.training.hparams import join_arguments

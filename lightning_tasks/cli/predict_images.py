@@ -66,7 +66,14 @@ def recipe_of_run(arguments: Sequence[str]) -> str | None:
 
 
 def arguments_of_run(arguments: Sequence[str]) -> list[str]:
-    """The command line with the model, data and swaps of that run; the file is data, and names nothing of its own.
+    """The command line with the model, data and swaps of that run; raises as :func:`sections_of_run`."""
+    command, *rest = arguments
+    sections = sections_of_run(arguments).items()
+    return [command, *(part for name, section in sections for part in (f"--{name}", json.dumps(section))), *rest]
+
+
+def sections_of_run(arguments: Sequence[str]) -> dict[str, Any]:
+    """The model, data and swaps of that run; the file is data, and names nothing of its own.
 
     Raises:
         UsageError: as :func:`settings_of_run`.
@@ -74,23 +81,26 @@ def arguments_of_run(arguments: Sequence[str]) -> list[str]:
     """
     found = settings_of_run(arguments)
     if found is None:
-        return list(arguments)
-    from lightning_tasks.checkpoints.stored_names import allowed_packages, check_stored
+        return {}
+    from lightning_tasks.base import BaseTask
+    from lightning_tasks.files.names import allowed_names
+    from lightning_tasks.files.stored import check_stored
+    from lightning_tasks.training.hparams import import_object
 
     file, settings = found
     trainer = settings.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-    sections = {
+    sections: dict[str, Any] = {
         "model": _given(settings["model"]),
         "data": _given(settings["data"]),
         "trainer.callbacks": [each for each in callbacks if _is_swap(each)] if isinstance(callbacks, list) else [],
     }
-    allowed = None if "--trust_checkpoint" in arguments else allowed_packages()
+    allowed = None if "--trust_checkpoint" in arguments else allowed_names()
     for place, section in zip(("hyper_parameters", "data", "callbacks"), sections.values(), strict=True):
         check_stored(section, allowed, file, place)
-    command, *rest = arguments
-    given = [part for name, section in sections.items() if section for part in (f"--{name}", json.dumps(section))]
-    return [command, *given, *rest]
+    if allowed is not None and issubclass(import_object(sections["model"]["class_path"]), BaseTask):
+        del sections["model"]["init_args"]  # the checkpoint has them, of which no text is read anew
+    return {name: section for name, section in sections.items() if section}
 
 
 def _given(section: dict[str, Any]) -> dict[str, Any]:

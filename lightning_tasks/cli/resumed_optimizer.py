@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.checkpoints.resume import _CURE
+from lightning_tasks.files.resume import RESUME_CURE
 
 _MOVED_BY_SCHEDULES = ("lr", "momentum", "betas")
 
@@ -46,7 +46,7 @@ class CheckResumedOptimizer(Callback):
         if len(states) != len(trainer.optimizers):
             raise ValueError(
                 f"the checkpoint cannot be resumed: it holds the state of {len(states)} optimizers, and "
-                f"{type(pl_module).__name__} has {len(trainer.optimizers)}. {_CURE}"
+                f"{type(pl_module).__name__} has {len(trainer.optimizers)}. {RESUME_CURE}"
             )
         now = dict(pl_module.hparams)
         changed = any(name in self._stored and self._stored[name] != value for name, value in now.items())
@@ -62,7 +62,7 @@ def _refuse_other_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the checkpoint cannot be resumed: its optimizer has groups of {sizes[0]} parameters, and {name} now has "
-            f"groups of {sizes[1]}. {_CURE}"
+            f"groups of {sizes[1]}. {RESUME_CURE}"
         )
     for old, new in zip(before, optimizer.param_groups, strict=True):
         # What an optimizer is built with; schedules add keys of their own, and a later torch has further ones.
@@ -71,7 +71,7 @@ def _refuse_other_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
         if missing and strange:
             raise ValueError(
                 f"the checkpoint cannot be resumed: its optimizer (with {', '.join(strange)}) is none of the kind "
-                f"{name} (with {', '.join(missing)}). {_CURE}"
+                f"{name} (with {', '.join(missing)}). {RESUME_CURE}"
             )
 
 

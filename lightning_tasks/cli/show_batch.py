@@ -15,9 +15,9 @@ from lightning_tasks.cli.arguments import argument_refusal
 from lightning_tasks.cli.asked import value_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import read_settings
+from lightning_tasks.recipes.variants import find_variant
 from lightning_tasks.training.hparams import import_object
-from lightning_tasks.training.trust import build_typed_classes_only
-from lightning_tasks.variants import find_variant
+from lightning_tasks.training.kinds import build_typed_classes_only
 
 
 def data_arguments(recipe: str) -> tuple[list[str], int | None]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.errors import reason
+from lightning_tasks.files.checkpoint_io import UnwrittenCheckpoint
 
 INTERRUPTED, TERMINATED = 130, 143  # as a shell says of what SIGINT and SIGTERM ended
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.compare.identity.sources import Sources, changed_sources, sources_of, value_of
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files.sources import Sources, changed_sources, sources_of, value_of
 from lightning_tasks.runs.log import read_metrics
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
 

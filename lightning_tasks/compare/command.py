@@ -33,9 +33,11 @@ from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_compari
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.compare.workers import failures_by_reason, run_cells
 from lightning_tasks.errors import UsageError, reason
+from lightning_tasks.recipes.schema import NOT_USED, is_part_of
+from lightning_tasks.recipes.shipped import offered
+from lightning_tasks.recipes.variants import Variant, full_name, read_variants
 from lightning_tasks.runs.environment import mixed_environments, this_environment
 from lightning_tasks.runs.folder import output_folder
-from lightning_tasks.variants import NOT_USED, Variant, full_name, is_part_of, nearest, read_variants
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -175,7 +177,7 @@ def with_references(
     known = [variant.name for variant in variants]
     for name in names:
         if name not in known:
-            raise UsageError(f"--variant {name!r} is none of the variants; {nearest(name, known)}")
+            raise UsageError(f"--variant {name!r} is none of the variants; {offered(name, known)}")
     return {known[0], *names, *(other for name in names for other in references.get(name, ()))} if names else {*known}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError, reason, refusal_in
-from lightning_tasks.recipes import read_settings
-from lightning_tasks.variants import Variant, find_file
+from lightning_tasks.recipes.schema import Comparison
+from lightning_tasks.recipes.variants import Variant, find_comparison
 
 MAX_SEEDS = 10_000
 METRICS = (
@@ -49,8 +49,7 @@ def parse_seeds(text: str) -> list[int]:
 
 def summary_references(names: Sequence[str]) -> dict[str, list[str]]:
     """The references that comparison files ask for, by variant."""
-    asked = [read_settings(path).get("references", {}) for path, variant in map(find_file, names) if variant is None]
-    return {str(name): [str(other) for other in others] for each in asked for name, others in each.items()}
+    return {name: [*others] for each in _whole(names) for name, others in each.references.items()}
 
 
 def summary_endpoints(names: Sequence[str]) -> Endpoints:
@@ -59,11 +58,10 @@ def summary_endpoints(names: Sequence[str]) -> Endpoints:
     Raises:
         UsageError: two files name another primary endpoint or margin.
     """
-    asked = [read_settings(path) for path, variant in map(find_file, names) if variant is None]
-    primary = {str(each["primary"]) for each in asked if each.get("primary")}
+    primary = {each.primary for each in _whole(names) if each.primary}
     margins: dict[str, set[float]] = {}
-    for name, margin in (pair for each in asked for pair in each.get("margins", {}).items()):
-        margins.setdefault(str(name), set()).add(float(margin))
+    for name, margin in (pair for each in _whole(names) for pair in each.margins.items()):
+        margins.setdefault(name, set()).add(margin)
     if len(primary) > 1 or any(len(each) > 1 for each in margins.values()):
         raise UsageError(f"{' and '.join(names)} have different `primary` or `margins`: compare them one by one")
     return Endpoints("".join(primary), {name: min(each) for name, each in margins.items()})
@@ -71,13 +69,18 @@ def summary_endpoints(names: Sequence[str]) -> Endpoints:
 
 def keeps_checkpoints(names: Sequence[str]) -> bool:
     """Whether cells keep their last checkpoint: they do, unless a comparison file says `checkpoints: false`."""
-    return all(read_settings(find_file(name)[0]).get("checkpoints", True) for name in names)
+    return all(found is None or found.checkpoints for found, _ in map(find_comparison, names))
 
 
 def summary_metrics(names: Sequence[str]) -> list[str]:
     """The metrics that comparison files ask for, or those of the language models where none does."""
-    asked = [metric for name in names for metric in read_settings(find_file(name)[0]).get("metrics", ())]
+    asked = [metric for found, _ in map(find_comparison, names) if found is not None for metric in found.metrics]
     return list(dict.fromkeys(asked)) or list(METRICS)
+
+
+def _whole(names: Sequence[str]) -> list[Comparison]:
+    """The comparisons that are named without one of their variants."""
+    return [found for found, variant in map(find_comparison, names) if found is not None and variant is None]
 
 
 def plan_cells(

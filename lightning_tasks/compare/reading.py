@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, folder_name
-from lightning_tasks.compare.identity.sources import mixed_sources
 from lightning_tasks.compare.record import CellRecord, Record, VariantRecord, read_record
 from lightning_tasks.compare.statistics import p_of_interval
 from lightning_tasks.compare.summary import SummaryRow, corrected_by_family, summarize
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files.sources import mixed_sources
 from lightning_tasks.runs.divergence import with_stops
 from lightning_tasks.runs.log import COMPARISON, RESULTS, Rows, merge_epochs
 from lightning_tasks.runs.run import LOG, Run, read_head_rows, read_robustness, readable

@@ -13,9 +13,9 @@ from typing import Any
 
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.choice import Choice, parse_choice
-from lightning_tasks.compare.identity.sources import Sources, mixed_sources
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files.sources import Sources, mixed_sources
 from lightning_tasks.json_values import list_of, number_of, of_kind, seed_of, text_of, texts_of
 from lightning_tasks.recipes import recipe_name
 from lightning_tasks.runs.divergence import diverged_cells

@@ -18,9 +18,9 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.tables import collect_results
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import read_settings
+from lightning_tasks.recipes.schema import is_part_of
+from lightning_tasks.recipes.variants import Variant, find_comparison
 from lightning_tasks.runs.divergence import diverged_cells
-from lightning_tasks.variants import Variant, find_file, is_part_of
 
 FOLDER = "selection"
 _OF_FIT = re.compile(r"(train|val|valid|validation)[/_]\S(.*\S)?")
@@ -48,9 +48,9 @@ def read_select(names: Sequence[str], seeds: Sequence[int]) -> Select | None:
         UsageError: `select` has another shape, a metric of the test data, or a seed of the table; or two files differ.
     """
     found = {}
-    for path, variant in map(find_file, names):
-        if variant is None and "select" in (settings := read_settings(path)):
-            found[path] = _select(path, settings["select"])
+    for comparison, variant in map(find_comparison, names):
+        if variant is None and comparison is not None and comparison.grid:
+            found[comparison.path] = _select(comparison.path, comparison.select)
     if len(set(found.values())) > 1:
         raise UsageError(f"{' and '.join(map(str, found))} have different `select`: compare them one by one")
     for path, select in found.items():

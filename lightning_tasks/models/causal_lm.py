@@ -20,7 +20,7 @@ from attention_modules.swap import swap_attention
 from lightning_tasks.errors import reason
 from lightning_tasks.models.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.training.hparams import Spec, import_object, plain_data
-from lightning_tasks.training.trust import check_kind, checked_build, checked_spec
+from lightning_tasks.training.kinds import check_kind, checked_build, checked_spec
 
 
 def model_spec(value: Any) -> str | Spec:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.errors import reason
 from lightning_tasks.models.mmseg_config import (
     check_types,
@@ -24,7 +25,6 @@ from lightning_tasks.models.mmseg_config import (
     without_pretrained,
 )
 from lightning_tasks.models.segmentation import SegmentationBuilder
-from lightning_tasks.training.limits import check_integer
 
 _ARGUMENTS = ("mmseg_config", "crop_size", "pretrained", "cfg_options")
 _IGNORED = 255  # by every head of mmsegmentation's

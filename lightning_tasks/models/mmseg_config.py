@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from attention_modules.mechanism import nearest
 from lightning_tasks.models.mmcv_ops import provide_ops
 from lightning_tasks.training.hparams import import_object
-from lightning_tasks.training.trust import check_kind
+from lightning_tasks.training.kinds import check_kind
 
 _TEST_CFG = ("mode", "crop_size", "stride")
 
@@ -61,15 +61,9 @@ def config_file(name: str) -> Path:
             )
             raise FileNotFoundError(f"mmseg_config={name}: no such file{hint}")
         return Path(name)
-    near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5) or _nearest_beginnings(name, shipped)
+    near = nearest(name, shipped, beginnings=True)
     hint = f"the nearest are {', '.join(near)}" if near else "its folder .mim/configs has them"
     raise ValueError(f"mmsegmentation has no configuration {name!r}; {hint}. A file of your own is a path with .py")
-
-
-def _nearest_beginnings(name: str, shipped: Mapping[str, Path]) -> list[str]:
-    """Up to three names that begin most like a short one, which whole names are too long to be compared with."""
-    likeness = {each: difflib.SequenceMatcher(None, name, each[: len(name) + 4]).ratio() for each in shipped}
-    return [each for each in sorted(likeness, key=lambda each: -likeness[each])[:3] if likeness[each] > 0.6]
 
 
 def model_config(file: Path, options: Mapping[str, Any]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from attention_modules.mechanism import nearest
 
 # The key that tells what kind of model a description means -> module and class of its builder.
 BUILDERS = {
@@ -63,7 +64,7 @@ def segmentation_builder(description: Mapping[str, Any], inference: Mapping[str,
     """
     found = [key for key in BUILDERS if key in description]
     if len(found) != 1:
-        near = [name for key in description for name in difflib.get_close_matches(key, BUILDERS, n=1)]
+        near = [name for key in description for name in nearest(key, BUILDERS, 1)]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"model needs one of the keys {', '.join(map(repr, BUILDERS))}, or the name of a timm backbone, got "

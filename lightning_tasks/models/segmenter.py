@@ -11,10 +11,10 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.models.pixel_loss import upsampled_cross_entropy
 from lightning_tasks.models.sliding_window import Prediction, Windows
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
-from lightning_tasks.training.limits import check_integer
 
 DECODERS = ("mask_transformer", "linear")
 

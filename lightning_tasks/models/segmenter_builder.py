@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.models.segmentation import SegmentationBuilder
 from lightning_tasks.models.segmenter import DECODERS, Segmenter
 from lightning_tasks.models.sliding_window import Prediction, Windows
 from lightning_tasks.models.timm_model import check_model_name
-from lightning_tasks.training.limits import check_integer
 
 _ARGUMENTS = [name for name in inspect.signature(Segmenter).parameters if name != "num_classes"]
 

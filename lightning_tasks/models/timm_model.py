@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
@@ -14,6 +13,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 import lightning_tasks.models.fan  # noqa: F401 timm then knows its names
+from attention_modules.mechanism import nearest
 from lightning_tasks.errors import reason
 
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -35,7 +35,7 @@ def check_model_name(name: str) -> str:
         if tag in tags:
             return name
         raise ValueError(f"timm has no weights {tag!r} for {architecture}; it has {', '.join(tags) or 'none'}")
-    near = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
+    near = nearest(architecture, timm.list_models(), beginnings=True)
     hint = f"the nearest names are {', '.join(near)}" if near else "timm.list_models() lists them"
     raise ValueError(f"timm has no model {architecture!r}; {hint}")
 

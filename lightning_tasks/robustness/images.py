@@ -190,7 +190,7 @@ def _twin(path: str, task: Any, trainer: Any) -> nn.Module:
 
     Its class is the one that the checkpoint names, else that of the tested module.
     """
-    from lightning_tasks.checkpoints.load import load_module
+    from lightning_tasks.files.load import load_module
 
     return InPrecision(load_module(path, type(task)).to(task.device).eval().requires_grad_(False), trainer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.robustness.attacks.table import AttackSetting, read_attacks, read_eps
 from lightning_tasks.robustness.class_folders import class_names
 from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
@@ -15,7 +16,6 @@ from lightning_tasks.robustness.outside import Outside
 from lightning_tasks.robustness.scores import read_baseline
 from lightning_tasks.runs.metric_names import robustness_name
 from lightning_tasks.runs.robustness import Row
-from lightning_tasks.training.limits import check_integer, check_number
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def read_settings(
         if setting.source is not None and not Path(setting.source).is_file():
             raise ValueError(f"the attack 'transfer' has source {setting.source!r}: no such file")
     if word_swap is not None:
-        check_number("word_swap, the share of words that are swapped,", word_swap, minimum=0.0, maximum=1.0)
+        check_number("word_swap, the share of words that are swapped,", word_swap, 0.0, 1.0)
     return RobustnessSettings(
         num_images=num_images,
         attacks=chosen,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
 import platform
 import re
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
 import torch
@@ -26,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_modules import __version__
+from lightning_tasks.files.sources import sources_of
 from lightning_tasks.json_values import number_of, of_kind, text_of
 from lightning_tasks.runs.safe_files import refuse_foreign
 
@@ -152,14 +149,13 @@ def _version(name: str) -> str:
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries.
 
-    It changes with the code of classes that are in no installed library (not of functions that they call), and with
-    numbers, texts and truths that are public attributes of modules, too.
+    It changes with the files of classes that are in no installed library, and of what these import, and with numbers,
+    texts and truths that are public attributes of modules, too.
     """
     digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES), platform.python_version()]).encode())
-    kinds = dict.fromkeys(base for part in module.modules() for base in type(part).__mro__)
-    code = [text for kind in kinds for text in _code_of(kind)]
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for part in module.modules() for kind in type(part).__mro__}
     plain = [(name, _plain_attributes(part)) for name, part in module.named_modules()]
-    for text in (type(module).__qualname__, repr(module), repr(settings), *code, repr(plain)):
+    for text in (type(module).__qualname__, repr(module), repr(settings), repr(sources_of(sorted(kinds))), repr(plain)):
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     tensors |= dict(module.named_buffers())  # those that no checkpoint holds, such as a normalization, count too
@@ -170,76 +166,11 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _code_of(kind: type) -> list[str]:
-    """What a class runs, as it was imported, and its text; nothing of installed libraries and of Python."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", "") or ""  # none of a notebook or a command line
-    if kind.__module__ == "builtins" or _is_installed(file):
-        return []
-    found = [_source(kind)]
-    for name, value in sorted(vars(kind).items()):
-        for function in _functions_of(value):
-            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            texts = [_of_code(function.__code__), *(_as_text(each) for each in defaults if isinstance(each, _PLAIN))]
-            found.append(f"{kind.__qualname__}.{name} {' '.join(texts)}")
-        if not name.startswith("__") and isinstance(value, _PLAIN):
-            found.append(f"{kind.__qualname__}.{name} = {_as_text(value)}")
-    return found
-
-
-def _is_installed(file: str) -> bool:
-    """Whether a file is of an installed library or of Python itself, whose versions count."""
-    path = Path(file)
-    return bool(file) and (
-        not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        or path.is_relative_to(sysconfig.get_path("stdlib"))
-    )
-
-
-def _source(kind: type) -> str:
-    """The text of a class, which says what its code does not, as a decorator's arguments; "" where it has none."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError, SyntaxError, MemoryError, RecursionError, ValueError):  # or a file that is edited
-        return ""
-
-
-def _functions_of(value: object) -> list[FunctionType]:
-    """The functions in an attribute of a class: a method, those of a property, and what they wrap."""
-    parts: list[object] = [value]
-    if isinstance(value, (staticmethod, classmethod)):
-        parts = [value.__func__]
-    elif isinstance(value, property):
-        parts = [value.fget, value.fset, value.fdel]
-    elif isinstance(value, cached_property):
-        parts = [value.func]
-    found: list[FunctionType] = []
-    for part in parts:
-        while isinstance(part, FunctionType) and part not in found:
-            found.append(part)
-            part = vars(part).get("__wrapped__")
-    return found
-
-
-def _of_code(code: CodeType) -> str:
-    """Instructions, names and constants of code, and of functions in it: the same text in every process."""
-    parts = [code.co_code.hex(), str(code.co_names), str(code.co_varnames)]
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            parts.append(_of_code(value))
-        elif isinstance(value, frozenset):
-            parts.append(str(sorted(map(repr, value))))
-        else:
-            parts.append(_as_text(value))
-    return " ".join(parts)
-
-
-def _as_text(value: Any) -> str:
-    return hex(value) if isinstance(value, int) else repr(value)  # of any length
-
-
 def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return {name: _as_text(value) for name, value in sorted(found.items()) if isinstance(value, _PLAIN)}
+    found = {
+        name: value for name, value in sorted(vars(module).items()) if isinstance(value, _PLAIN) and name[0] != "_"
+    }
+    return {name: hex(value) if isinstance(value, int) else repr(value) for name, value in found.items()}
 
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:

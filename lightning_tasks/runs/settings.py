@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from lightning_tasks.bounded_yaml import BoundedLoader
-from lightning_tasks.checkpoints.swaps import SWAPPED
 from lightning_tasks.errors import UsageError, reason
+from lightning_tasks.files.swaps import SWAPPED
 from lightning_tasks.recipes import check_size
 from lightning_tasks.runs.safe_files import MOST_SETTINGS_BYTES, refuse_foreign
 

@@ -95,7 +95,7 @@ def plain_data(value: Any, what: str = "hyper-parameter", specs: bool = True) ->
         TypeError: if some part has no such form; ``what`` names it in the text.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return str.__str__(value) if isinstance(value, str) else value
     if isinstance(value, jsonargparse.Namespace):  # what the command line leaves inside lists
         value = value.as_dict()
     if isinstance(value, Mapping):

@@ -1,24 +1,10 @@
-"""Arguments, checked: numbers within their limits, and choices of layers."""
+"""Choices of layers, checked."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
-
-from attention_modules.mechanisms.shared.options import as_float
-
-
-def check_integer(name: str, value: object, limit: int) -> int:
-    """The same number.
-
-    Raises:
-        ValueError: if it is no integer of at least ``limit``.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < limit:
-        raise ValueError(f"{name} must be an integer of at least {limit}, got {value!r}")
-    return int(value)
 
 
 def is_sequence(value: object) -> bool:
@@ -39,7 +25,7 @@ def check_layers(layers: Any) -> Any:
     return list(layers) if several else layers
 
 
-def check_choice(where: Any, layers: Any, exclude: Any) -> tuple[Any, Any, Any]:
+def check_layer_choice(where: Any, layers: Any, exclude: Any) -> tuple[Any, Any, Any]:
     """A choice of layers by name and position, its lists as lists; names are looked for when the model is built.
 
     Raises:
@@ -49,17 +35,3 @@ def check_choice(where: Any, layers: Any, exclude: Any) -> tuple[Any, Any, Any]:
         raise ValueError(f"exclude must be names of layers (globs), or None for none, got {exclude!r}")
     excluded = [exclude] if isinstance(exclude, str) else list(exclude) if is_sequence(exclude) else exclude
     return list(where) if is_sequence(where) else where, check_layers(layers), excluded or []
-
-
-def check_number(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> float:
-    """The same number.
-
-    Raises:
-        ValueError: if it is no finite number from ``minimum`` to ``maximum``.
-    """
-    number = as_float(value)
-    if not (minimum <= number <= maximum and math.isfinite(number)):
-        limits = "" if minimum == -math.inf else f" of at least {minimum:g}"
-        limits += "" if maximum == math.inf else f" and at most {maximum:g}"
-        raise ValueError(f"{name} must be a finite number{limits}, got {value!r}")
-    return number

@@ -16,7 +16,7 @@ from attention_modules.mechanism import AttentionMechanism, Mechanism, check_opt
 from attention_modules.sharing import READS
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import Spec, import_object
-from lightning_tasks.training.trust import check_kind, checked_spec
+from lightning_tasks.training.kinds import check_kind, checked_spec
 
 
 def attention_spec(value: Any, options: Mapping[str, Any] | None = None) -> str | Spec:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tasks.errors import reason
 from lightning_tasks.training.hparams import Spec, import_object
-from lightning_tasks.training.trust import checked_build, checked_spec
+from lightning_tasks.training.kinds import checked_build, checked_spec
 
 _TIMM_SCHEDULE = "create_scheduler_v2"
 

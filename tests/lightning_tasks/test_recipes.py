@@ -25,9 +25,9 @@ from lightning_tasks.recipes import (
     shipped_parts,
     shipped_recipes,
 )
+from lightning_tasks.recipes.variants import find_file, find_variant, full_name
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.runs.metric_names import robustness_name
-from lightning_tasks.variants import find_file, find_variant, full_name
 from tests.lightning_tasks.gathered import CHECKS
 from tests.lightning_tasks.recipe_table import PAGE, page
 from tests.lightning_tasks.twins import OVERLAYS, twin
@@ -124,8 +124,8 @@ def test_names_do_not_leave_the_folder(configs):
         ("- model\n", "holds list"),
         ("", "is empty; settings .* are needed"),
         ("# only a comment\n", "is empty"),
-        ("modle: {}\n", "unknown section 'modle'; did you mean model"),
-        ("zzz: 1\n", "the sections are seed_everything, model, data, trainer"),
+        ("modle: {}\n", "unknown section 'modle'; the nearest are model"),
+        ("zzz: 1\n", "they are seed_everything, model, data, trainer"),
         ("base: a\nvariants: {}\n", "attnswap compare"),
     ],
 )

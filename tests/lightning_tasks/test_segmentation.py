@@ -17,8 +17,8 @@ from attention_modules import AttentionMechanism, RPCAttention, SymmetricAttenti
 from lightning_tasks import ImageClassificationTask, SegmentationTask
 from lightning_tasks.callbacks import PredictionTable, RobustnessEvaluation, SegmentationOverlay
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.checkpoints.weights import load_backbone
 from lightning_tasks.figures.masks import draw_masks
+from lightning_tasks.files.weights import load_backbone
 from lightning_tasks.robustness import fgsm, input_gradient_norms
 from lightning_tasks.robustness.corruptions import corrupt
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores

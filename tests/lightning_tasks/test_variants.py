@@ -16,7 +16,7 @@ from lightning_tasks.recipes import (
     read_settings,
     shipped_recipes,
 )
-from lightning_tasks.variants import Variant, find_variant, read_variants
+from lightning_tasks.recipes.variants import Variant, find_variant, read_variants
 from tests.lightning_tasks.demo import DemoModule
 
 RECIPE = """\

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lightning_tasks.recipes import read_settings, recipe_name
-from lightning_tasks.variants import find_file
+from lightning_tasks.recipes.variants import find_file
 
 OVERLAYS = Path(__file__).resolve().parents[1] / "conf"
 

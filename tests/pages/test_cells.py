@@ -11,7 +11,7 @@ from lightning_tasks.compare.command import Comparison
 from lightning_tasks.compare.record import changed_endpoints, read_record
 from lightning_tasks.compare.selection import read_select
 from lightning_tasks.compare.summary import Endpoints
-from lightning_tasks.variants import full_name, read_variants
+from lightning_tasks.recipes.variants import full_name, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 
 SEEDS = [0, 1]

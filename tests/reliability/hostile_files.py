@@ -172,7 +172,7 @@ def _in_groups(hparams: dict[str, Any], value: Any) -> None:
 PLACES: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "model": ("LanguageModelingTask", _with("model")),
     "model's argument": ("LanguageModelingTask", _in_model),
-    "attention": ("LanguageModelingTask", _with("attention")),
+    "mechanism": ("LanguageModelingTask", _with("mechanism")),
     "other_attention": ("ImageClassificationTask", _with("other_attention")),
     "options": ("LanguageModelingTask", _in_options("options")),
     "model_options": ("ImageClassificationTask", _in_options("model_options")),
@@ -183,7 +183,7 @@ PLACES: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "scheduler three deep": ("LanguageModelingTask", _in_schedule(3)),
     "param_groups": ("LanguageModelingTask", _in_groups),
 }
-STRINGS = ("model", "attention", "other_attention", "optimizer", "scheduler", "scheduler in a scheduler")
+STRINGS = ("model", "mechanism", "other_attention", "optimizer", "scheduler", "scheduler in a scheduler")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
+from numbers import Integral, Real
 
 from attention_modules.base import AttentionSpec
 
@@ -49,7 +49,7 @@ def as_float(value: object) -> float:
 
 
 def check_number(
-    name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf
+    name: str, value: object, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf
 ) -> float:
     """An option that is a finite number, of those that float32 holds.
 
@@ -67,7 +67,7 @@ def check_number(
     # Comparisons alone: with dynamic=True, torch.compile cannot look into math.isfinite of an option.
     held = abs(number) <= LARGEST_NUMBER and number - above >= SMALLEST_NUMBER
     if not (held and at_least <= number <= at_most):
-        limits = {"of at least": at_least, "of at most": at_most, "above": above}
+        limits = {"of at least": at_least, "at most": at_most, "above": above}
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
         beyond = LARGEST_NUMBER < abs(number) < math.inf or above < number < above + SMALLEST_NUMBER
         cause = ", which float32 does not hold" if beyond else ""
@@ -75,17 +75,17 @@ def check_number(
     return number
 
 
-def check_integer(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
+def check_integer(name: str, value: object, at_least: int, at_most: int | None = None) -> int:
     """An option that is an integer.
 
     Raises:
         ValueError: if it is none, or out of its limits.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
-    if at_most is not None and value > at_most:
-        raise ValueError(f"{name} must be an integer of at most {at_most:,}, got {value:,}")
-    return value
+    if at_most is not None and int(value) > at_most:
+        raise ValueError(f"{name} must be an integer of at most {at_most:,}, got {int(value):,}")
+    return int(value)
 
 
 def check_table(sizes: tuple[int, ...], longest: int, otherwise: str = "") -> tuple[int, ...]:

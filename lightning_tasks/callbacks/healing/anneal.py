@@ -11,7 +11,8 @@ from typing import Any
 from attention_modules import AttentionMechanism
 from attention_modules.function import FunctionAttention
 from attention_modules.mechanisms.shared.held_options import held_option, hold_option, try_options
-from lightning_tasks.training.limits import check_integer, check_number, is_sequence
+from attention_modules.mechanisms.shared.options import check_integer, check_number
+from lightning_tasks.training.limits import is_sequence
 
 
 @dataclass(frozen=True)

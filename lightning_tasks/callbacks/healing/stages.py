@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from lightning_tasks.training.limits import check_integer, check_number, is_sequence
+from attention_modules.mechanisms.shared.options import check_integer, check_number
+from lightning_tasks.training.limits import is_sequence
 
 Match = Literal["layers", "output", "logits", "task"]
 Train = Literal["new", "attention", "all"]

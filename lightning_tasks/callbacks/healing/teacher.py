@@ -19,7 +19,7 @@ from attention_modules.hosts.trained import forget_made
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
-from lightning_tasks.checkpoints.swaps import _PLANS
+from lightning_tasks.files.swaps import PLANS
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
 _SAMPLED = 1024  # numbers of each tensor by which one teacher is told from another
@@ -192,7 +192,7 @@ def swapped_layers(pl_module: pl.LightningModule) -> list[str]:
 
     What a monitor alone has made observable is not among them, so that watching changes nothing here either.
     """
-    names = {name for plan in vars(pl_module).get(_PLANS, []) for name in plan["layers"]}
+    names = {name for plan in vars(pl_module).get(PLANS, []) for name in plan["layers"]}
     names |= swapped_mechanisms(pl_module).keys()
 
     def asked(module: nn.Module) -> bool:

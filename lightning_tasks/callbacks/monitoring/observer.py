@@ -19,7 +19,7 @@ from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.training.eager import eager
-from lightning_tasks.training.limits import check_choice
+from lightning_tasks.training.limits import check_layer_choice
 
 ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces the arguments of the call
 
@@ -50,7 +50,7 @@ class LayerObserver(Callback):
 
     def __init__(self, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
         super().__init__()
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._hooks: ExitStack | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

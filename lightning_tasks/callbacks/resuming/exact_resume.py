@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.checkpoints.resume import gather_random_states, go_on, reopen_cut_epoch
+from lightning_tasks.files.resume import gather_random_states, go_on, reopen_cut_epoch
 
 _STATES = "random_states"  # the key that our tasks use
 

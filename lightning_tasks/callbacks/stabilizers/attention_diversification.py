@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.stabilizers.diversification import diversification_loss
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.stabilizers.map_penalty import MapPenalty
-from lightning_tasks.training.limits import check_number
 
 
 class AttentionDiversification(MapPenalty):
@@ -61,7 +61,7 @@ class AttentionDiversification(MapPenalty):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(weight, where, layers, exclude)
-        self.threshold = check_number("threshold", threshold, minimum=0.0)
+        self.threshold = check_number("threshold", threshold, 0.0)
 
     def _penalty(self, query: Tensor, key: Tensor, given: dict[str, Any]) -> Tensor:
         return diversification_loss(query, key, threshold=self.threshold, **given) / len(self._layers)

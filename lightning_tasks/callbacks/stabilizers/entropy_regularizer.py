@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.stabilizers.entropy import entropy_penalty
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.stabilizers.map_penalty import MapPenalty
-from lightning_tasks.training.limits import check_integer, check_number
 
 
 class EntropyRegularizer(MapPenalty):

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from attention_modules.analysis import largest_logit
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_integer, check_number
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, log_now
@@ -19,7 +19,6 @@ from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWa
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver, layers_with_own_logits
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.runs.metric_names import MetricName, head_part
-from lightning_tasks.training.limits import check_integer, check_number
 
 STATISTIC = "largest_logit"
 
@@ -67,7 +66,7 @@ class LogitMonitor(QueryKeyObserver):
     ) -> None:
         super().__init__(where, layers, exclude)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
-        self.warn_above = check_number("warn_above", warn_above, minimum=0.0)
+        self.warn_above = check_number("warn_above", warn_above, 0.0)
         self.heads = check_flag("heads", heads)
         self._last_step = -1
         self._seen: list[list[tuple[Tensor, Tensor]]] = []

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.stabilizers.attach import attach_penalty
 from lightning_tasks.callbacks.base import Where, held_parameters, unfreezes_later
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
-from lightning_tasks.training.limits import check_number
 
 
 @dataclass
@@ -44,7 +44,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
 
     def __init__(self, weight: float, where: Where, layers: list[int] | None, exclude: Sequence[str]) -> None:
         super().__init__(where, layers, exclude)
-        self.weight = check_number("weight", weight, minimum=0.0)
+        self.weight = check_number("weight", weight, 0.0)
         self._share = 1.0
         self._scaler: Any = None
         self._values: list[Tensor] = []  # of the penalties that entered

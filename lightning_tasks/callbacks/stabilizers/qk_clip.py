@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import largest_logit, logit_bound
 from attention_modules.hosts import AttentionLayer
+from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.stabilizers.clip import (
     LogitScaler,
     clip_factors,
@@ -27,7 +28,6 @@ from lightning_tasks.callbacks.base import Where, held_parameters, unfreezes_lat
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
-from lightning_tasks.training.limits import check_integer, check_number
 
 
 class QKClip(QueryKeyObserver):
@@ -83,10 +83,10 @@ class QKClip(QueryKeyObserver):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(where, layers, exclude)
-        self.tau = check_number("tau", tau, minimum=0.0)
+        self.tau = check_number("tau", tau, 0.0)
         if not self.tau:
             raise ValueError("tau must be above 0, got 0: no logit could be positive")
-        self.alpha = check_number("alpha", alpha, minimum=0.0, maximum=1.0)
+        self.alpha = check_number("alpha", alpha, 0.0, 1.0)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since its last step, in this process
         self._awaited: set[int] = set()  # layers that were looked at since their last step, in any process

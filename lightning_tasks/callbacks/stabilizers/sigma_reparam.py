@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from attention_modules.hosts import attention_layers
-from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.options import check_flag, check_number
 from attention_modules.stabilizers.sigma import (
     linear_weights,
     power_step,
@@ -30,8 +30,8 @@ from lightning_tasks.callbacks.base import (
 )
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.checkpoints.swaps import overrides
-from lightning_tasks.training.limits import check_choice, check_number
+from lightning_tasks.files.swaps import overrides
+from lightning_tasks.training.limits import check_layer_choice
 
 
 class SigmaReparam(Callback):
@@ -81,11 +81,11 @@ class SigmaReparam(Callback):
     ) -> None:
         super().__init__()
         own = isinstance(gamma, str) and gamma == "sigma"
-        self.gamma = "sigma" if own else check_number("gamma, if not 'sigma',", gamma, minimum=0.0)
+        self.gamma = "sigma" if own else check_number("gamma, if not 'sigma',", gamma, 0.0)
         if not self.gamma:
             raise ValueError("gamma must be above 0, got 0: the weights would be zero")
         self.all_linear = check_flag("all_linear", all_linear)
-        self.where, self.layers, self.exclude = check_choice(where, layers, exclude)
+        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, SigmaReparam)

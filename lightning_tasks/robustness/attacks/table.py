@@ -5,7 +5,6 @@ The package `lightning_tasks.robustness`, which is imported before this file, re
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from attention_modules.mechanism import nearest
 from attention_modules.mechanisms.shared.options import as_float
 from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options
 
@@ -136,7 +136,7 @@ def _options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(name: str, known: Mapping[str, Any], what: str) -> str:
     if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
+        near = nearest(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known) or 'none'}"
         raise ValueError(f"unknown {what} {name!r}; {hint}")
     return name

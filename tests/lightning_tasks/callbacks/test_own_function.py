@@ -10,7 +10,8 @@ from attention_modules import mechanism_class, register_mechanism
 from attention_modules.mechanism import _REGISTRY
 from lightning_tasks import LanguageModelingTask, load_swapped
 from lightning_tasks.callbacks import SwapAttention
-from lightning_tasks.checkpoints.stored_names import allowed_packages, check_stored
+from lightning_tasks.files.names import allowed_names
+from lightning_tasks.files.stored import check_stored
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
 from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
 from tests.lightning_tasks.language_data import SMALL, VOCAB
@@ -75,14 +76,14 @@ def test_a_checkpoint_alone_may_name_no_function_but_a_registered_one(trained, r
 
 
 def test_the_user_s_configuration_lets_a_checkpoint_name_this_very_function():
-    check_stored(STORED, allowed_packages({"model": STORED}), "a.ckpt")
-    check_stored(STORED, allowed_packages(tempered), "a.ckpt")
+    check_stored(STORED, allowed_names({"model": STORED}), "a.ckpt")
+    check_stored(STORED, allowed_names(tempered), "a.ckpt")
     for named in ({"model": {"mechanism": f"{__name__}.TinyLM"}}, TinyLM, {"mechanism": "lightning_tasks.tempered"}):
         with pytest.raises(ValueError, match=r"a function.* @register_mechanism\(NAME\)"):
-            check_stored(STORED, allowed_packages(named), "a.ckpt")
+            check_stored(STORED, allowed_names(named), "a.ckpt")
     for path in ("shutil.copytree", "torch.nn.functional.multi_head_attention_forward"):
         with pytest.raises(ValueError, match="was not called"):
-            check_stored({"mechanism": path}, allowed_packages(TinyLM), "a.ckpt")
+            check_stored({"mechanism": path}, allowed_names(TinyLM), "a.ckpt")
 
 
 def test_a_registered_function_needs_no_configuration(registered):

@@ -27,7 +27,7 @@ from lightning_tasks.callbacks import (
     SwapAttention,
 )
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.checkpoints.load import load_swapped
+from lightning_tasks.files.load import load_swapped
 from tests.lightning_tasks.callbacks.modules import (
     BuildsInConfigureModel,
     BuildsInSetup,

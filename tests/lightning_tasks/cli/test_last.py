@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.checkpoints.files import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
-from lightning_tasks.checkpoints.weights import read_checkpoint
 from lightning_tasks.cli.save_config import CONFIGURATION
+from lightning_tasks.files.checkpoint_io import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
+from lightning_tasks.files.weights import read_checkpoint
 from tests.lightning_tasks.cli.data import SEEN, ReadsSteps
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 

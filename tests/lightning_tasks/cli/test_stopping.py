@@ -13,8 +13,8 @@ import torch
 from attnswap.datamodules.shared.windows import CutFileError
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.checkpoints.files import UnwrittenCheckpoint
 from lightning_tasks.cli.early_stop import sigterm_in_one_line
+from lightning_tasks.files.checkpoint_io import UnwrittenCheckpoint
 from tests.lightning_tasks.cli.runs import checkpoint, last_run
 from tests.lightning_tasks.demo import DemoModule
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lightning_tasks.compare.plan import plan_cells
-from lightning_tasks.variants import read_variants
+from lightning_tasks.recipes.variants import read_variants
 
 DEMO = "tests.lightning_tasks.demo.DemoModule"
 

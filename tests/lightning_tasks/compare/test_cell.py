@@ -11,7 +11,8 @@ from lightning_tasks.compare.cell import RESULT, last_error, run_cell
 from lightning_tasks.compare.pairing import RecordPairing
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import unpaired_seeds
-from lightning_tasks.variants import Variant, override_arguments, read_variants
+from lightning_tasks.recipes.schema import override_arguments
+from lightning_tasks.recipes.variants import Variant, read_variants
 from tests.lightning_tasks.demo import DemoModule
 
 

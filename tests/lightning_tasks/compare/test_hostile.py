@@ -15,7 +15,7 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.compare.summary import summarize
 from lightning_tasks.compare.tables import write_tables
-from lightning_tasks.variants import Variant, read_variants
+from lightning_tasks.recipes.variants import Variant, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 
 

@@ -7,7 +7,8 @@ from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError
-from lightning_tasks.variants import Variant, override_arguments, read_variants
+from lightning_tasks.recipes.schema import override_arguments
+from lightning_tasks.recipes.variants import Variant, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 
 

@@ -15,9 +15,10 @@ from lightning_tasks.compare.summary import summarize
 from lightning_tasks.compare.tables import collect_results, write_tables
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe
+from lightning_tasks.recipes.schema import override_arguments
+from lightning_tasks.recipes.variants import Variant
 from lightning_tasks.runs.robustness import Row, right_as_text, right_from_text, write_csv
 from lightning_tasks.training.segmentation_metrics import SCORES, scores_of_counts
-from lightning_tasks.variants import Variant, override_arguments
 from tests.lightning_tasks.compare.test_record import finish
 from tests.rows import each_row
 

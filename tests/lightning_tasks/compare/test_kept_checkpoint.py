@@ -6,13 +6,13 @@ import yaml
 
 from attention_modules.mechanisms.rpc import RPCAttention
 from lightning_tasks.__main__ import main
-from lightning_tasks.checkpoints.load import load_swapped
 from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import record_of
+from lightning_tasks.files.load import load_swapped
+from lightning_tasks.recipes.variants import read_variants
 from lightning_tasks.runs.log import read_metrics
-from lightning_tasks.variants import read_variants
 from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel
 
 

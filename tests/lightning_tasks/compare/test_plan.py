@@ -9,7 +9,8 @@ from lightning_tasks.__main__ import main
 from lightning_tasks.compare.plan import parse_seeds, plan_cells, summary_endpoints, summary_references
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError
-from lightning_tasks.variants import Variant, override_arguments, read_variants
+from lightning_tasks.recipes.schema import override_arguments
+from lightning_tasks.recipes.variants import Variant, read_variants
 from tests.rows import each_row
 
 

@@ -28,9 +28,9 @@ from lightning_tasks.compare.record import (
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes.variants import Variant
 from lightning_tasks.runs.environment import Environment, commit_of, mixed_environments
 from lightning_tasks.runs.run import is_comparison
-from lightning_tasks.variants import Variant
 from tests.rows import each_row
 
 SEEDS = (0, 1)

@@ -15,7 +15,7 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
 from lightning_tasks.errors import UsageError
-from lightning_tasks.variants import Variant, read_variants
+from lightning_tasks.recipes.variants import Variant, read_variants
 from tests.lightning_tasks.compare.test_record import finish
 from tests.lightning_tasks.programs import start_forked
 from tests.rows import each_row

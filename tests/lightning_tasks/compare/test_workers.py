@@ -15,8 +15,8 @@ import pytest
 
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.workers import VISIBLE, failure, run_cells, start_context, start_worker, worker_devices
+from lightning_tasks.recipes.variants import Variant
 from lightning_tasks.runs.environment import this_environment
-from lightning_tasks.variants import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
 

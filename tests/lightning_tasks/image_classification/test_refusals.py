@@ -9,7 +9,7 @@ from attnswap.datamodules import DigitsDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tasks import ImageClassificationTask, SegmentationTask, load_swapped
-from lightning_tasks.checkpoints.load import load_module
+from lightning_tasks.files.load import load_module
 from tests.lightning_tasks.image_classification.tasks import TINY, built, images, task
 from tests.lightning_tasks.language_data import trainer
 from tests.rows import each_row
@@ -20,6 +20,7 @@ from tests.rows import each_row
     [
         ({"model": "vit_tiny_patch16_225"}, "no model 'vit_tiny_patch16_225'; the nearest names are vit_tiny_patch16_"),
         ({"model": "diet_tiny_patch16_224"}, "the nearest names are deit_tiny_patch16_224"),
+        ({"model": "vit_tinny"}, "the nearest names are vit_tiny_patch16_224"),
         ({"model": "deit_tiny_patch16_224.fb"}, r"no weights 'fb' for deit_tiny_patch16_224; it has fb_in1k"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
         ({"mechanism": "rcp"}, "Did you mean 'rpc'"),

@@ -10,8 +10,8 @@ import yaml
 from lightning_tasks.compare.cell import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.errors import UsageError
+from lightning_tasks.recipes.variants import Variant
 from lightning_tasks.runs.wandb_runs import RunLabels, check_cell_loggers, continue_run, save_run
-from lightning_tasks.variants import Variant
 from tests.lightning_tasks.programs import run_forked
 from tests.lightning_tasks.runs.logged_files import final_config, offline_runs, rows_and_updates, run_record
 from tests.rows import each_row

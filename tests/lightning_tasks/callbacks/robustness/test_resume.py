@@ -1,6 +1,5 @@
 """A killed evaluation continues; rows of other weights, settings or data are not used."""
 
-import functools
 import importlib
 import inspect
 import json
@@ -239,27 +238,6 @@ def test_rows_of_another_forward_pass_are_not_used():
     assert fingerprint(Shifted(), []) == identity
 
 
-class Odd(dict):
-    __getattr__ = dict.__getitem__  # raises what getattr does not expect
-
-
-class WithOddAttributes(TinyClassifier):
-    settings = Odd(a=1)
-    scale = property(lambda self: 1.0)
-
-    @functools.cached_property
-    def kept(self):
-        return 2.0
-
-    @functools.wraps(TinyClassifier.forward)
-    def wrapped(self, default=1.0):
-        return default
-
-
-def test_the_code_of_odd_classes_is_read():
-    assert fingerprint(WithOddAttributes(), []) == fingerprint(WithOddAttributes(), []) != fingerprint(Shifted(), [])
-
-
 def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):
     path = tmp_path / "changing_model.py"
     monkeypatch.syspath_prepend(tmp_path)
@@ -274,12 +252,3 @@ def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         found.append(fingerprint(importlib.import_module("changing_model").Net(), []))
     assert len({*found}) == 3
-
-
-def test_code_without_a_file_as_of_a_notebook_counts():
-    def written(factor):
-        space = {"__name__": "a_notebook", "nn": torch.nn}
-        exec(f"class Net(nn.Module):\n    def forward(self, x):\n        return {factor} * x", space)
-        return fingerprint(space["Net"](), [])
-
-    assert written(2.0) == written(2.0) != written(3.0)

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.predict_images import arguments_of_run
+from lightning_tasks.cli.predict_images import arguments_of_run, sections_of_run
 from lightning_tasks.errors import UsageError
 
 TINY = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -126,6 +126,8 @@ def test_the_configuration_beside_a_checkpoint_is_data(classifier, section, tmp_
     (tmp_path / "checkpoints").mkdir()
     shutil.copy(classifier, tmp_path / "checkpoints" / "x.ckpt")
     settings = yaml.safe_load((classifier.parent.parent / "config.yaml").read_text())
+    asked = ["predict", "--ckpt_path", str(classifier), "--images", "."]
+    assert sections_of_run(asked)["model"] == {"class_path": settings["model"]["class_path"]}  # no text that is parsed
     settings[section]["class_path"] = "evil_beside.Evil"
     Path("config.yaml").write_text(yaml.safe_dump(settings))
     asked = ["predict", "--ckpt_path", "checkpoints/x.ckpt", "--images", "."]

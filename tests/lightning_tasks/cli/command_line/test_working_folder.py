@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.training.trust import check_origin
+from lightning_tasks.files.names import stored_object
 from lightning_tasks.working_folder import modules_of_working_folder
 from tests.lightning_tasks.cli.runs import last_run, saved_config
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_names_no_file_of_the_folder(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with modules_of_working_folder(), pytest.raises(ValueError, match="nothing of the package 'transformers'"):
-        check_origin("transformers.Evil", (), "model")
+        stored_object("transformers.Evil", (), "model")
 
 
 def test_a_checkpoint_of_the_folders_class_needs_the_configuration(own, capsys):

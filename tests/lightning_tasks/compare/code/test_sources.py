@@ -11,11 +11,11 @@ import yaml
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare import command as compare
 from lightning_tasks.compare.cell import RESULT, Cell, run_cell
-from lightning_tasks.compare.identity import sources
-from lightning_tasks.compare.identity.sources import mixed_sources, sources_of
 from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files import sources
+from lightning_tasks.files.sources import mixed_sources, sources_of
 
 MINE = (
     "from torch.nn import functional as F\n\ndef mine(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n"

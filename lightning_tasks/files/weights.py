@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.layers import SelfAttention
-from lightning_tasks.checkpoints.files import refuse_damaged
+from lightning_tasks.files.checkpoint_io import refuse_damaged
 
 _PREFIX = "model."
 _POSITIONS = "pos_embed"
@@ -24,7 +24,7 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """The content of a checkpoint file, on the CPU: tensors and plain data, and no code that is run by reading it.
 
-    What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.checkpoints.stored_names`.
+    What the hyper-parameters *name* would be imported and called later: see `lightning_tasks.files.stored`.
 
     Args:
         path: the file.

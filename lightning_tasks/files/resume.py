@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, distributed
 
-from lightning_tasks.checkpoints.weights import WEIGHTS_ONLY
+from lightning_tasks.files.weights import WEIGHTS_ONLY
 from lightning_tasks.training.hparams import import_object
 
 
@@ -80,7 +80,7 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
 
 
 _SETTINGS = ("optimizer", "scheduler", "scheduler_interval", "param_groups", "layer_decay")
-_CURE = f"Resume with the settings of the checkpoint, or {WEIGHTS_ONLY}"
+RESUME_CURE = f"Resume with the settings of the checkpoint, or {WEIGHTS_ONLY}"
 
 
 def refuse_other_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def refuse_other_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, ch
     ]
     if changed:
         raise ValueError(
-            f"the checkpoint's optimizer cannot be resumed with other settings: {'; '.join(changed)}. {_CURE}"
+            f"the checkpoint's optimizer cannot be resumed with other settings: {'; '.join(changed)}. {RESUME_CURE}"
         )
 
 

@@ -28,7 +28,7 @@ import yaml
 Sources = dict[str, str]
 """By module, file or package, its digest or version, under the name of the import or of the settings."""
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(_ROOT / name for name in ("attention_modules", "attnswap", "datamodules", "lightning_tasks"))
 _SETTINGS = (".yaml", ".yml", ".json")
 _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size and time of change

@@ -13,13 +13,13 @@ from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.mechanism import AttentionMechanism, mechanism_class, short_name
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import import_object, plain_data
-from lightning_tasks.training.trust import check_kind
+from lightning_tasks.training.kinds import check_kind
 
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
 PLAIN = ("softmax", "attention_modules.mechanisms.softmax.SoftmaxAttention")
 _ATTENTION = ("mechanism", "options", "layers", "other_attention")  # of the tasks
-_PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
+PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 
 def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
@@ -59,8 +59,8 @@ def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str,
 
 def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
     """Swap as a checkpoint's plan says."""
-    swap_attention(pl_module, _resolve(plan["mechanism"]), where=plan["layers"], **plan["options"])
-    vars(pl_module).setdefault(_PLANS, []).append(plan)
+    swap_attention(pl_module, resolve_mechanism(plan["mechanism"]), where=plan["layers"], **plan["options"])
+    vars(pl_module).setdefault(PLANS, []).append(plan)
 
 
 def acting_plans(model: nn.Module) -> list[Plan]:
@@ -84,7 +84,7 @@ def _loggable(value: object) -> Any:
         return repr(value)
 
 
-def _resolve(mechanism: object) -> type[AttentionMechanism]:
+def resolve_mechanism(mechanism: object) -> type[AttentionMechanism]:
     """The class of a short name, a class, a function, or an import path of these."""
     if isinstance(mechanism, str) and "." in mechanism:
         path, mechanism = mechanism, import_object(mechanism)

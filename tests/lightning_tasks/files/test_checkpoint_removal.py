@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_tasks.checkpoints.files import CheckedCheckpointIO
+from lightning_tasks.files.checkpoint_io import CheckedCheckpointIO
 
 
 class Logs(BoringModel):

@@ -1,1 +1,0 @@
-"""What makes two cells of a comparison the same."""
