@@ -100,7 +100,7 @@ def _pairs() -> list[tuple[str, str]]:
 NO_COLUMNS = {
     "bert": ("before", "between", "tree", "window", "packed"),
     "llama": ("before", "window", "packed"),
-    "mistral": ("before",),
+    "mistral": ("before", "between", "tree", "window", "packed"),
 }
 
 
