@@ -1,4 +1,4 @@
-"""Variants of recipes: named RECIPE/VARIANT, by their former names, and in comparisons."""
+"""Variants of recipes: named RECIPE/VARIANT, and in comparisons."""
 
 from pathlib import Path
 
