@@ -214,7 +214,8 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
 
 def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
     """Put the kept query rows in front of the current keys and values; frozen or thawed since, they are as these."""
-    now, like = _trains(layer, ()), next(iter(_own(layer, ())), None)
+    now = _trains(layer, ())
+    like = next((held for held in _own(layer, ()) if held.is_floating_point() and not held.is_meta), None)
     for part in parts:
         owner = layer.get_submodule(part.owner)
         rows = part.take_from(layer)
