@@ -30,6 +30,7 @@ def pairwise(*factors: Iterable[Hashable], allowed: Callable[..., bool] = lambda
 def each_row(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test for each row of a table, as ``pytest.mark.parametrize`` does, but as one test."""
     names, table = ([names], [(row,) for row in rows]) if isinstance(names, str) else (list(names), list(rows))
+    assert not any(getattr(row, "marks", ()) for row in table), "a row with a mark is a test of its own: parametrize it"
     table = [row.values if hasattr(row, "marks") else row for row in table]  # of pytest.param
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
