@@ -37,7 +37,8 @@ What else to know:
   sharded by `fully_shard` takes what changes no Parameter ([scaling.md](scaling.md)). A mechanism with a query leaves
   every Parameter the same object; one without shrinks the projection to keys and values: a new Parameter. The report
   says how many are new. An optimizer from before the swap raises `RuntimeError` at its first step; build the optimizer
-  and its scheduler again. A mechanism's own Parameters (`scaled`'s `s`) that no optimizer holds, while one trains their layers, are a warning.
+  and its scheduler again. A mechanism's own Parameters (`scaled`'s `s`) that no optimizer
+  holds, while one trains their layers, are a warning.
 - The query rows that are taken out are kept beside the projection for `restore_attention`. They follow device, dtype,
   copies and pickles. They are no Parameters, no buffers (DDP would broadcast them) and not in `state_dict()`. A swapped
   checkpoint that is assigned to a model on the meta device brings none, so that `restore_attention` refuses it until a
