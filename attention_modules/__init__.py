@@ -2,6 +2,8 @@
 
 from attention_modules.diagnostics import rpc_diagnostics as rpc_diagnostics
 from attention_modules.hosts.model.connected import connect_layers as connect_layers
+from attention_modules.hosts.sdpa.declared import declare_host as declare_host
+from attention_modules.hosts.table import register_host as register_host
 from attention_modules.layers import SelfAttention as SelfAttention
 from attention_modules.mechanism import (
     AttentionMechanism as AttentionMechanism,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -55,6 +55,13 @@ class AttentionSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AttentionSpec.{name} must be an integer of at least 1, got {value!r}")
+
+    told: ClassVar[bool] = True
+    """Whether ``dim``, ``num_heads`` and ``head_dim`` are known; where not, to read one is an error with the cure."""
+
+    def placed(self, **changes: Any) -> AttentionSpec:
+        """The same with other values of some fields."""
+        return replace(self, **changes)
 
 
 class AttentionMechanism(nn.Module):

@@ -15,7 +15,7 @@ from attention_modules.masks import combine_masks
 
 AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
-OF_THE_SWAP = ("where", "layers", "exclude")
+OF_THE_SWAP = ("where", "layers", "exclude", "example")
 _TAKEN = ("self", "spec", "model", "mechanism", *OF_THE_SWAP)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -29,6 +29,7 @@ from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
+from attention_modules.hosts.sdpa.record import knowing, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import wrapped_by_peft
@@ -54,6 +55,7 @@ def swap_attention(
     where: Selector | None = None,
     layers: int | Sequence[int] | None = None,
     exclude: Selector = (),
+    example: Any = None,
     **mechanism_options: object,
 ) -> SwapReport:
     """Replace what happens between the projections of a model's attention layers, in place.
@@ -79,6 +81,9 @@ def swap_attention(
         layers: positions among the self-attention layers that match, counted within each network of the model, negative
             ones from the end; None = all.
         exclude: as ``where``, taken out of the selection.
+        example: what the model takes: a tensor, a tuple of arguments, or a dict of arguments by name. A copy of the
+            model runs it once, and shows which modules call ``scaled_dot_product_attention``, where their code does not
+            name it, and with how many heads, where a layer cannot be tried alone.
         **mechanism_options: the mechanism's own arguments, for a function those after q, k and v.
 
     Returns:
@@ -86,7 +91,7 @@ def swap_attention(
 
     Raises:
         AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, a callable returns
-            one for two layers, or the model is wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and
+            one for two layers, the example does not run, or the model is wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and
             the mechanism would change which Parameters it has. The model is then unchanged.
         ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
             model is then unchanged.
@@ -109,10 +114,11 @@ def swap_attention(
         torch.Size([1, 5, 16])
     """
     _refuse_wrapped(model)
-    prepared = _prepare(model, mechanism, where, layers, exclude, mechanism_options)
-    _warn_of_hooks(prepared.plan)
-    warn_of_twins(prepared.found, prepared.plan)
-    return _commit(model, prepared)
+    with knowing(record_of(model, example)):
+        prepared = _prepare(model, mechanism, where, layers, exclude, mechanism_options)
+        _warn_of_hooks(prepared.plan)
+        warn_of_twins(prepared.found, prepared.plan)
+        return _commit(model, prepared)
 
 
 @torch.inference_mode(False)
@@ -195,8 +201,8 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
             layer.name,
             layer.host.name,
             type(built).__name__,
-            layer.spec.dim,
-            layer.spec.num_heads,
+            layer.spec.dim if layer.spec.told else None,
+            layer.spec.num_heads if layer.spec.told else None,
             count,
             _count(layer.module),
             options_text(built),
@@ -213,6 +219,7 @@ def swapped(
     where: Selector | None = None,
     layers: int | Sequence[int] | None = None,
     exclude: Selector = (),
+    example: Any = None,
     **mechanism_options: object,
 ) -> nn.Module:
     """The model itself after :func:`swap_attention`: for a configuration file, around what builds the network.
@@ -226,7 +233,8 @@ def swapped(
         >>> type(model.self_attn.mechanism).__name__
         'SymmetricAttention'
     """
-    swap_attention(model, mechanism, where=where, layers=layers, exclude=exclude, **mechanism_options)
+    chosen = {"where": where, "layers": layers, "exclude": exclude, "example": example}
+    swap_attention(model, mechanism, **chosen, **mechanism_options)
     return model
 
 

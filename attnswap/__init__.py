@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         SwapReport as SwapReport,
         __version__ as __version__,
         available_mechanisms as available_mechanisms,
+        declare_host as declare_host,
         load_pretrained as load_pretrained,
+        register_host as register_host,
         register_mechanism as register_mechanism,
         restore_attention as restore_attention,
         swap_attention as swap_attention,
@@ -42,17 +44,18 @@ if TYPE_CHECKING:
         callbacks as callbacks,
         datamodules as datamodules,
         functional as functional,
+        hosts as hosts,
         tasks as tasks,
     )
     from lightning_tasks.files.load import load_swapped as load_swapped
 
-_MODULES = ("analysis", "callbacks", "datamodules", "functional", "tasks")
+_MODULES = ("analysis", "callbacks", "datamodules", "functional", "hosts", "tasks")
 _HOMES = {
     **dict.fromkeys(
         (
             *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "SelfAttention", "SwapReport"),
-            *("__version__", "available_mechanisms", "load_pretrained", "register_mechanism", "restore_attention"),
-            *("swap_attention", "swapped"),
+            *("__version__", "available_mechanisms", "declare_host", "load_pretrained", "register_host"),
+            *("register_mechanism", "restore_attention", "swap_attention", "swapped"),
         ),
         "attention_modules",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from torch import nn
@@ -50,7 +49,7 @@ def describe(found: Survey, layer: Found) -> AttentionLayer:
     if spec.num_tokens is None:
         parts = layer.name.split(".")
         ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
-        spec = dataclasses.replace(spec, num_tokens=layer.host.num_tokens(layer.module, ancestors))
-    spec = dataclasses.replace(spec, layer_name=layer.name or None)
+        spec = spec.placed(num_tokens=layer.host.num_tokens(layer.module, ancestors))
+    spec = spec.placed(layer_name=layer.name or None)
     number = None if layer.cross else selves.index(layer.name)
     return AttentionLayer(layer.name, layer.module, layer.host, spec, number, network.name)

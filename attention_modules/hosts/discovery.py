@@ -84,7 +84,16 @@ class _Hosts:
     def host_of(self, module: nn.Module, parent: nn.Module | None) -> Host | None:
         if isinstance(module, Swapped):
             return module.host
-        return next((host for host in self.concerned(module) if host.understands_in(module, parent)), None)
+        hosts = [host for host in self.concerned(module) if not host.last]
+        known = next((host for host in hosts if host.understands_in(module, parent)), None)
+        if known is None and not self.refused(module):
+            known = next((host for host in self.concerned(module) if host.last and host.understands(module)), None)
+        return known
+
+    def refused(self, module: nn.Module) -> str | None:
+        """Why a host whose own this is, by its class, does not take the module, if so."""
+        known = (text for host in self.concerned(module) if not host.last and (text := host.near_miss(module)))
+        return next(known, None) or known_refusal(type(module))
 
 
 def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
@@ -162,7 +171,8 @@ def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> s
         refused: why no mechanism can be put into its class, where a host says so.
     """
     kind = type(module).__name__
-    near = next((text for host in hosts if (text := host.near_miss(module))), None) or refused
+    reasons = (text for host in hosts if not host.last and (text := host.near_miss(module)))
+    near = next(reasons, None) or refused or next((host.near_miss(module) for host in hosts if host.last), None)
     if near:
         return hook_refusal(module) or near
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
@@ -357,7 +367,10 @@ def only_cross(matched: Sequence[Found], where: Selector | None) -> str:
     )
 
 
-_OWN_CLASS = "Make a layer of your own class an attnswap.SelfAttention, or add a host (CONTRIBUTING.md)"
+_OWN_CLASS = (
+    "A layer of your own class fits where its forward calls F.scaled_dot_product_attention once (pass example=, what the "
+    "model takes, where its code does not name it); for any other there is attnswap.register_host"
+)
 
 
 def _nothing_known(found: Survey) -> str:

@@ -34,8 +34,8 @@ class SwapRow:
         name: its name in the model ("" where it is the model).
         host: the host that understands it.
         mechanism: class of its new mechanism.
-        dim: width of its input.
-        heads: number of query heads.
+        dim: width of its input; None where it cannot be told.
+        heads: number of query heads; likewise.
         before: its parameters before the swap.
         after: its parameters after it.
         options: those that the mechanism was built with, as "iterations=4".
@@ -44,8 +44,8 @@ class SwapRow:
     name: str
     host: str
     mechanism: str
-    dim: int
-    heads: int
+    dim: int | None
+    heads: int | None
     before: int
     after: int
     options: str = ""
@@ -116,7 +116,7 @@ def _cells(row: SwapRow) -> list[str]:
 
 
 def _cell(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value) or "(the model)"
+    return f"{value:,}" if isinstance(value, int) else "?" if value is None else str(value) or "(the model)"
 
 
 def _network_cell(network: Network) -> str:

@@ -1,4 +1,4 @@
-"""Where a layer of timm's holds its queries, keys and values, and in which order."""
+"""Where a layer holds its queries, keys and values, and in which order."""
 
 from __future__ import annotations
 

@@ -1,0 +1,237 @@
+"""Where a module's own forward calls ``scaled_dot_product_attention``, read from its code; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch.nn import functional as F
+
+TARGET = F.scaled_dot_product_attention
+NAME = "scaled_dot_product_attention"
+# Attention of other libraries, in which no other mechanism can act.
+KERNELS = (
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flex_attention",
+    "memory_efficient_attention",
+    "sageattn",
+)
+_DEPTH = 5  # of functions that call functions
+_LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line that calls it.
+
+    Args:
+        file: of the line.
+        line: its number.
+        sure: whether each run of its function gets there once; False under a condition or in a loop.
+    """
+
+    file: str
+    line: int
+    sure: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Calls:
+    """What a module's forward, and the functions that it calls, call in turn; not what its child modules do."""
+
+    sites: list[Site] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    softmax: list[Site] = field(default_factory=list)
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether one forward may call it several times."""
+        return len(self.sites) > 1 and any(site.sure for site in self.sites)
+
+
+def calls_of(module: nn.Module) -> Calls:
+    """What the module's forward calls, by the code of its class and by the objects that it holds."""
+    forward = getattr(type(module), "forward", None)
+    calls = Calls()
+    if isinstance(forward, FunctionType):
+        _Walk(module, calls).function(forward, module, _DEPTH)
+    return calls
+
+
+def forward_is_torchs(kind: type[nn.Module]) -> bool:
+    """Whether the class has its forward from PyTorch, whose own modules call the function on their behalf."""
+    return _is_torchs(getattr(kind, "forward", None))
+
+
+class _Walk:
+    def __init__(self, module: nn.Module, calls: Calls) -> None:
+        self.module = module
+        self.calls = calls
+        self.seen: set[CodeType] = set()
+
+    def function(self, function: Any, owner: object, depth: int) -> None:
+        """Look at a function, whose ``self`` is the owner where it is a method."""
+        function = inspect.unwrap(function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, MethodType):
+            function, owner = function.__func__, function.__self__
+        if not isinstance(function, FunctionType) or _is_torchs(function) or depth == 0:
+            return
+        if function.__code__ not in self.seen:
+            self.seen.add(function.__code__)
+            source = _Source(function, owner)
+            for code in _codes(function.__code__):
+                self._code(code, function, owner, depth, source)
+
+    def _code(self, code: CodeType, function: FunctionType, owner: object, depth: int, source: _Source) -> None:
+        modules = [value for name in code.co_names if isinstance(value := function.__globals__.get(name), ModuleType)]
+        line = code.co_firstlineno
+        for step in dis.get_instructions(code):
+            line = step.positions.lineno or line if step.positions else line
+            if step.opname not in _LOADS or not isinstance(step.argval, str):
+                continue
+            for value in _values(step, function, owner, modules):
+                self._met(step.argval, value, owner, line, depth, source)
+
+    def _met(self, name: str, value: Any, owner: object, line: int, depth: int, source: _Source) -> None:
+        if isinstance(value, functools.partial):
+            value = value.func
+        if value is TARGET:
+            if (site := source.site(line)) is not None and site not in self.calls.sites:
+                self.calls.sites.append(site)
+        elif name in KERNELS and callable(value):
+            self.calls.kernels.append(f"{getattr(value, '__module__', '')}.{name}".lstrip("."))
+        elif name == "softmax" and (value is None or not isinstance(value, nn.Module)):
+            if (site := source.site(line)) is not None:
+                self.calls.softmax.append(site)
+        elif isinstance(value, (FunctionType, MethodType)):
+            self.function(value, owner, depth - 1)
+        elif not isinstance(value, (nn.Module, ModuleType, type, BuiltinFunctionType)) and callable(value):
+            call = getattr(type(value), "__call__", None)
+            if isinstance(call, FunctionType):
+                self.function(call, value, depth - 1)
+
+
+def _values(
+    step: dis.Instruction, function: FunctionType, owner: object, modules: list[ModuleType]
+) -> Iterator[Any]:
+    """What the name that an instruction loads may stand for; None for an attribute of something unknown."""
+    name = step.argval
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        yield function.__globals__.get(name)
+    elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        known = [vars(module)[name] for module in modules if name in vars(module)]
+        own = inspect.getattr_static(owner, name, None) if name not in ("forward", "__call__") else None
+        if name == NAME and not known and own is None:  # torch.nn.functional.scaled_dot_product_attention
+            known = [TARGET]
+        yield from known
+        yield getattr(own, "__func__", own)
+    else:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if name in cells:
+            try:
+                yield cells[name].cell_contents
+            except ValueError:  # not filled yet
+                return
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of what is defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_torchs(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+
+
+class _Source:
+    """The text of a function, for what stands around a line."""
+
+    def __init__(self, function: FunctionType, owner: object) -> None:
+        self.owner = owner
+        self.file = function.__code__.co_filename
+        try:
+            lines, first = inspect.getsourcelines(function)
+            self.tree: ast.AST | None = ast.parse(textwrap.dedent("".join(lines)))
+            ast.increment_lineno(self.tree, first - 1)
+        except (OSError, SyntaxError, TypeError):  # written in a shell, or generated
+            self.tree = None
+
+    def site(self, line: int) -> Site | None:
+        """The line as a call; None where the object's own attributes say that it is not reached."""
+        sure = True
+        for node, arm in self._around(line):
+            if isinstance(node, (ast.For, ast.While, ast.Try, ast.comprehension)):
+                sure = False
+            elif isinstance(node, (ast.If, ast.IfExp)):
+                taken = _truth(node.test, self.owner)
+                if taken is not None and taken != arm:
+                    return None
+                sure = sure and taken is not None
+        return Site(self.file, line, sure and self.tree is not None)
+
+    def _around(self, line: int) -> Iterator[tuple[ast.AST, bool]]:
+        """The statements around a line; of a condition, whether the line stands where it holds."""
+        for node in ast.walk(self.tree) if self.tree is not None else ():
+            if isinstance(node, (ast.For, ast.While, ast.Try)) and _holds(node, line):
+                yield node, True
+            elif isinstance(node, (ast.If, ast.IfExp)):
+                for arm, body in ((True, node.body), (False, node.orelse)):
+                    inside = body if isinstance(body, list) else [body]
+                    if any(_holds(part, line) for part in inside):
+                        yield node, arm
+
+
+def _holds(node: ast.AST, line: int) -> bool:
+    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    return first is not None and last is not None and first <= line <= last
+
+
+def _truth(test: ast.expr, owner: object) -> bool | None:
+    """Whether a condition holds that reads an attribute below ``self`` alone; None for any other."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _truth(test.operand, owner)
+        return None if inner is None else not inner
+    if isinstance(test, ast.Compare):
+        nothing = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
+        path = _path(test.left)
+        if len(test.ops) > 1 or not nothing or path is None or not isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+            return None
+        return (_read(owner, path) is None) == isinstance(test.ops[0], ast.Is)
+    path = _path(test)
+    value = None if path is None else _read(owner, path)
+    return value if isinstance(value, bool) else None
+
+
+def _path(node: ast.expr) -> list[str] | None:
+    """The names after ``self``, if the expression is such an attribute."""
+    path: list[str] = []
+    while isinstance(node, ast.Attribute):
+        path.insert(0, node.attr)
+        node = node.value
+    return path if path and isinstance(node, ast.Name) and node.id == "self" else None
+
+
+def _read(owner: Any, path: list[str]) -> Any:
+    for name in path:
+        owner = getattr(owner, name, None)
+    return owner

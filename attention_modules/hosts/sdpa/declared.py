@@ -1,0 +1,281 @@
+"""A class of the user's own, of which she says where its projections are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.base import AttentionSpec
+from attention_modules.hosts.base import AttentionSwapError
+from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.projections import Projections, Widths
+from attention_modules.hosts.query import QueryPart, WithoutQuery
+from attention_modules.hosts.sdpa.calls import calls_of
+from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
+from attention_modules.hosts.sdpa.record import Call, Seam, known, tried
+from attention_modules.hosts.table import register_host
+from attention_modules.hosts.weights import Rows
+from attention_modules.mechanism import did_you_mean
+
+
+def declare_host(
+    kind: type[nn.Module] | str,
+    *,
+    heads: str | int,
+    qkv: str | None = None,
+    q: str | None = None,
+    k: str | None = None,
+    v: str | None = None,
+    kv: str | None = None,
+    out: str | None = None,
+    kv_heads: str | int | None = None,
+    causal: bool | None = None,
+    query_norm: str | None = None,
+) -> None:
+    """Say where the projections of your attention class are, which calls ``scaled_dot_product_attention`` once.
+
+    Without it a mechanism that uses queries acts in such a class already. With it those without a query do, and
+    spectra, LocAteR, QKClip and DriftMonitor read its weights. Before a layer is swapped, one call of it is compared with
+    what the declared projections give.
+
+    Args:
+        kind: the class, or its import path; its subclasses are of it.
+        heads: attribute that holds the number of heads, such as ``"n_head"`` or ``"config.n_head"``, or the number.
+        qkv: name of the linear layer of queries, keys and values together: as ``[q | k | v]``, or head by head.
+        q, k, v: names of the three, where they are apart.
+        kv: of keys and values together, beside ``q``.
+        out: of the output projection, for :func:`attnswap.analysis.layer_lipschitz_bound`.
+        kv_heads: as ``heads``, where groups of query heads share keys and values.
+        causal: whether it hides the future; where None, as the layer's call says.
+        query_norm: of the module that normalizes queries after the projection, if there is one.
+
+    Raises:
+        TypeError: if ``kind`` is no module's class, or the projections are neither ``qkv``, nor ``q`` and ``kv``, nor
+            ``q``, ``k`` and ``v``.
+        ValueError: if the import path names nothing.
+
+    Example:
+        >>> import torch
+        >>> import attnswap
+        >>> from torch.nn import functional as F
+        >>> class Attention(torch.nn.Module):
+        ...     def __init__(self, width, n_head):
+        ...         super().__init__()
+        ...         self.n_head, self.c_attn = n_head, torch.nn.Linear(width, 3 * width)
+        ...     def forward(self, x):
+        ...         heads = (t.unflatten(2, (self.n_head, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, 2))
+        ...         return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        >>> attnswap.declare_host(Attention, qkv="c_attn", heads="n_head")
+        >>> report = attnswap.swap_attention(torch.nn.Sequential(Attention(16, 2)), "symmetric")
+        >>> report[0].host, report[0].before - report[0].after
+        ('declared Attention', 272)
+    """
+    if isinstance(kind, str):
+        try:
+            kind = resolve_name(kind)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"kind={kind!r} is no import path of a class: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"kind must be a class of modules, or its import path, got {kind!r}")
+    named = {"qkv": qkv, "q": q, "k": k, "v": v, "kv": kv}
+    given = {letters: path for letters, path in named.items() if path is not None}
+    if set(given) not in ({"qkv"}, {"q", "kv"}, {"q", "k", "v"}):
+        raise TypeError(f"declare qkv=, or q= and kv=, or q=, k= and v=; got {', '.join(given) or 'none'}")
+    parts = tuple((path, letters) for letters, path in given.items())
+    register_host(
+        DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm)
+    )
+
+
+class JointWithoutQuery(WithoutQuery, nn.Linear):
+    """A joint projection without its query rows, which gives zeros in their place: the layer's own code splits it."""
+
+    dropped: tuple[int, int]  # features of the query, and the blocks that they lie in
+
+    def forward(self, input: Tensor) -> Tensor:
+        rest = nn.functional.linear(input, self.weight, self.bias)
+        size, blocks = self.dropped
+        zeros = rest.new_zeros(()).expand(*rest.shape[:-1], blocks, size // blocks)
+        return torch.cat([zeros, rest.unflatten(-1, (blocks, -1))], -1).flatten(-2)
+
+
+@dataclass(frozen=True, eq=True)
+class DeclaredHost(SDPAHost):
+    """The host of a declared class; arguments as of :func:`declare_host`, the projections in ``parts``."""
+
+    kind: type[nn.Module]
+    parts: tuple[tuple[str, str], ...]
+    heads: str | int
+    key_heads: str | int
+    out: str | None = None
+    causal: bool | None = None
+    query_norm: str | None = None
+
+    last = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"declared {self.kind.__name__}"
+
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return issubclass(kind, self.kind)
+
+    def understands(self, module: nn.Module) -> bool:
+        return "forward" not in module.__dict__ and not calls_of(module).ambiguous
+
+    def seam(self, layer: nn.Module) -> Seam:
+        """As of any host; checked.
+
+        Raises:
+            AttentionSwapError: if the declared names are not there, or do not give what the layer's call got.
+        """
+        if isinstance(layer, SwappedSDPA):
+            return layer.seam
+        widths = self._widths(layer)
+        calls = known().inside.get(layer) or tried(layer).inside.get(layer, [])
+        if len(calls) != 1 or calls[0].source(layer) is None:
+            raise AttentionSwapError(
+                f"the declaration of {self.kind.__name__} cannot be checked, as "
+                + (f"it calls scaled_dot_product_attention {len(calls)} times" if calls else "it does not run alone")
+                + ": pass example=, what the model takes, to swap_attention (in Lightning: example_input_array)"
+            )
+        return self._checked(layer, calls[0], widths)
+
+    def _checked(self, layer: nn.Module, call: Call, widths: Widths) -> Seam:
+        x: Any = call.source(layer)
+        apart: dict[str, float] = {}
+        for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
+            with torch.no_grad():
+                made = Projections(self.parts, by_head).split(layer, x, widths)
+            close = torch.finfo(x.dtype).eps ** 0.5
+            found = {name: _apart(*pair) for name, *pair in zip("qkv", made, (call.q, call.k, call.v), strict=True)}
+            turned = max(found["q"], found["k"]) > close
+            lengths = _apart(*(None if t is None else t.norm(dim=-1, keepdim=True) for t in (made[0], call.q)))
+            if x.is_meta or (found["v"] <= close and (self.query_norm is not None or lengths <= close)):
+                return replace(call.seam(layer), by_head=by_head, turned=turned and self.query_norm is None)
+            if not apart or found["v"] < apart["v"]:
+                apart = found
+        paths, shown = ", ".join(path for path, _ in self.parts), ", ".join(f"{n} by {a:.2g}" for n, a in apart.items())
+        raise AttentionSwapError(
+            f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not what "
+            f"scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number of heads "
+            "(kv_heads= where keys have fewer), and query_norm= where it normalizes queries"
+        )
+
+    def _widths(self, layer: nn.Module) -> Widths:
+        heads, key_heads = (self._number(layer, of) for of in (self.heads, self.key_heads))
+        sizes = {letters: self._size(layer, path) for path, letters in self.parts}
+        if "qkv" in sizes:
+            width = sizes["qkv"] // (heads + 2 * key_heads)
+            return Widths(heads, width, width, key_heads)
+        if "kv" in sizes:
+            width = sizes["q"] // heads
+            return Widths(heads, width, sizes["kv"] // key_heads - width, key_heads)
+        return Widths(heads, sizes["q"] // heads, sizes["v"] // key_heads, key_heads)
+
+    def _size(self, layer: nn.Module, path: str) -> int:
+        """Output features of a projection, those of a dropped query included."""
+        owner: Any = self._at(layer, path)
+        features = getattr(owner, "out_features", None)
+        if not isinstance(features, int):
+            raise AttentionSwapError(f"{self.kind.__name__}.{path} is no linear layer, but a {type(owner).__name__}")
+        return features + (owner.dropped[0] if isinstance(owner, JointWithoutQuery) else 0)
+
+    def _number(self, layer: nn.Module, of: str | int) -> int:
+        value = of if isinstance(of, int) else self._at(layer, of)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise AttentionSwapError(
+                f"the number of heads of {self.kind.__name__} must be an integer of at least 1, or name one; {of!r} is "
+                f"{value!r}"
+            )
+        return value
+
+    def _at(self, layer: nn.Module, path: str) -> Any:
+        try:
+            return attrgetter(path)(layer)
+        except AttributeError as error:
+            names = [*vars(layer), *layer._modules]
+            raise AttentionSwapError(
+                f"{self.kind.__name__} has no {path!r}, which its declaration names.{did_you_mean(path, names)}"
+            ) from error
+
+    def projections(self, layer: nn.Module) -> Projections:
+        """Where the layer holds its queries, keys and values."""
+        return Projections(self.parts, self.seam(layer).by_head)
+
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        widths, seam = self._widths(layer), self.seam(layer)
+        return AttentionSpec(
+            self.projections(layer).input_width(layer),
+            widths.heads,
+            widths.head_dim,
+            None,
+            seam.causal if self.causal is None else self.causal,
+            layer_index=layer_index,
+            value_dim=None if widths.value_dim == widths.head_dim else widths.value_dim,
+        )
+
+    def groups(self, layer: Any) -> int:
+        widths = self._widths(layer)
+        return widths.heads // widths.key_heads
+
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        return self.projections(layer).query_parts(layer, self._widths(layer))
+
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        return self.projections(layer).qk_rows(layer, self._widths(layer))
+
+    def norm(self, layer: Any) -> str | None:
+        if self.query_norm is not None:
+            return "q/k norm"
+        return "rotary positions" if self.seam(layer).turned else None
+
+    def weights_refusal(self, layer: Any) -> str | None:
+        return None
+
+    def limits(self, layer: Any) -> Limits:
+        found = super(SDPAHost, self).limits(layer)
+        query = found.without_query or self.projections(layer).query_refusal(layer)
+        if self.query_norm is not None:
+            query = "it normalizes queries, whose weights would train nothing without a query; choose one with a query"
+        return replace(found, without_query=query, rotates=self.seam(layer).turned)
+
+    def insert(self, layer: Any, mechanism: Any) -> None:
+        seam = self.seam(layer)
+        if not isinstance(layer, SwappedSDPA):
+            layer.seam = seam  # read while the query is dropped
+        super().insert(layer, mechanism)
+
+    def _drop_query(self, layer: Any) -> None:
+        super()._drop_query(layer)
+        if self.parts[0][1] == "qkv":
+            owner = layer.get_submodule(self.parts[0][0])
+            owner.__class__, part = JointWithoutQuery, layer.dropped_query[0]
+            owner.dropped = part.size, part.blocks
+
+    def _restore_query(self, layer: Any) -> None:
+        owner = layer.get_submodule(self.parts[0][0])
+        if layer.dropped_query and isinstance(owner, JointWithoutQuery):
+            owner.__class__ = nn.Linear
+            del owner.dropped
+        super()._restore_query(layer)
+
+
+def _apart(mine: Tensor | None, its: Tensor) -> float:
+    """The largest difference, as a share of the largest entry; infinite where the shapes differ."""
+    if mine is None:
+        return float("inf")
+    if its.dim() == 4 and mine.shape[1] and its.shape[1] % mine.shape[1] == 0:
+        mine = mine.repeat_interleave(its.shape[1] // mine.shape[1], 1)
+    if mine.shape != its.shape:
+        return float("inf")
+    if mine.is_meta or not mine.numel():
+        return 0.0
+    its = its.detach()
+    return float((mine - its).abs().amax() / its.abs().amax().clamp(min=1e-30))
+

@@ -1,0 +1,279 @@
+"""Any layer whose forward calls ``scaled_dot_product_attention``: a mechanism takes the place of that call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attention_modules.base import AttentionSpec
+from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.query import QueryPart
+from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, forward_is_torchs
+from attention_modules.hosts.sdpa.record import Seam, known, tried
+from attention_modules.hosts.weights import Rows
+from attention_modules.mechanism import AttentionMechanism
+
+
+class _Acting(TorchFunctionMode):
+    """While a layer's forward runs, its mechanism stands for ``scaled_dot_product_attention``."""
+
+    def __init__(self, layer: SwappedSDPA, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.given = given
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not TARGET:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.layer.act(self.given, *args, **(kwargs or {}))
+
+
+class SwappedSDPA(Swapped):
+    """A layer that runs its own forward, in which the mechanism acts."""
+
+    host: ClassVar[SDPAHost]  # type: ignore[misc]
+    seam: Seam
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own.
+
+        Raises:
+            RuntimeError: if it did not call ``scaled_dot_product_attention`` exactly once.
+        """
+        acting = _Acting(self, (*args, *kwargs.values()))
+        with acting:
+            out = super().forward(*args, **kwargs)
+        if acting.calls != 1:
+            raise RuntimeError(
+                f"{self._shown()} called scaled_dot_product_attention {acting.calls} times in this forward, and its "
+                f"mechanism, {type(self.mechanism).__name__}, stands for one call: leave the layer out (exclude=), or "
+                "have its forward call the function once"
+            )
+        return out
+
+    def act(
+        self,
+        given: Sequence[Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The mechanism's output for what ``scaled_dot_product_attention`` is given.
+
+        Args:
+            given: the layer's own arguments, of which one may be its input.
+            query: ``[..., H, N, d]``, or ``[B, N, d]``.
+            key: ``[..., H / groups, M, d]``.
+            value: likewise.
+            attn_mask: as that function takes it.
+            dropout_p: likewise.
+            is_causal: likewise.
+            scale: likewise.
+            enable_gqa: likewise.
+
+        Raises:
+            NotImplementedError: if the mechanism needs as many queries as keys, and there are others (a key-value
+                cache).
+        """
+        mechanism, shape = self.mechanism, query.shape
+        q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 2:
+            attn_mask = _with_heads(attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]) if len(shape) > 4 else attn_mask)
+        if (groups := q.shape[1] // k.shape[1]) > 1:
+            k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
+        if q.shape[2] != k.shape[2] and not (mechanism.uses_query and not mechanism.one_query_per_key):
+            raise NotImplementedError(
+                f"{type(mechanism).__name__} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
+                f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
+                "choose another mechanism"
+            )
+        x: Any = _input(given, q) if "x" in mechanism.needs else None
+        if x is None and "x" in mechanism.needs:
+            raise NotImplementedError(
+                f"{type(mechanism).__name__} needs the input [B, N, C] of which the queries are made, and {self._shown()} "
+                f"was given none of {q.shape[2]} tokens; declare the layer around it (attnswap.declare_host)"
+            )
+        out = self.mix(
+            q if mechanism.uses_query else k,
+            k,
+            v,
+            x,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+        )
+        return out.reshape(*shape[:-1], out.shape[-1])
+
+    def _shown(self) -> str:
+        name = self.mechanism.spec.layer_name
+        return f"{self.plain_class.__name__} {name!r}" if name else self.plain_class.__name__
+
+
+def _with_heads(tensor: Tensor) -> Tensor:
+    """``[B, H, N, d]``: of ``[B, N, d]`` with one head, of more dimensions with the first ones as one."""
+    return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.flatten(0, -4)
+
+
+def _input(given: Sequence[Any], q: Tensor) -> Tensor | None:
+    """The first argument that has the queries' batch and tokens."""
+    for value in given:
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (q.shape[0], q.shape[2]):
+            return value
+    return None
+
+
+class UnknownSizes(AttentionSpec):
+    """The spec of a layer whose sizes cannot be told; to read one is an error that says what to do."""
+
+    told = False
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, kind: type[nn.Module], **told: Any) -> None:
+        fields = {"num_tokens": None, "is_causal": False, "layer_index": None, "value_dim": None, "layer_name": None}
+        vars(self).update({**fields, "mixes_heads": False, **told, "kind": kind})
+
+    def placed(self, **changes: Any) -> AttentionSpec:
+        known = {name: value for name, value in vars(self).items() if name != "kind"}
+        return UnknownSizes(vars(self)["kind"], **{**known, **changes})
+
+    def _unknown(self, name: str) -> int:
+        kind = vars(self)["kind"]
+        where = f"{kind.__name__} {self.layer_name!r}" if self.layer_name else kind.__name__
+        raise ValueError(
+            f"{name} of {where} cannot be told from its code, and its forward takes more than one sequence: pass "
+            "example=, what the model takes, to swap_attention (in Lightning: example_input_array), or declare the "
+            f"class: attnswap.declare_host({kind.__name__}, qkv=..., heads=...)"
+        )
+
+    @property
+    def dim(self) -> int:  # type: ignore[override]
+        return self._unknown("the width of the input")
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        return self._unknown("the number of heads")
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return self._unknown("the width of a head")
+
+
+class SDPAHost(Host):
+    """Any module in whose own forward, not a child's, ``scaled_dot_product_attention`` is called."""
+
+    name = "any layer that calls scaled_dot_product_attention"
+    mixin = SwappedSDPA
+    last = True
+
+    def concerns(self, kind: type[nn.Module]) -> bool:
+        return not (forward_is_torchs(kind) or issubclass(kind, AttentionMechanism))
+
+    def understands(self, module: nn.Module) -> bool:
+        if "forward" in module.__dict__:
+            return False
+        if calls := known().calls.get(module):
+            return len(calls) == 1
+        found = calls_of(module)
+        return bool(found.sites) and not found.ambiguous
+
+    def near_miss(self, module: nn.Module) -> str | None:
+        found = calls_of(module)
+        if len(calls := known().calls.get(module, [])) > 1:
+            return f"its forward calls scaled_dot_product_attention {len(calls)} times, and a mechanism stands for one"
+        if found.sites and "forward" in module.__dict__:
+            return "its forward was replaced on the object; give the class that forward"
+        if found.ambiguous:
+            lines = ", ".join(map(str, found.sites))
+            return (
+                f"its forward calls scaled_dot_product_attention in several lines ({lines}), and a mechanism stands for "
+                "one call: pass example=, what the model takes, if one forward runs only one of them"
+            )
+        return _other_kernel(module, found)
+
+    def seam(self, layer: nn.Module) -> Seam:
+        """What is known of the layer: of a swapped one what was when it was swapped, else of a recorded or tried call."""
+        if isinstance(layer, SwappedSDPA):
+            return layer.seam
+        calls = known().calls.get(layer) or tried(layer).calls.get(layer)
+        return calls[0].seam(layer) if calls else Seam()
+
+    def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
+        seam = self.seam(layer)
+        kind = getattr(layer, "plain_class", type(layer))
+        if seam.heads is None or seam.head_dim is None:
+            return UnknownSizes(kind, is_causal=seam.causal, layer_index=layer_index)
+        value_dim = None if seam.value_dim == seam.head_dim else seam.value_dim
+        width = seam.dim or seam.heads * seam.head_dim
+        return AttentionSpec(
+            width, seam.heads, seam.head_dim, None, seam.causal, layer_index=layer_index, value_dim=value_dim
+        )
+
+    def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
+        kind = getattr(layer, "plain_class", type(layer)).__name__
+        return "Cross" in kind or "Pool" in kind or self.seam(layer).cross
+
+    def groups(self, layer: Any) -> int:
+        seam = self.seam(layer)
+        return (seam.heads or 1) // (seam.key_heads or 1)
+
+    def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
+        return ()
+
+    def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
+        raise ValueError(self._undeclared(layer))
+
+    def weights_refusal(self, layer: Any) -> str | None:
+        return self._undeclared(layer)
+
+    def limits(self, layer: Any) -> Limits:
+        return Limits(without_query=self._undeclared(layer))
+
+    def _undeclared(self, layer: nn.Module) -> str:
+        kind = getattr(layer, "plain_class", type(layer)).__name__
+        return (
+            f"which projections give its queries and keys is not known; say so: attnswap.declare_host({kind}, "
+            'qkv="...", heads="..."), with the names of its linear layer and of what holds the number of its heads'
+        )
+
+    def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
+        seam = self.seam(layer)
+        super().insert(layer, mechanism)
+        layer.seam = seam
+
+    def remove(self, layer: Any) -> None:
+        super().remove(layer)
+        del layer.seam
+
+
+def _other_kernel(module: nn.Module, found: Calls) -> str | None:
+    """Why a module that computes attention by other means takes no mechanism, if it is one."""
+    if found.sites:
+        return None
+    if found.kernels:
+        return (
+            f"its forward calls {found.kernels[0]}, a kernel with no place for another mechanism; have the model use "
+            "scaled_dot_product_attention (most libraries have an option)"
+        )
+    kind = type(module).__name__
+    if found.softmax and ("Attention" in kind or "Attn" in kind):
+        return (
+            f"it writes its softmax itself ({found.softmax[0]}); with\n"
+            "    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p if self.training else 0.0)\n"
+            "in its place, q, k and v [B, H, N, d], it takes any mechanism"
+        )
+    return None
