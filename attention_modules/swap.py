@@ -29,7 +29,7 @@ from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
-from attention_modules.hosts.sdpa.record import knowing, record_of
+from attention_modules.hosts.sdpa.record import Record, knowing, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import wrapped_by_peft
@@ -83,7 +83,8 @@ def swap_attention(
         exclude: as ``where``, taken out of the selection.
         example: what the model takes: a tensor, a tuple of arguments, or a dict of arguments by name. A copy of the
             model runs it once, and shows which modules call ``scaled_dot_product_attention``, where their code does not
-            name it, and with how many heads, where a layer cannot be tried alone.
+            name it, and with how many heads, where a layer cannot be tried alone. Where None, and nothing else helps,
+            the ``example_input_array`` of a LightningModule.
         **mechanism_options: the mechanism's own arguments, for a function those after q, k and v.
 
     Returns:
@@ -91,8 +92,9 @@ def swap_attention(
 
     Raises:
         AttentionSwapError: if nothing matches, a name is unknown, a layer cannot take the mechanism, a callable returns
-            one for two layers, the example does not run, or the model is wrapped (DDP, FSDP1, torch.compile), or sharded by ``fully_shard`` and
-            the mechanism would change which Parameters it has. The model is then unchanged.
+            one for two layers, the example does not run, or the model is wrapped (DDP, FSDP1, torch.compile), or
+            sharded by ``fully_shard`` and the mechanism would change which Parameters it has. The model is then
+            unchanged.
         ValueError, TypeError: from the mechanism, for an unknown name or bad options, or if ``model`` is no module. The
             model is then unchanged.
 
@@ -114,11 +116,37 @@ def swap_attention(
         torch.Size([1, 5, 16])
     """
     _refuse_wrapped(model)
-    with knowing(record_of(model, example)):
-        prepared = _prepare(model, mechanism, where, layers, exclude, mechanism_options)
-        _warn_of_hooks(prepared.plan)
-        warn_of_twins(prepared.found, prepared.plan)
-        return _commit(model, prepared)
+    try:
+        with knowing(record_of(model, example)):
+            return _swap(model, mechanism, where, layers, exclude, mechanism_options)
+    except ValueError as error:
+        with knowing(_own_record(model, example, error)):
+            return _swap(model, mechanism, where, layers, exclude, mechanism_options)
+
+
+def _own_record(model: nn.Module, example: Any, error: ValueError) -> Record:
+    """What the example of a LightningModule shows, where a swap without one was refused."""
+    own = getattr(model, "example_input_array", None)
+    if example is not None or own is None:
+        raise error
+    try:
+        return record_of(model, own)
+    except AttentionSwapError:
+        raise error from None
+
+
+def _swap(
+    model: nn.Module,
+    mechanism: Mechanism,
+    where: Selector | None,
+    layers: int | Sequence[int] | None,
+    exclude: Selector,
+    options: dict[str, object],
+) -> SwapReport:
+    prepared = _prepare(model, mechanism, where, layers, exclude, options)
+    _warn_of_hooks(prepared.plan)
+    warn_of_twins(prepared.found, prepared.plan)
+    return _commit(model, prepared)
 
 
 @torch.inference_mode(False)
@@ -233,8 +261,9 @@ def swapped(
         >>> type(model.self_attn.mechanism).__name__
         'SymmetricAttention'
     """
-    chosen = {"where": where, "layers": layers, "exclude": exclude, "example": example}
-    swap_attention(model, mechanism, **chosen, **mechanism_options)
+    swap_attention(
+        model, mechanism, where=where, layers=layers, exclude=exclude, example=example, **mechanism_options
+    )
     return model
 
 
@@ -293,7 +322,7 @@ def _warn_of_adapters(model: nn.Module, new: Sequence[str]) -> None:
             f"{new[0]}{f' and {len(new) - 1} more' if len(new) > 1 else ''} came after the adapters, which are saved "
             "without: swap before get_peft_model() and give it modules_to_save=['mechanism'], or save the whole "
             "state_dict()",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -308,7 +337,7 @@ def _warn_of_hooks(plan: Plan) -> None:
             f"hooks on {silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''} saw the "
             "attention map, and see nothing now: swapped layers make none. AttentionMapLogger draws maps, and "
             "attnswap.analysis.attention_map computes one from the q and k that a hook on the layer's mechanism gets",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -368,8 +368,8 @@ def only_cross(matched: Sequence[Found], where: Selector | None) -> str:
 
 
 _OWN_CLASS = (
-    "A layer of your own class fits where its forward calls F.scaled_dot_product_attention once (pass example=, what the "
-    "model takes, where its code does not name it); for any other there is attnswap.register_host"
+    "A layer of your own class fits where its forward calls F.scaled_dot_product_attention once (where its code does "
+    "not name it, pass example=, what the model takes); for any other there is attnswap.register_host"
 )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_modules.hosts import AttentionSwapError
 from attention_modules.hosts.discovery import select, survey
+from attention_modules.hosts.sdpa import declare_host
 from attention_modules.mechanism import (
     AttentionMechanism,
     AttentionSpec,
@@ -57,6 +58,8 @@ class SwapAttention(Callback):
         where: names of layers (a glob or several); all self-attention where None.
         layers: which of those, counted in module order within each network of the module.
         exclude: names (globs) to leave out.
+        declare: classes of your own, each as the arguments of :func:`attnswap.declare_host`, with the import path of
+            the class as ``kind``.
         **mechanism_options: the mechanism's own arguments, as ``swap_attention`` takes them, in place of ``options``.
 
     Raises:
@@ -81,9 +84,12 @@ class SwapAttention(Callback):
         where: Where = None,
         layers: list[int] | None = None,
         exclude: Sequence[str] = (),
+        declare: list[dict[str, Any]] | None = None,
         **mechanism_options: Any,
     ) -> None:
         super().__init__()
+        for declaration in declare or ():
+            declare_host(**declaration)
         mechanism = plain_name(mechanism)
         self._class = resolve_mechanism(mechanism)
         self.mechanism = mechanism if isinstance(mechanism, str) else import_path(mechanism)

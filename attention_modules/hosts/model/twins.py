@@ -69,7 +69,7 @@ def warn_of_twins(found: Survey, plan: Plan) -> None:
                     f"{network.name or 'the model'!r} and {twin.name or 'the model'!r} have equal layers, and this "
                     f"swap takes {layer.name!r} without {other!r}: they are no copies any more, and an average over "
                     "zipped Parameters fails; select both, unless the other stays as it is",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 

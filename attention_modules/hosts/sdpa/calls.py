@@ -123,14 +123,12 @@ class _Walk:
         elif isinstance(value, (FunctionType, MethodType)):
             self.function(value, owner, depth - 1)
         elif not isinstance(value, (nn.Module, ModuleType, type, BuiltinFunctionType)) and callable(value):
-            call = getattr(type(value), "__call__", None)
+            call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, FunctionType):
                 self.function(call, value, depth - 1)
 
 
-def _values(
-    step: dis.Instruction, function: FunctionType, owner: object, modules: list[ModuleType]
-) -> Iterator[Any]:
+def _values(step: dis.Instruction, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:
     """What the name that an instruction loads may stand for; None for an attribute of something unknown."""
     name = step.argval
     if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -40,8 +40,8 @@ def declare_host(
     """Say where the projections of your attention class are, which calls ``scaled_dot_product_attention`` once.
 
     Without it a mechanism that uses queries acts in such a class already. With it those without a query do, and
-    spectra, LocAteR, QKClip and DriftMonitor read its weights. Before a layer is swapped, one call of it is compared with
-    what the declared projections give.
+    spectra, LocAteR, QKClip and DriftMonitor read its weights. Before a layer is swapped, one call of it is compared
+    with what the declared projections give.
 
     Args:
         kind: the class, or its import path; its subclasses are of it.
@@ -87,9 +87,7 @@ def declare_host(
     if set(given) not in ({"qkv"}, {"q", "kv"}, {"q", "k", "v"}):
         raise TypeError(f"declare qkv=, or q= and kv=, or q=, k= and v=; got {', '.join(given) or 'none'}")
     parts = tuple((path, letters) for letters, path in given.items())
-    register_host(
-        DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm)
-    )
+    register_host(DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm))
 
 
 class JointWithoutQuery(WithoutQuery, nn.Linear):
@@ -149,22 +147,23 @@ class DeclaredHost(SDPAHost):
     def _checked(self, layer: nn.Module, call: Call, widths: Widths) -> Seam:
         x: Any = call.source(layer)
         apart: dict[str, float] = {}
+        close = torch.finfo(x.dtype).eps ** 0.5
         for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
             with torch.no_grad():
-                made = Projections(self.parts, by_head).split(layer, x, widths)
-            close = torch.finfo(x.dtype).eps ** 0.5
-            found = {name: _apart(*pair) for name, *pair in zip("qkv", made, (call.q, call.k, call.v), strict=True)}
+                q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
+            assert q is not None  # no query is dropped yet
+            found = {"q": _apart(q, call.q), "k": _apart(k, call.k), "v": _apart(v, call.v)}
             turned = max(found["q"], found["k"]) > close
-            lengths = _apart(*(None if t is None else t.norm(dim=-1, keepdim=True) for t in (made[0], call.q)))
-            if x.is_meta or (found["v"] <= close and (self.query_norm is not None or lengths <= close)):
+            lengths = _apart(*(made.norm(dim=-1, keepdim=True) for made in (q, call.q)))
+            if found["v"] <= close and (self.query_norm is not None or lengths <= close):
                 return replace(call.seam(layer), by_head=by_head, turned=turned and self.query_norm is None)
             if not apart or found["v"] < apart["v"]:
                 apart = found
         paths, shown = ", ".join(path for path, _ in self.parts), ", ".join(f"{n} by {a:.2g}" for n, a in apart.items())
         raise AttentionSwapError(
-            f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not what "
-            f"scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number of heads "
-            "(kv_heads= where keys have fewer), and query_norm= where it normalizes queries"
+            f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not "
+            f"what scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number "
+            "of heads (kv_heads= where keys have fewer), and query_norm= where it normalizes queries"
         )
 
     def _widths(self, layer: nn.Module) -> Widths:
@@ -261,16 +260,14 @@ class DeclaredHost(SDPAHost):
     def _restore_query(self, layer: Any) -> None:
         owner = layer.get_submodule(self.parts[0][0])
         if layer.dropped_query and isinstance(owner, JointWithoutQuery):
-            owner.__class__ = nn.Linear
+            owner.__class__ = nn.Linear  # type: ignore[assignment]
             del owner.dropped
         super()._restore_query(layer)
 
 
-def _apart(mine: Tensor | None, its: Tensor) -> float:
+def _apart(mine: Tensor, its: Tensor) -> float:
     """The largest difference, as a share of the largest entry; infinite where the shapes differ."""
-    if mine is None:
-        return float("inf")
-    if its.dim() == 4 and mine.shape[1] and its.shape[1] % mine.shape[1] == 0:
+    if its.dim() == 4 and its.shape[1] % mine.shape[1] == 0:
         mine = mine.repeat_interleave(its.shape[1] // mine.shape[1], 1)
     if mine.shape != its.shape:
         return float("inf")
@@ -278,4 +275,3 @@ def _apart(mine: Tensor | None, its: Tensor) -> float:
         return 0.0
     its = its.detach()
     return float((mine - its).abs().amax() / its.abs().amax().clamp(min=1e-30))
-

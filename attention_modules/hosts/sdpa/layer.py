@@ -91,7 +91,9 @@ class SwappedSDPA(Swapped):
         mechanism, shape = self.mechanism, query.shape
         q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = _with_heads(attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]) if len(shape) > 4 else attn_mask)
+            attn_mask = _with_heads(
+                attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]) if len(shape) > 4 else attn_mask
+            )
         if (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
         if q.shape[2] != k.shape[2] and not (mechanism.uses_query and not mechanism.one_query_per_key):
@@ -103,8 +105,9 @@ class SwappedSDPA(Swapped):
         x: Any = _input(given, q) if "x" in mechanism.needs else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
-                f"{type(mechanism).__name__} needs the input [B, N, C] of which the queries are made, and {self._shown()} "
-                f"was given none of {q.shape[2]} tokens; declare the layer around it (attnswap.declare_host)"
+                f"{type(mechanism).__name__} needs the input [B, N, C] of which the queries are made, and "
+                f"{self._shown()} was given none of {q.shape[2]} tokens; declare the layer around it "
+                "(attnswap.declare_host)"
             )
         out = self.mix(
             q if mechanism.uses_query else k,
@@ -200,13 +203,13 @@ class SDPAHost(Host):
         if found.ambiguous:
             lines = ", ".join(map(str, found.sites))
             return (
-                f"its forward calls scaled_dot_product_attention in several lines ({lines}), and a mechanism stands for "
-                "one call: pass example=, what the model takes, if one forward runs only one of them"
+                f"its forward calls scaled_dot_product_attention in several lines ({lines}), and a mechanism stands "
+                "for one call: pass example=, what the model takes, if one forward runs only one of them"
             )
         return _other_kernel(module, found)
 
     def seam(self, layer: nn.Module) -> Seam:
-        """What is known of the layer: of a swapped one what was when it was swapped, else of a recorded or tried call."""
+        """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
         if isinstance(layer, SwappedSDPA):
             return layer.seam
         calls = known().calls.get(layer) or tried(layer).calls.get(layer)

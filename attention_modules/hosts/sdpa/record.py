@@ -174,8 +174,8 @@ def record_of(model: nn.Module, example: Any) -> Record:
         return recorded(model, example)
     except Exception as error:  # whatever a stranger's forward raises
         raise AttentionSwapError(
-            f"the example does not run: {type(model).__name__} raised {type(error).__name__}: {error}; give example= what "
-            "the model takes, as a tensor, a tuple of arguments or a dict of arguments by name"
+            f"the example does not run: {type(model).__name__} raised {type(error).__name__}: {error}; give example= "
+            "what the model takes, as a tensor, a tuple of arguments or a dict of arguments by name"
         ) from error
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped, has_hooks
 from attention_modules.hosts.limits import Limits
-from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.projections import JOINT, Projections, Widths
+from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 

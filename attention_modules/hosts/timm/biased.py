@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import SwappedImage
-from attention_modules.hosts.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
 
 QUERY_BIAS = "its relative position bias is a product with the query: without a query there is no bias"
 

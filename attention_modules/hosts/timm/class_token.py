@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host
+from attention_modules.hosts.projections import Projections
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import QUERY_AND_PAIR, SEPARATE_SHORT
-from attention_modules.hosts.projections import Projections
 
 
 class SwappedClassToken(SwappedTimm):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host
+from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.timm.base import TimmHost
 from attention_modules.hosts.timm.plain import SwappedImage
-from attention_modules.hosts.projections import Projections, Widths
 
 
 class SwappedConvolved(SwappedImage):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped
-from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.projections import Projections, Widths
+from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 
 QUERY_AND_PAIR = Projections((("q", "q"), ("kv", "kv")))
 PAIR_AND_VALUE = Projections((("qk", "qk"), ("v", "v")))

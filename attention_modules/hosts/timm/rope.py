@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host
 from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.projections import JOINT, JOINT_OWN_BIASES, SEPARATE, Projections, Widths
 from attention_modules.hosts.timm.base import TimmHost
 from attention_modules.hosts.timm.plain import SwappedMasked
-from attention_modules.hosts.projections import JOINT, JOINT_OWN_BIASES, SEPARATE, Projections, Widths
 
 
 class SwappedTimmAttentionRope(SwappedMasked):

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.projections import JOINT_OWN_BIASES, Widths
 from attention_modules.hosts.timm.base import SwappedTimm
 from attention_modules.hosts.timm.biased import BiasedHost
-from attention_modules.hosts.projections import JOINT_OWN_BIASES, Widths
 
 _HOTTEST = math.log(1.0 / 0.01)  # Swin v2's limit of the logarithm of its logit scale
 
