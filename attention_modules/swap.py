@@ -261,9 +261,7 @@ def swapped(
         >>> type(model.self_attn.mechanism).__name__
         'SymmetricAttention'
     """
-    swap_attention(
-        model, mechanism, where=where, layers=layers, exclude=exclude, example=example, **mechanism_options
-    )
+    swap_attention(model, mechanism, where=where, layers=layers, exclude=exclude, example=example, **mechanism_options)
     return model
 
 

@@ -64,6 +64,9 @@ class Survey:
         return [other for other in self.networks if are_twins(network, other, self.modules)]
 
 
+_LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
+
+
 class _Hosts:
     """The hosts that are loaded now, of which modules are asked about those that their class concerns.
 
@@ -92,8 +95,16 @@ class _Hosts:
 
     def refused(self, module: nn.Module) -> str | None:
         """Why a host whose own this is, by its class, does not take the module, if so."""
+        if _strangers_forward(type(module)):
+            return None
         known = (text for host in self.concerned(module) if not host.last and (text := host.near_miss(module)))
         return next(known, None) or known_refusal(type(module))
+
+
+def _strangers_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class has a forward of its own, and stands in no library that a host knows."""
+    definer = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    return definer.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
@@ -232,7 +243,8 @@ def select(
     crosses = [layer for layer in matched if layer.cross and layers is None and _names_cross(layer, where)]
     selves = [layer for layer in matched if not layer.cross]
     if matched and not selves and not crosses:
-        raise AttentionSwapError(only_cross(matched, where))
+        refused = f". {_reasons(found)}" if found.others and where is None else ""
+        raise AttentionSwapError(only_cross(matched, where) + refused)
     if not selves and not crosses:
         raise AttentionSwapError(
             f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
@@ -376,8 +388,12 @@ _OWN_CLASS = (
 def _nothing_known(found: Survey) -> str:
     if not found.others:
         return f"the model has no attention layer of a known host (docs/hosts.md lists them). {_OWN_CLASS}"
+    return f"{_reasons(found)}. {_OWN_CLASS}"
+
+
+def _reasons(found: Survey) -> str:
     reasons = "; ".join(f"{other.name or 'the model'} ({other.kind}): {other.reason}" for other in found.others[:5])
-    return f"no host (docs/hosts.md) knows the model's attention layers: {reasons}. {_OWN_CLASS}"
+    return f"no host (docs/hosts.md) knows the model's attention layers: {reasons}"
 
 
 def _all_names(found: Survey) -> list[str]:

@@ -39,12 +39,16 @@ class Site:
     Args:
         file: of the line.
         line: its number.
-        sure: whether each run of its function gets there once; False under a condition or in a loop.
+        sure: whether each run of its function gets there; False under a condition.
+        again: whether one run may get there several times, in a loop.
+        reached: False where the object's own attributes say that it is not.
     """
 
     file: str
     line: int
-    sure: bool
+    sure: bool = True
+    again: bool = False
+    reached: bool = True
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -55,13 +59,16 @@ class Calls:
     """What a module's forward, and the functions that it calls, call in turn; not what its child modules do."""
 
     sites: list[Site] = field(default_factory=list)
+    unreached: list[Site] = field(default_factory=list)
+    """Lines that a setting of the module leaves out."""
     kernels: list[str] = field(default_factory=list)
     softmax: list[Site] = field(default_factory=list)
 
     @property
     def ambiguous(self) -> bool:
         """Whether one forward may call it several times."""
-        return len(self.sites) > 1 and any(site.sure for site in self.sites)
+        several = len(self.sites) > 1 and any(site.sure for site in self.sites)
+        return several or any(site.again for site in self.sites)
 
 
 def calls_of(module: nn.Module) -> Calls:
@@ -113,12 +120,14 @@ class _Walk:
         if isinstance(value, functools.partial):
             value = value.func
         if value is TARGET:
-            if (site := source.site(line)) is not None and site not in self.calls.sites:
-                self.calls.sites.append(site)
+            site = source.site(line)
+            known = self.calls.sites if site.reached else self.calls.unreached
+            if site not in known:
+                known.append(site)
         elif name in KERNELS and callable(value):
             self.calls.kernels.append(f"{getattr(value, '__module__', '')}.{name}".lstrip("."))
         elif name == "softmax" and (value is None or not isinstance(value, nn.Module)):
-            if (site := source.site(line)) is not None:
+            if (site := source.site(line)).reached:
                 self.calls.softmax.append(site)
         elif isinstance(value, (FunctionType, MethodType)):
             self.function(value, owner, depth - 1)
@@ -174,18 +183,18 @@ class _Source:
         except (OSError, SyntaxError, TypeError):  # written in a shell, or generated
             self.tree = None
 
-    def site(self, line: int) -> Site | None:
-        """The line as a call; None where the object's own attributes say that it is not reached."""
-        sure = True
+    def site(self, line: int) -> Site:
+        """The line as a call."""
+        sure, again, reached = self.tree is not None, False, True
         for node, arm in self._around(line):
-            if isinstance(node, (ast.For, ast.While, ast.Try, ast.comprehension)):
-                sure = False
-            elif isinstance(node, (ast.If, ast.IfExp)):
+            if isinstance(node, (ast.If, ast.IfExp)):
                 taken = _truth(node.test, self.owner)
-                if taken is not None and taken != arm:
-                    return None
+                reached = reached and taken in (None, arm)
                 sure = sure and taken is not None
-        return Site(self.file, line, sure and self.tree is not None)
+            else:
+                again = again or not isinstance(node, ast.Try)
+                sure = sure and not isinstance(node, ast.Try)
+        return Site(self.file, line, sure, again, reached)
 
     def _around(self, line: int) -> Iterator[tuple[ast.AST, bool]]:
         """The statements around a line; of a condition, whether the line stands where it holds."""

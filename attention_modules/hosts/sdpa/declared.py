@@ -242,7 +242,7 @@ class DeclaredHost(SDPAHost):
         query = found.without_query or self.projections(layer).query_refusal(layer)
         if self.query_norm is not None:
             query = "it normalizes queries, whose weights would train nothing without a query; choose one with a query"
-        return replace(found, without_query=query, rotates=self.seam(layer).turned)
+        return replace(found, of=self._uneven(layer), without_query=query, rotates=self.seam(layer).turned)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
         seam = self.seam(layer)

@@ -102,12 +102,12 @@ class SwappedSDPA(Swapped):
                 f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
                 "choose another mechanism"
             )
-        x: Any = _input(given, q) if "x" in mechanism.needs else None
+        x: Any = _input(given, q) if "x" in mechanism.needs and self.seam.dim is not None else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
                 f"{type(mechanism).__name__} needs the input [B, N, C] of which the queries are made, and "
-                f"{self._shown()} was given none of {q.shape[2]} tokens; declare the layer around it "
-                "(attnswap.declare_host)"
+                f"{self._shown()} is not known to be given it; declare the layer around it (attnswap.declare_host), "
+                "or pass example= to swap_attention"
             )
         out = self.mix(
             q if mechanism.uses_query else k,
@@ -200,11 +200,16 @@ class SDPAHost(Host):
             return f"its forward calls scaled_dot_product_attention {len(calls)} times, and a mechanism stands for one"
         if found.sites and "forward" in module.__dict__:
             return "its forward was replaced on the object; give the class that forward"
+        if found.unreached and not found.sites:
+            return (
+                f"a setting of its own keeps its forward from scaled_dot_product_attention ({found.unreached[0]}): "
+                "build the model with the setting that takes it"
+            )
         if found.ambiguous:
             lines = ", ".join(map(str, found.sites))
             return (
-                f"its forward calls scaled_dot_product_attention in several lines ({lines}), and a mechanism stands "
-                "for one call: pass example=, what the model takes, if one forward runs only one of them"
+                f"its forward may call scaled_dot_product_attention several times ({lines}), and a mechanism stands "
+                "for one call: pass example=, what the model takes, if one forward calls it once"
             )
         return _other_kernel(module, found)
 
@@ -227,8 +232,9 @@ class SDPAHost(Host):
         )
 
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
-        kind = getattr(layer, "plain_class", type(layer)).__name__
-        return "Cross" in kind or "Pool" in kind or self.seam(layer).cross
+        called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name}".lower()
+        marked = getattr(layer, "is_cross_attention", False) is True or "cross" in called or "pool" in called
+        return marked or self.seam(layer).cross
 
     def groups(self, layer: Any) -> int:
         seam = self.seam(layer)
@@ -244,7 +250,18 @@ class SDPAHost(Host):
         return self._undeclared(layer)
 
     def limits(self, layer: Any) -> Limits:
-        return Limits(without_query=self._undeclared(layer))
+        return Limits(of=self._uneven(layer), without_query=self._undeclared(layer))
+
+    def _uneven(self, layer: nn.Module) -> Callable[[AttentionMechanism], str | None]:
+        """What refuses mechanisms that need a query for each key, where there is none."""
+        uneven = self.seam(layer).uneven
+
+        def refusal(built: AttentionMechanism) -> str | None:
+            if not uneven or (built.uses_query and not built.one_query_per_key):
+                return None
+            return f"it has other numbers of keys than of queries, and {type(built).__name__} needs one query for each"
+
+        return refusal
 
     def _undeclared(self, layer: nn.Module) -> str:
         kind = getattr(layer, "plain_class", type(layer)).__name__

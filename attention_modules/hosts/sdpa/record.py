@@ -31,6 +31,7 @@ class Seam:
         value_dim: width of a value.
         causal: whether it hides the future.
         cross: whether the queries are of other tokens than the keys.
+        uneven: whether there is not one query for each key.
         scale: factor on the logits, 1/sqrt(d) where None.
         by_head: whether each head has its query, key and value together in the layer's projection.
         turned: whether positions turn queries and keys after the layer's projections.
@@ -43,6 +44,7 @@ class Seam:
     value_dim: int | None = None
     causal: bool = False
     cross: bool = False
+    uneven: bool = False
     scale: float | None = None
     by_head: bool = False
     turned: bool = False
@@ -74,17 +76,19 @@ class Call:
             self.q.shape[-1],
             self.v.shape[-1],
             self.causal,
-            self.k.shape[-2] != self.q.shape[-2] or self._other_source(),
+            self._is_cross(),
+            self.k.shape[-2] != self.q.shape[-2],
             self.scale,
         )
 
-    def _other_source(self) -> bool:
+    def _is_cross(self) -> bool:
         """Whether queries and keys are made of different tensors that the module with the projections was given."""
         for module, given in reversed(self.around):
             if next(module.parameters(), None) is not None:
                 of_query, of_key = (_sources(made, given) for made in (self.q, self.k))
-                return bool(of_query and of_key) and of_query.isdisjoint(of_key)
-        return False
+                if of_query and of_key:
+                    return of_query.isdisjoint(of_key)
+        return self.k.shape[-2] != self.q.shape[-2]
 
 
 def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
@@ -190,7 +194,7 @@ def _entering(recorder: _Recorder) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Copies of its own, so that what queries and keys are made of can be told; one for `given`, as some layers
         # change their input in place.
-        own = {id(x): _tracked(x) for x in (*args, *kwargs.values()) if _floating(x)}
+        own = {id(x): _tracked(x) for x in (*args, *kwargs.values()) if _features(x)}
         recorder.running.append((module, list(own.values())))
         passed = {at: x.clone() for at, x in own.items()}
         return tuple(passed.get(id(x), x) for x in args), {name: passed.get(id(x), x) for name, x in kwargs.items()}
@@ -209,8 +213,9 @@ def _leaving(recorder: _Recorder) -> Callable[..., None]:
     return hook
 
 
-def _floating(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _features(value: object) -> bool:
+    """Whether it may be what queries and keys are made of: no mask ``[B, N]`` and no number per sample."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
 
 
 def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn.Module] | None = None) -> nn.Module:
