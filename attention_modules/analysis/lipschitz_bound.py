@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
+from attention_modules.hosts.sdpa.declared import DeclaredHost
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, wrapped_by_peft
 from attention_modules.mechanisms.shared.options import as_float
@@ -126,7 +127,10 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     w_v = values.weight().unflatten(0, (heads, -1))
     w_o = None if out is None else out.weight().unflatten(1, (heads, -1)).transpose(0, 1)
     b_q = None if bias is None else bias[:width].unflatten(0, (heads, -1))
-    scale = getattr(module, "scaling" if layer.host.name == _HUGGING_FACE else "scale", None)
+    if isinstance(layer.host, DeclaredHost):
+        scale = layer.host.seam(module).scale
+    else:
+        scale = getattr(module, "scaling" if layer.host.name == _HUGGING_FACE else "scale", None)
     return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=scale)
 
 
@@ -134,6 +138,12 @@ def _value_and_output(layer: AttentionLayer, width: int) -> tuple[Rows, Rows | N
     """Rows of the value and of the output projection (None: there is none), and the bias that the query's begins."""
     module: Any = layer.module
     packed, dim = (2 * width, 3 * width), layer.spec.dim
+    if isinstance(layer.host, DeclaredHost):
+        output: Any = layer.host.output(module)
+        query = layer.host.qk_rows(module)[0]
+        bias = _bias(query.owner)
+        bias = None if bias is None else bias[query.features()]
+        return layer.host.value_rows(module), Rows(output, 0, output.out_features), bias
     if layer.host.name in _PACKED:
         return Rows(module.qkv, *packed), Rows(module.proj, 0, module.proj.out_features), _bias(module.qkv)
     if layer.host.name == MultiheadAttentionHost.name:
@@ -156,6 +166,9 @@ def _not_covered(layer: AttentionLayer) -> str | None:
         if module.in_proj_weight is None:
             return "its projections have different inputs (kdim or vdim)"
         return layer.host.limits(module).every
+    if isinstance(layer.host, DeclaredHost):
+        shared = "its query heads share key and value heads" if layer.host.groups(module) > 1 else None
+        return shared or (None if layer.host.out else "its output projection is not declared (out=)")
     if layer.host.name == _HUGGING_FACE:
         return None if layer.host.groups(module) == 1 else "its query heads share key and value heads"
     if layer.host.name not in _PACKED:

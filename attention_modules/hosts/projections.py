@@ -105,10 +105,11 @@ class Projections:
 
     def qk_rows(self, layer: Any, widths: Widths) -> tuple[Rows, Rows]:
         """The query's and the key's rows, as the layer is now."""
-        query, key = (self._rows(layer, letter, widths) for letter in "qk")
+        query, key = (self.rows(layer, letter, widths) for letter in "qk")
         return query, key
 
-    def _rows(self, layer: Any, letter: str, widths: Widths) -> Rows:
+    def rows(self, layer: Any, letter: str, widths: Widths) -> Rows:
+        """The rows of q, k or v, as the layer is now."""
         letters = self._present(layer, self._owner(letter)[1])
         width = widths.of if self.by_head else widths.features
         start = sum(width(other) for other in letters[: max(letters.find(letter), 0)])

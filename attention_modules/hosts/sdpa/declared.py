@@ -229,6 +229,16 @@ class DeclaredHost(SDPAHost):
     def qk_rows(self, layer: Any) -> tuple[Rows, Rows]:
         return self.projections(layer).qk_rows(layer, self._widths(layer))
 
+    def value_rows(self, layer: Any) -> Rows:
+        """The value's rows of the projection."""
+        return self.projections(layer).rows(layer, "v", self._widths(layer))
+
+    def output(self, layer: Any) -> nn.Module:
+        """The output projection."""
+        assert self.out is not None
+        self._size(layer, self.out)
+        return layer.get_submodule(self.out)
+
     def norm(self, layer: Any) -> str | None:
         if self.query_norm is not None:
             return "q/k norm"

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.attention_modules.hosts.sdpa.own import DeclaredJoint, Joint
+
 DIM, HEADS, TOKENS, BATCH = 16, 4, 6, 2
 Run = Callable[[nn.Module, Tensor | None], Tensor]
 
@@ -265,6 +267,13 @@ _TWO = {"num_hidden_layers": 2}
 
 
 HOSTS: dict[str, HostCase] = {
+    "sdpa": HostCase(
+        "any layer that calls `F.scaled_dot_product_attention`",
+        Joint,
+        _run_masked,
+        dict.fromkeys(WITHOUT_QUERY, "declare_host"),
+    ),
+    "declared": HostCase("the same, declared by `declare_host`", DeclaredJoint, _run_masked),
     "own": HostCase("attnswap `SelfAttention`", _self_attention, _run_masked),
     "timm-attention": HostCase("timm `Attention`", _timm_layer("Attention"), _run_masked),
     "timm-attention-norm": HostCase(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, HOSTS, MECHANISMS
+from tests.attention_modules.hosts.sdpa import breadth as strangers
 from tests.attention_modules.hosts.timm import models as timm_models
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "hosts.md"
 REASONS = {
+    "declare_host": "⁷",
     "grouped keys": "¹",
     "q_norm": "²",
     "reduced image": "³",
@@ -17,6 +20,45 @@ REASONS = {
     "hides the future": "⁵",
     "cannot be causal|masks of padding alone": "⁵",
 }
+
+OWN = """\
+A host is a kind of attention layer that attnswap can change. **Any layer that calls
+`F.scaled_dot_product_attention` once in its forward is one**: nanoGPT's, litgpt's, those of diffusers, of most
+tutorials, your own. Layers of timm, transformers, `torch.nn` and mmsegmentation have hosts of their own, which come
+first: they know projections, caches and masks.
+
+## Layers of your own
+
+```python
+report = attnswap.swap_attention(model, "sink")                   # found by the code of its layers
+report = attnswap.swap_attention(model, "sink", example=inputs)   # found by one forward pass
+attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanisms without a query, spectra, LocAteR
+```
+
+- *By its code.* Nothing of the model runs: the forward, or a function, method or processor that it calls, names the
+  function. To see the sizes, the layer alone is tried on a copy with a short sequence.
+- *By an example*: what the model takes, as a tensor, a tuple of arguments or a dict. A copy without hooks runs it once.
+  This finds layers whose code does not name the function (diffusers' Flux and Wan), tells cross-attention apart, and
+  gives the number of heads where a layer takes more than one sequence. A LightningModule's `example_input_array`
+  serves where nothing else does.
+- *The layer's own code stays*: its rope, norms, caches and masks. The mechanism stands for the one call, in eager mode,
+  compiled, exported and under activation checkpointing. A forward that makes no call, or two, is an error by name.
+- *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
+  `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys. It is checked before a swap: the
+  projections must give what the call got. In YAML: `SwapAttention` with
+  `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap, declare
+  the class first.
+- *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
+  calls flash-attn, xformers or FlexAttention, two calls in one forward. For those there is
+  {py:func}`attnswap.register_host`: a host in a dozen lines of your own.
+
+[hosts_sdpa.csv](hosts_sdpa.csv) has a row for each of {models} tiny models of {packages} packages: softmax put in for
+softmax changes no output and no gradient by more than 1e-6 in {equal} of them, `sink` changes them, and they are
+restored bitwise; {refused} are refused by name and {not tried} could not be built here.
+
+## The table
+
+"""
 
 NOTES = """\
 ✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient),
@@ -29,7 +71,8 @@ query's norm would train nothing. ³ reduced keys: more queries than keys, and t
 positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and `qk_norm`
 `gain='scalar'` there. ⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each
 other. ⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers,
-of which the second is given the very values of the first; a layer alone refuses them.
+of which the second is given the very values of the first; a layer alone refuses them. ⁷ Which projections give queries
+and keys is not known: [`declare_host`](#layers-of-your-own) says it in one line.
 
 What else to know:
 
@@ -172,6 +215,14 @@ def columns() -> list[tuple[list[str], list[str]]]:
     return list(found.values())
 
 
+def own_section() -> str:
+    """What is said of layers of one's own, with what was tried."""
+    lines = strangers.read()
+    counts = {result: sum(line.result == result for line in lines) for result in ("equal", "refused", "not tried")}
+    told = {"models": len(lines), "packages": len({line.package for line in lines if line.version}), **counts}
+    return re.sub(r"\{(models|packages|equal|refused|not tried)\}", lambda match: str(told[match[1]]), OWN)
+
+
 def table() -> str:
     """A column for mechanisms that all hosts treat alike, and a row per host, made of the cases of the table test."""
     groups = columns()
@@ -189,7 +240,7 @@ def table() -> str:
 def markdown() -> str:
     """The page."""
     head = "# Hosts and mechanisms, as tested\n\n<!-- Made by `python -m tests.attention_modules.hosts.table` from the "
-    return f"{head}cases of the table test. -->\n\n{table()}\n{NOTES}\n{timm_section()}"
+    return f"{head}cases of the table test. -->\n\n{own_section()}{table()}\n{NOTES}\n{timm_section()}"
 
 
 def timm_section() -> str:

@@ -182,7 +182,12 @@ def _sam() -> tuple[nn.Module, Example]:
     kinds = {"self_attention": Attention(16, 2), "cross_attention": Attention(16, 2)}
     places = {"pos_enc_at_attn": False, "pos_enc_at_cross_attn_keys": True, "pos_enc_at_cross_attn_queries": False}
     layer = MemoryAttentionLayer("relu", d_model=16, dim_feedforward=32, dropout=0.0, **kinds, **places)
-    return MemoryAttention(16, False, layer, 1, batch_first=False), (_normal(6, 2, 16), _normal(6, 2, 16), _normal(6, 2, 16), _normal(6, 2, 16))
+    return MemoryAttention(16, False, layer, 1, batch_first=False), (
+        _normal(6, 2, 16),
+        _normal(6, 2, 16),
+        _normal(6, 2, 16),
+        _normal(6, 2, 16),
+    )
 
 
 @_add("anomalib/DINOv2 attention")
@@ -204,25 +209,53 @@ def _patch_tst() -> tuple[nn.Module, Example]:
     from neuralforecast.models.patchtst import PatchTST_backbone
 
     backbone = PatchTST_backbone(
-        c_in=1, c_out=1, input_size=16, h=4, patch_len=8, stride=4, n_layers=1, hidden_size=16, n_heads=2,
+        c_in=1,
+        c_out=1,
+        input_size=16,
+        h=4,
+        patch_len=8,
+        stride=4,
+        n_layers=1,
+        hidden_size=16,
+        n_heads=2,
         linear_hidden_size=32,
     )
     return backbone, (_normal(2, 1, 16),)
 
 
 # monai
-_many("monai", "monai.networks.blocks", (_normal(2, 6, 16),), SABlock={"hidden_size": 16, "num_heads": 2, "use_flash_attention": True})
 _many(
-    "monai", "monai.networks.blocks.transformerblock", (_normal(2, 6, 16),),
+    "monai",
+    "monai.networks.blocks",
+    (_normal(2, 6, 16),),
+    SABlock={"hidden_size": 16, "num_heads": 2, "use_flash_attention": True},
+)
+_many(
+    "monai",
+    "monai.networks.blocks.transformerblock",
+    (_normal(2, 6, 16),),
     TransformerBlock={"hidden_size": 16, "mlp_dim": 32, "num_heads": 2, "use_flash_attention": True},
 )
 _many(
-    "monai", "monai.networks.blocks.crossattention", (_normal(2, 6, 16), _normal(2, 5, 16)),
+    "monai",
+    "monai.networks.blocks.crossattention",
+    (_normal(2, 6, 16), _normal(2, 5, 16)),
     CrossAttentionBlock={"hidden_size": 16, "num_heads": 2, "use_flash_attention": True},
 )
 _many(
-    "monai", "monai.networks.nets", (_normal(2, 1, 16, 16),),
-    ViT={"in_channels": 1, "img_size": (16, 16), "patch_size": (8, 8), "hidden_size": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2, "spatial_dims": 2},
+    "monai",
+    "monai.networks.nets",
+    (_normal(2, 1, 16, 16),),
+    ViT={
+        "in_channels": 1,
+        "img_size": (16, 16),
+        "patch_size": (8, 8),
+        "hidden_size": 16,
+        "mlp_dim": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "spatial_dims": 2,
+    },
 )
 
 
@@ -230,7 +263,17 @@ _many(
 def _monai_unet() -> tuple[nn.Module, Example]:
     from monai.networks.nets import DiffusionModelUNet
 
-    model = DiffusionModelUNet(2, 1, 1, num_res_blocks=1, channels=(8, 16), attention_levels=(False, True), num_head_channels=8, norm_num_groups=4, use_flash_attention=True)
+    model = DiffusionModelUNet(
+        2,
+        1,
+        1,
+        num_res_blocks=1,
+        channels=(8, 16),
+        attention_levels=(False, True),
+        num_head_channels=8,
+        norm_num_groups=4,
+        use_flash_attention=True,
+    )
     return model, (_normal(2, 1, 8, 8), torch.tensor([1, 2]))
 
 
@@ -245,7 +288,9 @@ def _torchtune() -> tuple[nn.Module, Example]:
 def _torchtune_qwen() -> tuple[nn.Module, Example]:
     from torchtune.models.qwen2 import qwen2
 
-    return qwen2(vocab_size=20, num_layers=1, num_heads=4, num_kv_heads=2, embed_dim=16, intermediate_dim=32, max_seq_len=16), (_tokens(),)
+    return qwen2(
+        vocab_size=20, num_layers=1, num_heads=4, num_kv_heads=2, embed_dim=16, intermediate_dim=32, max_seq_len=16
+    ), (_tokens(),)
 
 
 @_add("kornia/LightGlue attention")
@@ -259,7 +304,10 @@ def _kornia() -> tuple[nn.Module, Example]:
 def _denoising() -> tuple[nn.Module, Example]:
     from denoising_diffusion_pytorch import Unet
 
-    return Unet(8, dim_mults=(1, 2), flash_attn=True, attn_heads=2, attn_dim_head=8), (_normal(2, 3, 8, 8), torch.tensor([1, 2]))
+    return Unet(8, dim_mults=(1, 2), flash_attn=True, attn_heads=2, attn_dim_head=8), (
+        _normal(2, 3, 8, 8),
+        torch.tensor([1, 2]),
+    )
 
 
 @_add("segmentation-models-pytorch/mit")
@@ -279,101 +327,492 @@ def _latent(channels: int = 4, size: int = 8) -> Tensor:
 
 _TIME = torch.tensor([1, 2])
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _latent(), "timestep": _TIME, "class_labels": torch.tensor([0, 1])},
+    "diffusers",
+    "diffusers",
+    lambda: {"hidden_states": _latent(), "timestep": _TIME, "class_labels": torch.tensor([0, 1])},
     DiTTransformer2DModel={**_DIT, "patch_size": 2, "num_embeds_ada_norm": 10, "norm_type": "ada_norm_zero"},
 )
 _many(
-    "diffusers", "diffusers",
-    lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
-    PixArtTransformer2DModel={**_DIT, "patch_size": 2, "cross_attention_dim": 16, "caption_channels": 16, "use_additional_conditions": False},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _latent(),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    },
+    PixArtTransformer2DModel={
+        **_DIT,
+        "patch_size": 2,
+        "cross_attention_dim": 16,
+        "caption_channels": 16,
+        "use_additional_conditions": False,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 32), "pooled_projections": _normal(2, 64)},
-    SD3Transformer2DModel={"sample_size": 8, "patch_size": 1, "in_channels": 4, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 64, "out_channels": 4},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _latent(),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 32),
+        "pooled_projections": _normal(2, 64),
+    },
+    SD3Transformer2DModel={
+        "sample_size": 8,
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "caption_projection_dim": 32,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 64,
+        "out_channels": 4,
+    },
 )
 
 
 def _flux_input(heads: int = 2) -> Example:
     return {
-        "hidden_states": _normal(2, 6, 4), "encoder_hidden_states": _normal(2, 5, 32), "pooled_projections": _normal(2, 32),
-        "timestep": torch.tensor([0.1, 0.2]), "img_ids": _normal(6, 3), "txt_ids": _normal(5, 3),
+        "hidden_states": _normal(2, 6, 4),
+        "encoder_hidden_states": _normal(2, 5, 32),
+        "pooled_projections": _normal(2, 32),
+        "timestep": torch.tensor([0.1, 0.2]),
+        "img_ids": _normal(6, 3),
+        "txt_ids": _normal(5, 3),
     }
 
 
-_FLUX = {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]}
+_FLUX = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": [4, 4, 8],
+}
 _many("diffusers", "diffusers", _flux_input, FluxTransformer2DModel=_FLUX)
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 32)},
-    AuraFlowTransformer2DModel={"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 32, "caption_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 64},
+    "diffusers",
+    "diffusers",
+    lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 32)},
+    AuraFlowTransformer2DModel={
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_mmdit_layers": 1,
+        "num_single_dit_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 32,
+        "out_channels": 4,
+        "pos_embed_max_size": 64,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"sample": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
-    UNet2DConditionModel={"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4},
+    "diffusers",
+    "diffusers",
+    lambda: {"sample": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
+    UNet2DConditionModel={
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 4,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"sample": _latent(3), "timestep": _TIME},
-    UNet2DModel={"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 4, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4},
+    "diffusers",
+    "diffusers",
+    lambda: {"sample": _latent(3), "timestep": _TIME},
+    UNet2DModel={
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": 4,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
-    WanTransformer3DModel={"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 32, "num_layers": 1, "cross_attn_norm": True, "rope_max_seq_len": 32},
+    "diffusers",
+    "diffusers",
+    lambda: {"hidden_states": _normal(2, 4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
+    WanTransformer3DModel={
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": 1,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 32,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 2, 4, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
-    CogVideoXTransformer3DModel={"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 2, "text_embed_dim": 16, "num_layers": 1, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": 5},
+    "diffusers",
+    "diffusers",
+    lambda: {"hidden_states": _normal(2, 2, 4, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
+    CogVideoXTransformer3DModel={
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 2,
+        "text_embed_dim": 16,
+        "num_layers": 1,
+        "sample_width": 8,
+        "sample_height": 8,
+        "sample_frames": 5,
+        "patch_size": 2,
+        "temporal_compression_ratio": 4,
+        "max_text_seq_length": 5,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 12, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool)},
-    MochiTransformer3DModel={"patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "pooled_projection_dim": 16, "in_channels": 12, "text_embed_dim": 16, "time_embed_dim": 4, "activation_fn": "swiglu", "max_sequence_length": 16},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 12, 2, 8, 8),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool),
+    },
+    MochiTransformer3DModel={
+        "patch_size": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "pooled_projection_dim": 16,
+        "in_channels": 12,
+        "text_embed_dim": 16,
+        "time_embed_dim": 4,
+        "activation_fn": "swiglu",
+        "max_sequence_length": 16,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 12, 4), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool), "num_frames": 2, "height": 2, "width": 3},
-    LTXVideoTransformer3DModel={"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "num_layers": 1, "qk_norm": "rms_norm_across_heads", "caption_channels": 16},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 12, 4),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "encoder_attention_mask": torch.ones(2, 5, dtype=torch.bool),
+        "num_frames": 2,
+        "height": 2,
+        "width": 3,
+    },
+    LTXVideoTransformer3DModel={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "num_layers": 1,
+        "qk_norm": "rms_norm_across_heads",
+        "caption_channels": 16,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5), "pooled_projections": _normal(2, 8), "guidance": torch.tensor([6000.0, 6000.0])},
-    HunyuanVideoTransformer3DModel={"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1, "patch_size_t": 1, "guidance_embeds": True, "text_embed_dim": 16, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 4, 2, 8, 8),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "encoder_attention_mask": torch.ones(2, 5),
+        "pooled_projections": _normal(2, 8),
+        "guidance": torch.tensor([6000.0, 6000.0]),
+    },
+    HunyuanVideoTransformer3DModel={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 10,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "guidance_embeds": True,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (2, 4, 4),
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 4, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 8), "encoder_attention_mask": torch.ones(2, 5)},
-    SanaTransformer2DModel={"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1, "attention_head_dim": 4, "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 4, "cross_attention_dim": 8, "caption_channels": 8, "sample_size": 8},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 4, 8, 8),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 8),
+        "encoder_attention_mask": torch.ones(2, 5),
+    },
+    SanaTransformer2DModel={
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 4,
+        "num_attention_heads": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 4,
+        "cross_attention_dim": 8,
+        "caption_channels": 8,
+        "sample_size": 8,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 6, 16), "timestep": _TIME, "proj_embedding": _normal(2, 16), "encoder_hidden_states": _normal(2, 5, 16)},
-    PriorTransformer={"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 6, 16),
+        "timestep": _TIME,
+        "proj_embedding": _normal(2, 16),
+        "encoder_hidden_states": _normal(2, 5, 16),
+    },
+    PriorTransformer={
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 1,
+        "embedding_dim": 16,
+        "num_embeddings": 5,
+        "additional_embeddings": 4,
+    },
 )
 BUILDERS["diffusers/PriorTransformer"] = lambda: (
-    import_module("diffusers").PriorTransformer(num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16, num_embeddings=5, additional_embeddings=4),
-    {"hidden_states": _normal(2, 16), "timestep": 2, "proj_embedding": _normal(2, 16), "encoder_hidden_states": _normal(2, 5, 16)},
+    import_module("diffusers").PriorTransformer(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=1,
+        embedding_dim=16,
+        num_embeddings=5,
+        additional_embeddings=4,
+    ),
+    {
+        "hidden_states": _normal(2, 16),
+        "timestep": 2,
+        "proj_embedding": _normal(2, 16),
+        "encoder_hidden_states": _normal(2, 5, 16),
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "original_size": torch.tensor([[16.0, 16.0]] * 2), "target_size": torch.tensor([[16.0, 16.0]] * 2), "crop_coords": torch.zeros(2, 2)},
-    CogView3PlusTransformer2DModel={"patch_size": 2, "in_channels": 4, "num_layers": 1, "attention_head_dim": 4, "num_attention_heads": 2, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 2, "pos_embed_max_size": 8, "sample_size": 8},
-    CogView4Transformer2DModel={"patch_size": 2, "in_channels": 4, "num_layers": 1, "attention_head_dim": 4, "num_attention_heads": 4, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 4},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _latent(),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "original_size": torch.tensor([[16.0, 16.0]] * 2),
+        "target_size": torch.tensor([[16.0, 16.0]] * 2),
+        "crop_coords": torch.zeros(2, 2),
+    },
+    CogView3PlusTransformer2DModel={
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 4,
+        "num_attention_heads": 2,
+        "out_channels": 4,
+        "text_embed_dim": 16,
+        "time_embed_dim": 8,
+        "condition_dim": 2,
+        "pos_embed_max_size": 8,
+        "sample_size": 8,
+    },
+    CogView4Transformer2DModel={
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 4,
+        "num_attention_heads": 4,
+        "out_channels": 4,
+        "text_embed_dim": 16,
+        "time_embed_dim": 8,
+        "condition_dim": 4,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 6, 4), "encoder_hidden_states": _normal(2, 5, 32), "timestep": torch.tensor([0.1, 0.2]), "img_ids": _normal(6, 3), "txt_ids": _normal(5, 3)},
-    ChromaTransformer2DModel={"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": [4, 4, 8], "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 6, 4),
+        "encoder_hidden_states": _normal(2, 5, 32),
+        "timestep": torch.tensor([0.1, 0.2]),
+        "img_ids": _normal(6, 3),
+        "txt_ids": _normal(5, 3),
+    },
+    ChromaTransformer2DModel={
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": [4, 4, 8],
+        "approximator_num_channels": 8,
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 1,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 6, 16), "encoder_hidden_states": _normal(2, 5, 16), "encoder_hidden_states_mask": torch.ones(2, 5, dtype=torch.long), "timestep": torch.tensor([0.1, 0.2]), "img_shapes": [[(1, 2, 3)]] * 2},
-    QwenImageTransformer2DModel={"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 6, 16),
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "encoder_hidden_states_mask": torch.ones(2, 5, dtype=torch.long),
+        "timestep": torch.tensor([0.1, 0.2]),
+        "img_shapes": [[(1, 2, 3)]] * 2,
+    },
+    QwenImageTransformer2DModel={
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (4, 6, 6),
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _normal(2, 4, 2, 8, 8), "timestep": torch.tensor([1.0, 2.0]), "encoder_hidden_states": _normal(2, 5, 16)},
-    AllegroTransformer3DModel={"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "num_layers": 1, "cross_attention_dim": 24, "sample_width": 8, "sample_height": 8, "sample_frames": 2, "caption_channels": 16},
-    SkyReelsV2Transformer3DModel={"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 32, "num_layers": 1, "cross_attn_norm": True, "rope_max_seq_len": 32},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _normal(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([1.0, 2.0]),
+        "encoder_hidden_states": _normal(2, 5, 16),
+    },
+    AllegroTransformer3DModel={
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "cross_attention_dim": 24,
+        "sample_width": 8,
+        "sample_height": 8,
+        "sample_frames": 2,
+        "caption_channels": 16,
+    },
+    SkyReelsV2Transformer3DModel={
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": 1,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 32,
+    },
 )
 _many(
-    "diffusers", "diffusers", lambda: {"hidden_states": _latent(), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16), "text_embedding_mask": torch.ones(2, 5), "encoder_hidden_states_t5": _normal(2, 5, 16), "text_embedding_mask_t5": torch.ones(2, 5), "image_meta_size": torch.zeros(2, 6), "style": torch.zeros(2, dtype=torch.long), "image_rotary_emb": [torch.ones(16, 8), torch.zeros(16, 8)]},
-    HunyuanDiT2DModel={"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "hidden_size": 16, "text_len": 5, "text_len_t5": 5},
+    "diffusers",
+    "diffusers",
+    lambda: {
+        "hidden_states": _latent(),
+        "timestep": _TIME,
+        "encoder_hidden_states": _normal(2, 5, 16),
+        "text_embedding_mask": torch.ones(2, 5),
+        "encoder_hidden_states_t5": _normal(2, 5, 16),
+        "text_embedding_mask_t5": torch.ones(2, 5),
+        "image_meta_size": torch.zeros(2, 6),
+        "style": torch.zeros(2, dtype=torch.long),
+        "image_rotary_emb": [torch.ones(16, 8), torch.zeros(16, 8)],
+    },
+    HunyuanDiT2DModel={
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "cross_attention_dim": 16,
+        "cross_attention_dim_t5": 16,
+        "pooled_projection_dim": 16,
+        "hidden_size": 16,
+        "text_len": 5,
+        "text_len_t5": 5,
+    },
 )
-_many("diffusers", "diffusers", (_normal(2, 3, 16, 16),), AutoencoderKL={"block_out_channels": (8, 8), "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": 4, "norm_num_groups": 4})
 _many(
-    "diffusers", "diffusers", lambda: {"sample": _normal(2, 4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
-    UNet3DConditionModel={"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 4, "down_block_types": ("DownBlock3D", "CrossAttnDownBlock3D"), "up_block_types": ("CrossAttnUpBlock3D", "UpBlock3D"), "cross_attention_dim": 16, "attention_head_dim": 4},
-    UNetMotionModel={"block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 4, "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"), "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"), "cross_attention_dim": 16, "num_attention_heads": 2, "motion_num_attention_heads": 2},
+    "diffusers",
+    "diffusers",
+    (_normal(2, 3, 16, 16),),
+    AutoencoderKL={
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+    },
 )
+_many(
+    "diffusers",
+    "diffusers",
+    lambda: {"sample": _normal(2, 4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _normal(2, 5, 16)},
+    UNet3DConditionModel={
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock3D", "CrossAttnDownBlock3D"),
+        "up_block_types": ("CrossAttnUpBlock3D", "UpBlock3D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 4,
+    },
+    UNetMotionModel={
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "norm_num_groups": 4,
+        "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        "cross_attention_dim": 16,
+        "num_attention_heads": 2,
+        "motion_num_attention_heads": 2,
+    },
+)
+
+
+@_add("nanoGPT/CausalSelfAttention")
+def _nano() -> tuple[nn.Module, Example]:
+    from tests.attention_modules.hosts.sdpa.own import NanoAttention
+
+    return nn.Sequential(NanoAttention(), NanoAttention()), (_normal(2, 6, 16),)
+
+
+@_add("own/Grouped")
+def _own_grouped() -> tuple[nn.Module, Example]:
+    from tests.attention_modules.hosts.sdpa.own import Grouped
+
+    return Grouped(), (_normal(2, 6, 16),)
+
+
+@_add("own/Outer")
+def _own_outer() -> tuple[nn.Module, Example]:
+    from tests.attention_modules.hosts.sdpa.own import Outer
+
+    return Outer(), (_normal(2, 6, 16),)
 
 
 def quiet() -> None:

@@ -1,0 +1,305 @@
+"""Which modules are layers, what is known of them, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import survey
+from tests.attention_modules.hosts.cases import features
+from tests.attention_modules.hosts.sdpa.own import Attend, Causal, Grouped, Joint, NanoAttention, Outer, WithMemory
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.unflatten(2, (4, -1)).transpose(1, 2)
+
+
+def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return inner_helper(q, k, v)
+
+
+def inner_helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v)
+
+
+class Processor:
+    """As diffusers has them: no module, called with the layer."""
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*[_heads(x)] * 3)
+
+
+class ByAlias(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return sdpa(*[_heads(x)] * 3)
+
+
+class ByHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(*[_heads(x)] * 3)
+
+
+class ByMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._attend(x)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*[_heads(x)] * 3)
+
+
+class ByProcessor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Processor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(self, x)
+
+
+class ByPartial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = partial(F.scaled_dot_product_attention, scale=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(*[_heads(x)] * 3)
+
+
+class ByClosure(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (lambda heads: F.scaled_dot_product_attention(heads, heads, heads))(_heads(x))
+
+
+KERNELS = {"sdpa": F.scaled_dot_product_attention}
+
+
+class ByTable(nn.Module):
+    """Its code does not name the function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KERNELS["sdpa"](*[_heads(x)] * 3)
+
+
+@pytest.mark.parametrize("kind", [ByAlias, ByHelper, ByMethod, ByProcessor, ByPartial, ByClosure])
+def test_the_code_names_the_function(kind: type[nn.Module]) -> None:
+    model, x = nn.Sequential(kind()), features()
+    expected = model(x)
+    assert [row.name for row in swap_attention(model, "softmax")] == ["0"]
+    assert torch.equal(model(x), expected)
+    swap_attention(model, "uniform")
+    mean = _heads(x).mean(2, keepdim=True).expand_as(_heads(x))
+    torch.testing.assert_close(model(x), mean)
+    assert restore_attention(model) == ["0"]
+    assert type(model[0]) is kind
+    assert torch.equal(model(x), expected)
+
+
+def test_what_the_code_does_not_name_is_found_by_an_example() -> None:
+    model, x = nn.Sequential(ByTable()), features()
+    with pytest.raises(AttentionSwapError, match=r"no attention layer of a known host.*example="):
+        swap_attention(model, "softmax")
+    assert [row.heads for row in swap_attention(model, "uniform", example=x)] == [4]
+    torch.testing.assert_close(model(x), _heads(x).mean(2, keepdim=True).expand_as(_heads(x)))
+    assert restore_attention(model) == ["0"]
+
+
+def test_the_example_of_a_lightning_module_serves_where_nothing_else_does() -> None:
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(ByTable())
+            self.example_input_array = features()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    assert [row.name for row in swap_attention(Module(), "sink")] == ["net.0"]
+
+
+def test_a_recorded_pass_changes_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), ByTable(), nn.Dropout(0.5)).train()
+    calls: list[str] = []
+    model[1].register_forward_hook(lambda *_: calls.append("hook"))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    swap_attention(model, "softmax", example=features())
+    assert calls == []
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert model[1].training
+
+
+def test_what_a_call_tells() -> None:
+    def row(model: nn.Module, **how: Any) -> Any:
+        return attention_layers(model) if not how else swap_attention(model, "softmax", **how)
+
+    (layer,) = row(Causal(16, 2))
+    assert (layer.spec.dim, layer.spec.num_heads, layer.spec.head_dim, layer.spec.is_causal) == (16, 2, 8, True)
+    (layer,) = row(Grouped())
+    assert (layer.spec.num_heads, layer.host.groups(layer.module)) == (4, 2)
+    (found,) = survey(nn.Sequential(NanoAttention())).layers
+    assert found.name == "0"
+
+
+def test_keys_of_another_sequence_are_cross_attention() -> None:
+    model, memory = WithMemory(), features(1)
+    with pytest.raises(AttentionSwapError, match="cross-attention only"):
+        swap_attention(model, "softmax", example=(features(), memory))
+    assert len(swap_attention(model, "sink", where="", example={"x": features(), "memory": memory})) == 1
+    assert torch.isfinite(model(features(), memory[:, :3])).all()
+
+
+def test_heads_that_cannot_be_told_are_asked_for() -> None:
+    model, x = nn.Sequential(Outer()), features()
+    assert str(swap_attention(model, "sigmoid")).splitlines()[1].split()[-4:-2] == ["?", "?"]
+    with pytest.raises(
+        ValueError, match=r"number of heads of Attend '0\.attend' cannot be told.*example=.*declare_host"
+    ):
+        swap_attention(model, "sink")
+    restore_attention(model)
+    swap_attention(model, "sink", example=x)
+    assert len(model[0].attend.mechanism.sink) == 4
+
+
+@pytest.mark.parametrize("kind", [Joint, Grouped, NanoAttention, Outer])
+def test_copies_compile_export_and_checkpoint(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()).eval(), features()
+    swap_attention(model, "qk_norm", gain="scalar", example=x)
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        twin.load_state_dict(model.state_dict())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+    gradients = []
+    for again in (False, True):
+        model.zero_grad()
+        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if again else model(x)
+        out.square().sum().backward()
+        gradients.append([value.grad.clone() for value in model.parameters() if value.grad is not None])
+    assert gradients[0]
+    assert all(map(torch.equal, *gradients))
+    if kind is not Outer:  # whose own code torch.fx cannot trace
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(*[_heads(x)] * 3)
+        return F.scaled_dot_product_attention(y, y, y)
+
+
+class Looped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = _heads(x)
+        for _ in range(2):
+            y = F.scaled_dot_product_attention(y, y, y)
+        return y
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 3:
+            return F.scaled_dot_product_attention(*[_heads(x)] * 3)
+        return _heads(x)
+
+
+class Handwritten(nn.Module):
+    """An attention that writes its softmax itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = _heads(x)
+        return torch.softmax(q @ q.mT, -1) @ q
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q
+
+
+class FlashAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x)
+
+
+class HandwrittenAttention(Handwritten):
+    """By its name too."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Twice, r"several times \(.*test_finding.py:\d+, .*test_finding.py:\d+\).*example="),
+        (Looped, r"several times \(.*test_finding.py:\d+\)"),
+        (partial(NanoAttention, flash=False), r"a setting of its own keeps its forward from .*own.py:\d+"),
+        (FlashAttention, "calls .*flash_attn_func, a kernel with no place"),
+        (HandwrittenAttention, r"writes its softmax itself \(.*test_finding.py:\d+\).*\n +out = F.scaled_dot_product"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(kind: Any, text: str) -> None:
+    model = nn.Sequential(kind())
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(AttentionSwapError, match=text):
+        swap_attention(model, "softmax")
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("kind", [Twice, Looped])
+def test_an_example_counts_the_calls(kind: type[nn.Module]) -> None:
+    with pytest.raises(AttentionSwapError, match="calls scaled_dot_product_attention 2 times"):
+        swap_attention(nn.Sequential(kind()), "softmax", example=features())
+
+
+def test_a_forward_that_does_not_get_there_is_an_error() -> None:
+    model = nn.Sequential(Conditional())
+    swap_attention(model, "softmax")
+    model(features())
+    with pytest.raises(RuntimeError, match="called scaled_dot_product_attention 0 times"):
+        model(features()[:, :2])
+
+
+@pytest.mark.parametrize("example", [torch.ones(2, 3), (features(), features()), {"y": features()}, "text"])
+def test_an_example_that_does_not_run(example: Any) -> None:
+    model = nn.Sequential(Joint())
+    with pytest.raises(AttentionSwapError, match="the example does not run: Sequential raised"):
+        swap_attention(model, "softmax", example=example)
+    assert type(model[0]) is Joint
+
+
+def test_a_cache_is_no_query_for_each_key() -> None:
+    model = nn.Sequential(Attend())
+    swap_attention(model, "twicing", where="0")
+    q, k = torch.randn(1, 4, 1, 4), torch.randn(1, 4, 5, 4)
+    with pytest.raises(NotImplementedError, match="1 queries and 5 keys"):
+        model[0](q, k, k)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8), (2, 4, 6, 8), (3, 2, 4, 6, 8)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_number_of_dimensions(shape: tuple[int, ...], masked: bool) -> None:
+    q, k, v = torch.randn(3, *shape)
+    mask = torch.rand(6, 6) > 0.3 if masked else None
+    mask = None if mask is None else mask | torch.eye(6, dtype=torch.bool)
+    layer = ByTensors()
+    expected = layer(q, k, v, mask)
+    swap_attention(layer, "softmax")
+    torch.testing.assert_close(layer(q, k, v, mask), expected)
+
+
+class ByTensors(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
