@@ -128,8 +128,6 @@ class Host(ABC):
 
     name: ClassVar[str]
     mixin: ClassVar[type[Swapped]]
-    last: ClassVar[bool] = False
-    """Whether it is asked about what no other host understands or refuses."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)

@@ -64,9 +64,6 @@ class Survey:
         return [other for other in self.networks if are_twins(network, other, self.modules)]
 
 
-_LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
-
-
 class _Hosts:
     """The hosts that are loaded now, of which modules are asked about those that their class concerns.
 
@@ -87,24 +84,7 @@ class _Hosts:
     def host_of(self, module: nn.Module, parent: nn.Module | None) -> Host | None:
         if isinstance(module, Swapped):
             return module.host
-        hosts = [host for host in self.concerned(module) if not host.last]
-        known = next((host for host in hosts if host.understands_in(module, parent)), None)
-        if known is None and not self.refused(module):
-            known = next((host for host in self.concerned(module) if host.last and host.understands(module)), None)
-        return known
-
-    def refused(self, module: nn.Module) -> str | None:
-        """Why a host whose own this is, by its class, does not take the module, if so."""
-        if _strangers_forward(type(module)):
-            return None
-        known = (text for host in self.concerned(module) if not host.last and (text := host.near_miss(module)))
-        return next(known, None) or known_refusal(type(module))
-
-
-def _strangers_forward(kind: type[nn.Module]) -> bool:
-    """Whether a class has a forward of its own, and stands in no library that a host knows."""
-    definer = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-    return definer.__module__.partition(".")[0] not in _LIBRARIES
+        return next((host for host in self.concerned(module) if host.understands_in(module, parent)), None)
 
 
 def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
@@ -182,8 +162,7 @@ def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> s
         refused: why no mechanism can be put into its class, where a host says so.
     """
     kind = type(module).__name__
-    reasons = (text for host in hosts if not host.last and (text := host.near_miss(module)))
-    near = next(reasons, None) or refused or next((host.near_miss(module) for host in hosts if host.last), None)
+    near = next((text for host in hosts if (text := host.near_miss(module))), None) or refused
     if near:
         return hook_refusal(module) or near
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):

@@ -80,11 +80,6 @@ def calls_of(module: nn.Module) -> Calls:
     return calls
 
 
-def forward_is_torchs(kind: type[nn.Module]) -> bool:
-    """Whether the class has its forward from PyTorch, whose own modules call the function on their behalf."""
-    return _is_torchs(getattr(kind, "forward", None))
-
-
 class _Walk:
     def __init__(self, module: nn.Module, calls: Calls) -> None:
         self.module = module
@@ -108,13 +103,9 @@ class _Walk:
 
     def _code(self, code: CodeType, function: FunctionType, owner: object, depth: int, source: _Source) -> None:
         modules = [value for name in code.co_names if isinstance(value := function.__globals__.get(name), ModuleType)]
-        line = code.co_firstlineno
-        for step in dis.get_instructions(code):
-            line = step.positions.lineno or line if step.positions else line
-            if step.opname not in _LOADS or not isinstance(step.argval, str):
-                continue
-            for value in _values(step, function, owner, modules):
-                self._met(step.argval, value, owner, line, depth, source)
+        for kind, name, line in _names(code):
+            for value in _values(kind, name, function, owner, modules):
+                self._met(name, value, owner, line, depth, source)
 
     def _met(self, name: str, value: Any, owner: object, line: int, depth: int, source: _Source) -> None:
         if isinstance(value, functools.partial):
@@ -137,12 +128,22 @@ class _Walk:
                 self.function(call, value, depth - 1)
 
 
-def _values(step: dis.Instruction, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:
-    """What the name that an instruction loads may stand for; None for an attribute of something unknown."""
-    name = step.argval
-    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> list[tuple[str, str, int]]:
+    """The names that a code loads, with the instruction and the line of each."""
+    found, line = [], code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = (step.positions.lineno if step.positions else None) or line
+        if step.opname in _LOADS and isinstance(step.argval, str):
+            found.append((step.opname, step.argval, line))
+    return found
+
+
+def _values(kind: str, name: str, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:
+    """What a name that an instruction loads may stand for; None for an attribute of something unknown."""
+    if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
         yield function.__globals__.get(name)
-    elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+    elif kind in ("LOAD_ATTR", "LOAD_METHOD"):
         known = [vars(module)[name] for module in modules if name in vars(module)]
         own = inspect.getattr_static(owner, name, None) if name not in ("forward", "__call__") else None
         if name == NAME and not known and own is None:  # torch.nn.functional.scaled_dot_product_attention
@@ -171,17 +172,22 @@ def _is_torchs(function: Any) -> bool:
 
 
 class _Source:
-    """The text of a function, for what stands around a line."""
+    """The text of a function, for what stands around a line; read where it is asked for."""
 
     def __init__(self, function: FunctionType, owner: object) -> None:
+        self.function = function
         self.owner = owner
         self.file = function.__code__.co_filename
+
+    @functools.cached_property
+    def tree(self) -> ast.AST | None:
+        """None where it was written in a shell, or generated."""
         try:
-            lines, first = inspect.getsourcelines(function)
-            self.tree: ast.AST | None = ast.parse(textwrap.dedent("".join(lines)))
-            ast.increment_lineno(self.tree, first - 1)
-        except (OSError, SyntaxError, TypeError):  # written in a shell, or generated
-            self.tree = None
+            lines, first = inspect.getsourcelines(self.function)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError, TypeError):
+            return None
+        return ast.increment_lineno(tree, first - 1)
 
     def site(self, line: int) -> Site:
         """The line as a call."""

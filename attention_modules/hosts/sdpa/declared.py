@@ -114,8 +114,6 @@ class DeclaredHost(SDPAHost):
     causal: bool | None = None
     query_norm: str | None = None
 
-    last = False
-
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"declared {self.kind.__name__}"
@@ -124,7 +122,8 @@ class DeclaredHost(SDPAHost):
         return issubclass(kind, self.kind)
 
     def understands(self, module: nn.Module) -> bool:
-        return "forward" not in module.__dict__ and not calls_of(module).ambiguous
+        own = isinstance(module, self.kind) and "forward" not in module.__dict__
+        return own and not calls_of(module).ambiguous
 
     def seam(self, layer: nn.Module) -> Seam:
         """As of any host; checked.

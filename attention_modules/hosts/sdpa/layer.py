@@ -12,10 +12,13 @@ from attention_modules.base import AttentionSpec
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
-from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, forward_is_torchs
+from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of
 from attention_modules.hosts.sdpa.record import Seam, known, tried
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
+
+# Of whose layers other hosts say what fits.
+LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
 
 
 class _Acting(TorchFunctionMode):
@@ -181,10 +184,11 @@ class SDPAHost(Host):
 
     name = "any layer that calls scaled_dot_product_attention"
     mixin = SwappedSDPA
-    last = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
-        return not (forward_is_torchs(kind) or issubclass(kind, AttentionMechanism))
+        definer = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+        known = definer.__module__.partition(".")[0] in LIBRARIES
+        return not known and not issubclass(kind, AttentionMechanism)
 
     def understands(self, module: nn.Module) -> bool:
         if "forward" in module.__dict__:

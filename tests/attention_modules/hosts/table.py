@@ -30,8 +30,8 @@ first: they know projections, caches and masks.
 ## Layers of your own
 
 ```python
-report = attnswap.swap_attention(model, "sink")                   # found by the code of its layers
-report = attnswap.swap_attention(model, "sink", example=inputs)   # found by one forward pass
+report = attnswap.swap_attention(model, "sink")  # found by the code of its layers
+report = attnswap.swap_attention(model, "sink", example=inputs)  # found by one forward pass
 attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanisms without a query, spectra, LocAteR
 ```
 
