@@ -81,10 +81,10 @@ class QueryPart:
         )
 
     def watched(self, layer: nn.Module) -> str | None:
-        """Why hooks on a projection of the query alone forbid to drop it, if there are some."""
+        """Why hooks on the projection forbid to drop the query, if there are some; those on the layer do not."""
         owner = layer.get_submodule(self.owner)
         kinds = (owner._forward_hooks, owner._forward_pre_hooks, owner._backward_hooks, owner._backward_pre_hooks)
-        hooks = [hook for kind in kinds for hook in kind.values()] if self.full == self.size else []
+        hooks = [hook for kind in kinds for hook in kind.values()] if self.owner else []
         if not hooks:
             return None
         return (

@@ -173,6 +173,25 @@ def test_a_swapped_layer_behind_an_adapter_is_no_restored_one() -> None:
         restore_attention(adapted)
 
 
+@pytest.mark.parametrize(("build", "name"), [(gpt2(n_layer=1), "c_attn"), (vit, "qkv")])
+def test_hooks_on_a_joint_projection_are_refused_where_keys_would_take_the_place_of_queries(
+    build: Callable[[], nn.Module], name: str
+) -> None:
+    model = build()
+    _maps(model, name)
+    with pytest.raises(AttentionSwapError, match=rf"its query projection '{name}' has hooks \(.*_maps"):
+        swap_attention(model, "symmetric")
+    swap_attention(model, "gated")
+
+
+def test_hooks_on_a_layer_do_not_keep_its_query() -> None:
+    model = pytest.importorskip("timm").create_model("beit_base_patch16_224", img_size=32, depth=1, embed_dim=48)
+    seen = _maps(model, "attn")  # which has a Parameter for the query alone, its q_bias
+    swap_attention(model, "symmetric")
+    model.eval()(images())
+    assert [tuple(each.shape) for each in seen] == [(2, 5, 48)]
+
+
 def test_hooks_on_a_query_projection_that_is_dropped_are_refused() -> None:
     model = hugging_face("BertModel", "BertConfig", hidden_size=16, num_attention_heads=2, vocab_size=9)()
     model.encoder.layer[0].attention.self.query.register_full_backward_hook(lambda *_: None)
