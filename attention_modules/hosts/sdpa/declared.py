@@ -125,6 +125,9 @@ class DeclaredHost(SDPAHost):
         own = isinstance(module, self.kind) and "forward" not in module.__dict__
         return own and not calls_of(module).ambiguous
 
+    def near_miss(self, module: nn.Module) -> str | None:
+        return super().near_miss(module) if isinstance(module, self.kind) else None
+
     def seam(self, layer: nn.Module) -> Seam:
         """As of any host; checked.
 
