@@ -12,6 +12,7 @@ from .imagenet import ImageNetDataModule as ImageNetDataModule
 from .python_source import PythonSourceDataModule as PythonSourceDataModule
 from .segmentation import SegmentationDataModule as SegmentationDataModule
 from .shared.loader import ResumableLoader as ResumableLoader
+from .shared.repeated import RepeatedAugmentation as RepeatedAugmentation
 from .shared.windows import EpochShuffle as EpochShuffle
 from .text import TextDataModule as TextDataModule
 from .token_selection import TokenSelectionDataModule as TokenSelectionDataModule

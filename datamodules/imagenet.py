@@ -12,8 +12,10 @@ import numpy as np
 from timm.data import ImageNetInfo
 
 from .shared.hub import find_shards
-from .shared.images import FileImages, Images, ParquetImages
+from .shared.base import check_at_least
+from .shared.images import FileImages, ImageDataset, Images, ParquetImages
 from .shared.paths import cache_root, class_folders, class_images, data_root
+from .shared.repeated import RepeatedAugmentation
 from .vision import VisionDataModule
 
 REPOSITORY = "ILSVRC/imagenet-1k"
@@ -39,6 +41,7 @@ class ImageNetDataModule(VisionDataModule):
         img_size: H = W in pixels.
         in_chans: 3, or 1 for grayscale.
         train_transform, eval_transform: see :class:`.VisionDataModule`; timm's by default.
+        repeats: how often an image comes in a step's batches, each time augmented anew; 3 in DeiT, 1 for none.
         cache_dir: folder for the memory map of the second layout; None for `$ATTNSWAP_CACHE`, else the user's cache.
 
     Raises:
@@ -66,12 +69,14 @@ class ImageNetDataModule(VisionDataModule):
         train_transform: dict[str, Any] | None = None,
         eval_transform: dict[str, Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        repeats: int = 1,
     ) -> None:
         train_transform = {"interpolation": "bicubic", **(train_transform or {})}
         eval_transform = {"interpolation": "bicubic", **(eval_transform or {})}
         super().__init__(batch_size, num_workers, img_size, in_chans, train_transform, eval_transform)
         self.folder = data_root(root) / folder
         self.cache_dir = cache_root(cache_dir)
+        self.repeats = check_at_least("repeats", repeats, 1)
         self._places = {"train": self.folder / train, "validation": self.folder / val}
         self._mapped: dict[str, ParquetImages] = {}
         self._class_names: Sequence[str] | None = None
@@ -93,6 +98,12 @@ class ImageNetDataModule(VisionDataModule):
         if not self._in_folders:
             for split in ("train", "validation"):
                 self._parquet(split)
+
+    def order(self, dataset: ImageDataset) -> Any:
+        if self.repeats == 1:
+            return super().order(dataset)
+        rank = 0 if self.trainer is None else self.trainer.global_rank
+        return RepeatedAugmentation(dataset, self.repeats, self.world_size, rank)
 
     def load(self, split: str) -> Images:
         if split == "test":

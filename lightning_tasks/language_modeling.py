@@ -48,6 +48,7 @@ class LanguageModelingTask(BaseTask):
             name, class, function, import path, or ``{class_path, init_args}``.
         options: its options by name.
         layers: which layers get it, counted in module order; all where None.
+        other_attention: the mechanism of the other layers, with its defaults.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
             :class:`~lightning_tasks.base.BaseTask`.
         chunk_size: tokens whose logits exist together.
@@ -68,6 +69,7 @@ class LanguageModelingTask(BaseTask):
         mechanism: Buildable = "softmax",
         options: dict[str, Any] | None = None,
         layers: list[int] | None = None,
+        other_attention: Buildable = "softmax",
         optimizer: Buildable = "AdamW",
         scheduler: Buildable | None = None,
         scheduler_interval: str = "step",
@@ -83,6 +85,7 @@ class LanguageModelingTask(BaseTask):
             mechanism=attention_spec(mechanism, options),
             options=options,
             layers=layers,
+            other_attention=attention_spec(other_attention),
             optimizer=optimizer,
             scheduler=scheduler,
             scheduler_interval=scheduler_interval,
@@ -112,8 +115,11 @@ class LanguageModelingTask(BaseTask):
                     "leave it out, or give the data module that vocab_size"
                 )
         attention, options = mechanism_from(self.hparams["mechanism"], self.hparams["options"])
-        layers = self.hparams["layers"]
-        model = build_causal_lm(self.hparams["model"], self.hparams["vocab_size"], attention, options, layers)
+        other, other_options = mechanism_from(self.hparams["other_attention"], None)
+        model = build_causal_lm(
+            *(self.hparams["model"], self.hparams["vocab_size"], attention, options, self.hparams["layers"]),
+            *(other, other_options),
+        )
         window = getattr(getattr(self._trainer, "datamodule", None), "num_tokens", None)
         if window is not None:
             check_window(model, window)

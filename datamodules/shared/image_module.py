@@ -99,6 +99,10 @@ class ImageDataModule(DataModule):
         check_at_least("num_images", num_images, 1)
         return self.draw(self._loader(split), num_images, Path(path))
 
+    def order(self, dataset: ImageDataset) -> Any:
+        """The order of training images, which has `epoch` and `set_epoch`."""
+        return EpochShuffle(dataset)
+
     def loader_batch_size(self, training: bool) -> int:
         """images per batch and process."""
         return self.batch_size
@@ -121,7 +125,7 @@ class ImageDataModule(DataModule):
         training = split == "train"
         dataset = self.dataset(split, training, multiple_of=1 if training else self.world_size)
         self._datasets[split] = dataset
-        sampler = EpochShuffle(dataset) if training else SequentialSampler(dataset)
+        sampler = self.order(dataset) if training else SequentialSampler(dataset)
         return self._loader_of(dataset, self.collate(training), self.loader_batch_size(training), sampler)
 
     def _loader_of(self, dataset: ImageDataset, collate: Any, batch_size: int, sampler: Any) -> DataLoader:

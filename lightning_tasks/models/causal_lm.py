@@ -16,11 +16,11 @@ from attention_modules.extras import needed_for
 from attention_modules.hosts.base import PLAN
 from attention_modules.mechanism import Mechanism
 from attention_modules.pretrained import load_pretrained
-from attention_modules.swap import swap_attention
 from lightning_tasks.errors import reason
 from lightning_tasks.models.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.training.hparams import Spec, import_object, plain_data
 from lightning_tasks.training.kinds import check_kind, checked_build, checked_spec
+from lightning_tasks.training.mechanisms import swap_layers, swap_rest
 
 
 def model_spec(value: Any) -> str | Spec:
@@ -53,11 +53,17 @@ def model_spec(value: Any) -> str | Spec:
 
 
 def build_causal_lm(
-    spec: str | Spec, vocab_size: int, attention: Mechanism, options: Mapping[str, Any], layers: list[int] | None
+    spec: str | Spec,
+    vocab_size: int,
+    attention: Mechanism,
+    options: Mapping[str, Any],
+    layers: list[int] | None,
+    other: Mechanism = "softmax",
+    other_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model from what :func:`model_spec` returned, with a mechanism in its attention layers.
+    """A model from what :func:`model_spec` returned, with a mechanism in the chosen layers, and another in the rest.
 
-    A class whose constructor takes ``attention`` gets it there; in any other model plain attention is swapped.
+    A class whose constructor takes ``attention`` gets the first there; in any other model plain attention is swapped.
 
     Raises:
         ValueError: if a pretrained model cannot be loaded, or has fewer token ids than ``vocab_size``.
@@ -69,12 +75,13 @@ def build_causal_lm(
         extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
         if "attention" in accepted:
             chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
-            return checked_build(spec, "model", **extra, **chosen)
+            model = checked_build(spec, "model", **extra, **chosen)
+            swap_rest(model, layers, other, other_options)
+            return model
         model = checked_build(spec, "model", **extra)
     else:
         model = _hugging_face(spec, vocab_size)
-    if attention != "softmax":
-        swap_attention(model, attention, layers=layers, **options)
+    swap_layers(model, attention, options, layers, other, other_options)
     return model
 
 

@@ -87,11 +87,24 @@ def swap_layers(
     if attention == "softmax" and (layers is None or other == "softmax"):
         return
     chosen = [layer.name for layer in attention_layers(model, layers=layers)]
-    rest = [layer.name for layer in attention_layers(model) if layer.name not in chosen]
-    if rest and (other != "softmax" or _reads_others(attention)):
-        swap_attention(model, other, where=rest, **(other_options or {}))
+    swap_rest(model, layers, other, other_options, plain=_reads_others(attention))
     if attention != "softmax":
         swap_attention(model, attention, where=chosen, **options)
+
+
+def swap_rest(
+    model: nn.Module,
+    layers: Sequence[int] | None,
+    other: Mechanism,
+    options: Mapping[str, Any] | None = None,
+    *,
+    plain: bool = False,
+) -> None:
+    """Put a mechanism into the layers that were not chosen; softmax only where ``plain`` ones are to be swapped too."""
+    chosen = {layer.name for layer in attention_layers(model, layers=layers)}
+    rest = [layer.name for layer in attention_layers(model) if layer.name not in chosen]
+    if rest and (other != "softmax" or plain):
+        swap_attention(model, other, where=rest, **(options or {}))
 
 
 def _reads_others(attention: Mechanism) -> bool:

@@ -9,11 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
+from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule, RepeatedAugmentation
 from attnswap.datamodules.cifar10 import parse_python
 from attnswap.datamodules.imagenet import check_wnids
 from attnswap.datamodules.shared.images import ArrayImages
 from timm.data import ImageNetInfo
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch.utils.data import DistributedSampler
 
 from tests.datamodules.image_files import random_pixels, write_class_folders, write_parquet
 from tests.rows import each_row
@@ -389,3 +391,28 @@ def test_real_imagenet_sample(data_folder):
     images, labels = next(iter(data.val_dataloader()))
     assert images.shape == (8, 3, 224, 224)
     assert labels.tolist() == list(range(8))
+
+
+def test_repeated_augmentation_is_timms_order_of_the_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    for processes in (1, 4):
+        parts = []
+        for process in range(processes):
+            order = RepeatedAugmentation(range(1000), 3, processes, process)
+            order.set_epoch(2)
+            timms = RepeatAugSampler(range(1000), processes, process)
+            timms.set_epoch(7)
+            assert list(order) == list(timms)
+            assert isinstance(order, DistributedSampler)  # which Lightning leaves as it is
+            parts.append(list(order))
+        whole = [index for step in zip(*parts, strict=True) for index in step]
+        assert len(whole) == len(order) * processes == 768
+        assert set(map(whole.count, whole[:600])) == {3}
+
+
+def test_repeats_of_imagenet(folders):
+    loader = imagenet(folders, repeats=3).train_dataloader()
+    assert isinstance(loader.sampler, RepeatedAugmentation)
+    assert sorted(map([*loader.sampler].count, set(loader.sampler))) == [2, 3]  # of 5 images
+    with pytest.raises(ValueError, match="repeats"):
+        ImageNetDataModule(repeats=0)

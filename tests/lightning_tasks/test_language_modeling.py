@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics.text import Perplexity
 
-from attention_modules import RPCAttention, swap_attention
+from attention_modules import AttentionMechanism, RPCAttention, swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from lightning_tasks.models.causal_lm import log_probabilities
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 from tests.rows import each_row
@@ -133,6 +134,18 @@ def test_spellings_of_attention(attention):
 def test_attention_with_its_options_inside():
     module = built(mechanism={"class_path": "rpc", "init_args": {"iterations": 3}})
     assert module.model.layers[0].attn.mechanism.iterations == 3
+
+
+@pytest.mark.parametrize("model", ["TransformerLM", GPT2])
+def test_the_other_layers_get_another_mechanism(model, tmp_path):
+    module = built(model=model, mechanism="rpc", options={"iterations": 2}, layers=[0], other_attention="symmetric")
+    kinds = [type(part).__name__ for part in module.modules() if isinstance(part, AttentionMechanism)]
+    assert kinds[0] == "RPCAttention"
+    assert set(kinds[1:]) == {"SymmetricAttention"}
+    twin = built(model=model, mechanism="rpc", options={"iterations": 2}, layers=[0], other_attention="symmetric")
+    twin.load_state_dict(module.state_dict())
+    given = (*windows(7, 1), None)
+    torch.testing.assert_close(*(log_probabilities(part.eval().model, *given) for part in (module, twin)))
 
 
 @pytest.mark.parametrize("source", ["dict", "config", "folder"])

@@ -86,9 +86,9 @@ class Call:
         for module, given in reversed(self.around):
             if next(module.parameters(), None) is not None:
                 of_query, of_key = (_sources(made, given) for made in (self.q, self.k))
-                if of_query and of_key:
-                    return of_query.isdisjoint(of_key)
-        return self.k.shape[-2] != self.q.shape[-2]
+                if of_query and of_key and of_query.isdisjoint(of_key):
+                    return True
+        return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
 
 
 def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:

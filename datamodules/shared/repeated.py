@@ -1,0 +1,40 @@
+"""Repeated augmentation: each image of a step several times, augmented in other ways."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch.utils.data import DistributedSampler
+
+
+class RepeatedAugmentation(RepeatAugSampler, DistributedSampler):
+    """timm's order of repeated augmentation, of the seed of `seed_everything`; for one process too.
+
+    Each image comes `repeats` times in a row, over processes in turn, and an epoch ends after as many images as there
+    are, so that it shows a third of them with three repeats (Hoffer et al., CVPR 2020; as DeiT trains). Lightning leaves
+    a `DistributedSampler` as it is.
+
+    Args:
+        samples: what is put in order.
+        repeats: how often each comes.
+        processes: how many train.
+        process: number of this one.
+
+    Example:
+        >>> from attnswap.datamodules import RepeatedAugmentation
+        >>> order = list(RepeatedAugmentation(range(6), repeats=3))
+        >>> len(order), len(set(order))
+        (6, 2)
+    """
+
+    def __init__(self, samples: Any, repeats: int = 3, processes: int = 1, process: int = 0) -> None:
+        RepeatAugSampler.__init__(self, samples, processes, process, num_repeats=repeats)
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self.epoch = self.epoch, self.seed + self.epoch  # by which timm seeds the order
+        try:
+            return RepeatAugSampler.__iter__(self)
+        finally:
+            self.epoch = epoch
