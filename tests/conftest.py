@@ -3,9 +3,11 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ATTNSWAP_NUM_WORKERS", "0")
@@ -63,6 +65,23 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _small_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures as small images without a layout, a fifth of the time, but in tests that are marked `figures`."""
+    if request.node.get_closest_marker("figures") or "matplotlib.figure" not in sys.modules:
+        return
+    figure = sys.modules["matplotlib.figure"].Figure
+    whole = figure.savefig
+
+    def small(self: Any, file: Any, **options: Any) -> None:
+        if options.get("format") != "svg":
+            self.set_layout_engine("none")
+            options["dpi"] = 25
+        whole(self, file, **options)
+
+    monkeypatch.setattr(figure, "savefig", small)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_tasks.__main__ import version
 from lightning_tasks.recipes import CONFIGS
+from tests.lightning_tasks.programs import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention_modules", "attnswap", "lightning_tasks")
@@ -40,25 +41,29 @@ def test_a_checkout_hides_no_part_of_itself():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy so that the work tree stays as it is."""
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    (source / "README.md").write_text("attnswap\n")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return next(output.glob("attnswap-*.whl"))
+    """The wheel, built from a copy so that the work tree stays as it is; beside it `site`, where it is installed."""
+
+    def make(folder):
+        source = folder / "source"
+        source.mkdir()
+        for name in SOURCES:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, source / name)
+        (source / "README.md").write_text("attnswap\n")
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+        built = subprocess.run(command, capture_output=True, text=True)
+        assert built.returncode == 0, built.stdout + built.stderr
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+        (made,) = folder.glob("attnswap-*.whl")
+        subprocess.run([*pip, str(folder / "site"), str(made)], check=True, capture_output=True)
+
+    return next(made_once(tmp_path_factory, "wheel", make).glob("attnswap-*.whl"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
+def installed(wheel):
     """The environment of a process that sees the installed wheel and not the source."""
-    target = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
-    return {**os.environ, "PYTHONPATH": str(target)}
+    return {**os.environ, "PYTHONPATH": str(wheel.parent / "site")}
 
 
 def attnswap(arguments, folder, environment):
@@ -102,15 +107,6 @@ def test_the_installed_command_lists_the_recipes(installed, tmp_path):
     assert "locater/wikitext2\n" in listed
 
 
-def test_the_installed_command_fits_a_recipe_by_name(installed, tmp_path):
-    small = ["--model.model.init_args.dim=16", "--model.model.init_args.mlp_dim=16", "--data.num_tokens=16"]
-    small += ["--data.max_bytes=200000", "--trainer.accelerator=cpu"]
-    arguments = ["fit", "--config", "quickstart/language_modeling", "--trainer", "trainer/smoke", *small]
-    printed = attnswap(arguments, tmp_path, installed)
-    assert "swapped layers: model.layers.0.attn (RPCAttention, iterations=4, lam=4.0)\n" in printed
-    assert Path(tmp_path, "runs/quickstart/language_modeling/version_0/run.png").is_file()
-
-
 @pytest.fixture(params=["a package", "a folder without __init__"])
 def project(request, tmp_path):
     """A project of a user whose folders have the names of ours."""
@@ -148,10 +144,19 @@ def test_a_project_with_folders_of_the_same_names(installed, project):
     """By YAML and `python -m`, and from Python that the YAML names; the working folder comes first on the path."""
     environment = {**installed, "PYTHONPATH": f".{os.pathsep}{installed['PYTHONPATH']}"}
     fit = [sys.executable, "-m", "lightning_tasks", "fit", "--config", "configs/mine.yaml"]
+    if not (project / "datamodules/__init__.py").exists():  # and then a recipe by its name
+        small = ["--model.model.init_args.dim=16", "--model.model.init_args.mlp_dim=16", "--data.num_tokens=16"]
+        small += ["--data.max_bytes=200000", "--trainer.accelerator=cpu"]
+        shipped = ["fit", "--config", "quickstart/language_modeling", "--trainer", "trainer/smoke", *small]
+        both = f"from lightning_tasks.__main__ import main; main({fit[3:]}); main({shipped})"
+        fit = [sys.executable, "-c", both]
     answer = subprocess.run(fit, cwd=project, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert "my own digits, attnswap.datamodules.digits lightning_tasks.callbacks.locater" in answer.stdout
     assert "data:\n  class_path: datamodules.own.MyDigits" in next(project.rglob("config.yaml")).read_text()
+    if "-c" in fit:
+        assert "swapped layers: model.layers.0.attn (RPCAttention, iterations=4, lam=4.0)\n" in answer.stdout
+        assert (project / "runs/quickstart/language_modeling/version_0/run.png").is_file()
 
 
 def test_every_pin_is_exact():

@@ -259,7 +259,9 @@ def test_every_part_for_a_test_adds_its_callbacks_to_the_recipe_s(part, own_fold
     assert [entry["class_path"] for entry in printed] == expected
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.figures if "quickstart" in each else ()) for each in FITTED]
+)
 def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_data, monkeypatch, capsys):
     if name.startswith("mmseg/"):
         pytest.importorskip("mmseg", reason="the extra [mmseg] is not installed")
@@ -275,12 +277,16 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
         assert values, metric
         assert all(math.isfinite(value) for value in values)
     assert (run / "run.png").stat().st_size > 1000
-    is_variant = name not in {recipe.name for recipe in FILES}  # it differs from its recipe in how it trains
-    for command in ("test",) if is_variant else ("test", "validate", "predict"):
-        main([command, "--config", recipe, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
-    if is_variant:
+    if name not in {recipe.name for recipe in FILES}:  # it differs from its recipe in how it trains
         return
-    predicted = run.parent / "version_3"
+    commands = ["test", "validate", "predict"]
+    if not name.startswith("quickstart/"):  # two of them in turn
+        del commands[FITTED.index(name) % 3]
+    for command in commands:
+        main([command, "--config", recipe, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
+    if "predict" not in commands:
+        return
+    predicted = run.parent / f"version_{1 + commands.index('predict')}"
     if "SegmentationTask" in find_file(recipe)[0].read_text():  # masks are shown, not listed
         assert (predicted / "predict_overlay.png").stat().st_size > 1000
     else:

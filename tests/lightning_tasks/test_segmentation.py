@@ -287,6 +287,7 @@ def test_truth_and_prediction_are_painted_in_their_own_panels():
 # -- what a run leaves -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.figures
 def test_a_run_leaves_overlays_and_a_table_a_class(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

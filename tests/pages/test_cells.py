@@ -20,10 +20,8 @@ SEEDS = [0, 1]
 def compared(recipe, output):
     """The comparison as the command plans it."""
     variants = read_variants(str(recipe))
-    names = {variant.name for variant in variants}
-    select = read_select([str(recipe)], SEEDS)
-    how = full_name(str(recipe)), ["val/top1"], {}, Endpoints("", {}), select, False, names
-    return Comparison(variants, SEEDS, output, (), *how)
+    how = full_name(str(recipe)), ["val/top1"], {}, Endpoints("", {}), read_select([str(recipe)], SEEDS), False
+    return Comparison(variants, SEEDS, output, (), *how, {variant.name for variant in variants})
 
 
 @pytest.fixture
@@ -31,41 +29,39 @@ def recipe(tmp_path):
     base = tmp_path / "demo.yaml"
     base.write_text(yaml.safe_dump({"model": {"class_path": "tests.lightning_tasks.demo.DemoModule"}}))
     path = tmp_path / "searched.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "base": str(base),
-                "variants": {"plain": None, "biased": {"model.init_bias": True}},
-                "grid": {"model.rate": [0.1, 0.5]},
-                "select": {"metric": "val/top1", "mode": "max", "seeds": [7]},
-            },
-            sort_keys=False,
-        )
-    )
+    content = {"base": str(base), "variants": {"plain": None, "biased": {"model.init_bias": True}}}
+    content |= {"grid": {"model.rate": [0.1, 0.5]}, "select": {"metric": "val/top1", "mode": "max", "seeds": [7]}}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 
-def test_a_comparison_goes_on_from_what_was_chosen_alone(recipe, tmp_path):
-    first = compared(recipe, tmp_path / "first")
-    for value, cell in enumerate(first.selection):
+def chosen(recipe, output, finished=0):
+    """The comparison with all cells of its selection, and as many others."""
+    comparison = compared(recipe, output)
+    for value, cell in enumerate(comparison.selection):
         finish(cell, float(value))
-    first.output.mkdir(exist_ok=True)
-    first.write_record()
+    for cell in comparison.cells[:finished]:
+        finish(cell, 0.5)
+    output.mkdir(exist_ok=True)
+    comparison.write_record()
+    return comparison
+
+
+def test_a_comparison_goes_on_from_what_was_chosen_alone(recipe, tmp_path):
+    first = chosen(recipe, tmp_path / "first")
     main([str(recipe), str(first.output), str(tmp_path / "again")])
     again = compared(recipe, tmp_path / "again")
     assert again.choices == first.choices
     assert all(cell.is_finished() for cell in again.selection)
     assert not any(cell.is_finished() for cell in again.cells)
+    first.write_tables()
+    recipe.write_text(recipe.read_text() + "settings: {model.noise: 0.3}\n")
+    with pytest.raises(SystemExit, match="has other settings for plain seed 0 than"):
+        main([str(recipe), str(first.output), str(tmp_path / "third")])
 
 
 def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
-    first = compared(recipe, tmp_path / "first")
-    for value, cell in enumerate(first.selection):
-        finish(cell, float(value))
-    for cell in first.cells[:3]:
-        finish(cell, 0.5)
-    first.output.mkdir(exist_ok=True)
-    first.write_record()
+    first = chosen(recipe, tmp_path / "first", finished=3)
     first.write_tables()
     raw = tmp_path / "raw"
     raw.mkdir()
@@ -91,14 +87,3 @@ def test_a_comparison_goes_on_from_its_raw_files(recipe, tmp_path):
     with pytest.raises(SystemExit, match=r"comparison\.json is damaged"):
         main([str(recipe), str(raw), str(tmp_path / "third")])
     assert not (tmp_path / "third").exists()
-
-
-def test_scores_of_other_settings_are_none_of_a_selection(recipe, tmp_path):
-    first = compared(recipe, tmp_path / "raw")
-    for value, cell in enumerate(first.selection):
-        finish(cell, float(value))
-    first.write_record()
-    first.write_tables()
-    recipe.write_text(recipe.read_text() + "settings: {model.noise: 0.3}\n")
-    with pytest.raises(SystemExit, match="has other settings for plain seed 0 than"):
-        main([str(recipe), str(tmp_path / "raw"), str(tmp_path / "again")])

@@ -13,6 +13,7 @@ from docs.pages.__main__ import build, check, main, pages_of
 from docs.pages.errors import PageError
 from docs.pages.language import Folder
 from lightning_tasks.compare.record import FINISHED, CellRecord, Record, VariantRecord, write_record
+from tests.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = """# Toy
@@ -45,9 +46,8 @@ def write_toy(folder, more=0.0):
         )
     ]
     write_csv(folder / "results.csv", rows)
-    tables.pack(folder / "results.csv")
+    cells = [CellRecord(name, seed, state=FINISHED) for name in ("softmax", "rpc") for seed in range(4)]
     variants = [VariantRecord("softmax"), VariantRecord("rpc")]
-    cells = [CellRecord(each.name, seed, state=FINISHED) for each in variants for seed in range(4)]
     write_record(Record(variants, {}, ["test/top1", "val/loss"], cells=cells, primary="test/top1"), folder)
 
 
@@ -56,6 +56,7 @@ def write_csv(path, rows):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    tables.pack(path)
 
 
 @pytest.fixture
@@ -69,26 +70,19 @@ def toy(tmp_path):
     return tmp_path
 
 
-def edited(root, old, new):
-    path = root / "docs/results/toy.md"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-
-
 def test_a_built_page_has_the_values_of_its_raw_tables(toy):
     text = (toy / "docs/results/toy.md").read_text()
     assert "-->+2.0 [+2.0, +2.0]<!-- end -->" in text
     assert "-->holds here (higher)<!-- end -->" in text
     assert "| rpc | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | higher |" in text
     assert 'The loss is <!-- number mean("val/loss", "rpc", 2) -->0.97<!-- end -->.' in text
-    appendix = (toy / "docs/results/toy/appendix.md").read_text()
-    assert "### test/top1 (primary endpoint)" in appendix
-    assert "| `results.parquet` | 24 | config, seed, step, metric, value |" in appendix
-    assert [*check(toy)] == []
-    assert [*build(toy)] == []
+    text = (toy / "docs/results/toy/appendix.md").read_text()
+    assert "### test/top1 (primary endpoint)" in text
+    assert "| `results.parquet` | 24 | config, seed, step, metric, value |" in text
+    assert [*check(toy), *build(toy)] == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "said"),
     [
         ("53.5 ± 1.3", "54.5 ± 1.3", "the page says '| rpc | 54.5 ± 1.3"),
@@ -105,10 +99,12 @@ def test_a_built_page_has_the_values_of_its_raw_tables(toy):
     ],
 )
 def test_what_differs_or_makes_no_sense_is_named(toy, old, new, said):
-    edited(toy, old, new)
+    text = (page := toy / "docs/results/toy.md").read_text()
+    assert old in text
+    page.write_text(text.replace(old, new))
     (found,) = check(toy)
-    assert said in found
-    assert "docs/results/toy.md" in found
+    page.write_text(text)
+    assert [part in found for part in (said, "docs/results/toy.md")] == [True, True], found
 
 
 def test_changed_raw_tables_fail_page_appendix_and_figure(toy):
@@ -116,21 +112,19 @@ def test_changed_raw_tables_fail_page_appendix_and_figure(toy):
     found = "\n".join(check(toy))
     for part in ("'+2.0 [+2.0, +2.0]'", "| rpc | 53.5", "appendix.md is not what", "curves.png was drawn of other"):
         assert part in found
-    assert main(["build", "--root", str(toy)]) == 0
-    assert main(["check", "--root", str(toy)]) == 0
+    assert [main([command, "--root", str(toy)]) for command in ("build", "check")] == [0, 0]
 
 
 def test_raw_tables_that_are_damaged_or_missing_are_named(toy):
     folder = toy / "docs/results/toy"
-    path, whole = folder / "results.parquet", (folder / "results.parquet").read_bytes()
+    whole = (path := folder / "results.parquet").read_bytes()
     rows = [*csv.DictReader(tables.csv_of(path).splitlines())]
-    for changed, said in {
-        "twice": ([*rows, rows[0]], "has 1 values twice"),
-        "alone": (rows[:-3], "rpc seed 3 is in results.parquet or in comparison.json alone"),
-        "columns": ([{**row, "more": 1} for row in rows], "has the columns config, seed, step, metric, value, more"),
-    }.values():
+    for changed, said in (
+        ([*rows, rows[0]], "has 1 values twice"),
+        (rows[:-3], "rpc seed 3 is in results.parquet or in comparison.json alone"),
+        ([{**row, "more": 1} for row in rows], "has the columns config, seed, step, metric, value, more"),
+    ):
         write_csv(folder / "results.csv", changed)
-        tables.pack(folder / "results.csv")
         assert said in next(check(toy))
     path.write_bytes(whole[:-100])
     assert "results.parquet is damaged" in next(check(toy))
@@ -168,7 +162,6 @@ def test_tests_of_checkpoints_are_compared_and_are_of_the_same_checkpoints(toy):
         )
     ]
     write_csv(folder / "tests.csv", rows)
-    tables.pack(folder / "tests.csv")
     attacked = Folder(folder).tests("tests", "attack", "fgsm//accuracy", margin=0.01)
     assert attacked.told("fgsm//accuracy", "rpc", scale=100) == "−2.0 [−2.0, −2.0] (lower)"
     assert Folder(folder).column("tests", "value", 2) == "0.28 to 0.55"
@@ -180,14 +173,13 @@ def test_tests_of_checkpoints_are_compared_and_are_of_the_same_checkpoints(toy):
     assert [path.name for path in build(toy)] == ["appendix.md", "f.png", "appendix.md"]
     assert "## Tests: attacked\n\n### fgsm//accuracy" in (toy / "docs/results/other/appendix.md").read_text()
     write_csv(folder / "tests.csv", [row | {"value": 0.1} for row in rows])
-    tables.pack(folder / "tests.csv")
     with pytest.raises(PageError, match="it is of another checkpoint"):
         Folder(folder).tests("tests", "attack", "fgsm//accuracy")
 
 
 def test_claims_of_several_pages_are_one_table(toy):
-    (toy / "docs/explanations").mkdir()
     path = toy / "docs/explanations/reproduced.md"
+    path.parent.mkdir()
     path.write_text('<!-- table claims_of(["toy"]) -->\n<!-- end -->\n')
     assert [*build(toy)] == [path]
     assert "| better | +2.0 [+2.0, +2.0] | holds here (higher) | [Toy](../results/toy.md) |" in path.read_text()
@@ -197,8 +189,7 @@ def test_a_claim_holds_where_all_say_so_and_fails_where_all_say_the_opposite(toy
     words = Folder(toy / "docs/results/toy")
     pair = ["test/top1", "rpc"]
     assert words.claim("lower", pair) == "does not hold here (higher)"
-    other = ["val/loss", "rpc"]
-    assert words.claim("higher", pair, other).startswith("not shown here (higher: 1 of 2; ")
+    assert words.claim("higher", pair, ["val/loss", "rpc"]).startswith("not shown here (higher: 1 of 2; ")
     with pytest.raises(PageError, match="nothing is paired"):
         words.claim("higher")
     assert words.since(2).seeds() == "2 paired seeds (2 to 3)"
@@ -207,9 +198,8 @@ def test_a_claim_holds_where_all_say_so_and_fails_where_all_say_the_opposite(toy
 
 def test_the_check_imports_no_torch():
     """It is the first thing that `make test` does."""
-    program = "import sys, docs.pages.__main__; print([x for x in ('torch', 'lightning') if x in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    program = "import sys, docs.pages.__main__; assert not {'torch', 'lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_pages_of_results_are_short_and_in_the_table_of_contents():

@@ -25,6 +25,7 @@ def analyze(output, *arguments):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.figures
 def test_rows_of_a_text_model(bert, texts, tmp_path, capsys):
     given = ["--model", bert, "--data", "gutenberg", "--root", texts, "--samples", 2, "--length", 16]
     rows = analyze(tmp_path, *given)

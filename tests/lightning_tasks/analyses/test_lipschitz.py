@@ -45,6 +45,7 @@ def tiny(bert, texts):
     return ["--model", bert, "--root", texts, "--data", "gutenberg", "--sequences", 3, "--lengths", "2,4,8"]
 
 
+@pytest.mark.figures
 def test_rows_are_singular_values_of_the_layer_at_its_input(bert, texts, tmp_path, tiny, capsys):
     rows = analyze(tmp_path, *tiny, "--layers", "1")
     assert [(row["length"], row["sequence"]) for row in rows] == [(n, s) for n in "248" for s in "012"]

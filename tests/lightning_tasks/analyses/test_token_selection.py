@@ -77,6 +77,7 @@ def test_plane_keeps_lengths_of_paths_that_lie_in_one():
     assert cosine_similarity(path[:, 1], along, dim=0) == pytest.approx(1)
 
 
+@pytest.mark.figures
 def test_command_writes_tables_and_figures(tmp_path, capsys):
     main(["analyze", "token-selection", "--seeds", "1", "--steps", "5", "--output", str(tmp_path)])
     printed = capsys.readouterr().out

@@ -56,6 +56,7 @@ def test_a_panel_shows_its_group_and_one_layer_without_the_mean(log):
     assert list(select(two_layers, ("a",))) == list(two_layers)
 
 
+@pytest.mark.figures
 def test_the_figure_grows_with_what_was_logged(log, tmp_path):
     import matplotlib.image
 

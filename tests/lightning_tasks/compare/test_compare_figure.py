@@ -22,6 +22,7 @@ def test_a_curve_is_sorted_and_averaged_over_seeds():
     np.testing.assert_allclose(spreads, [np.sqrt(0.5)] * 2)
 
 
+@pytest.mark.figures
 def test_a_panel_for_each_metric_that_was_logged(tmp_path):
     figure = draw_comparison(ROWS, ["a", "b"], ["val/loss", "absent"], {"b": " (1 of 2 diverged)"})
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "b (1 of 2 diverged)"]
@@ -40,6 +41,7 @@ def legend(figure):
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("name", ["$x", "$\\frac{$", "$\\foo$"])
 def test_names_are_no_formulas(tmp_path, name):
     rows = [{**row, "config": name, "metric": name} for row in ROWS if row["config"] == "a"]

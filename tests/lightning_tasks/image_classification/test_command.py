@@ -49,6 +49,7 @@ def test_show_batch_without_images(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.figures
 def test_show_batch_of_a_recipe(tmp_path, capsys):
     from lightning_tasks.__main__ import main
 

@@ -202,6 +202,7 @@ def test_predictions_are_probabilities(tmp_path):
     torch.testing.assert_close(predictions.sum(1), torch.ones(360))
 
 
+@pytest.mark.figures
 def test_a_test_leaves_a_table_and_a_figure(tmp_path):
     pytest.importorskip("tensorboard")
     loggers = [CSVLogger(tmp_path, name="run"), TensorBoardLogger(tmp_path, name="tensorboard")]

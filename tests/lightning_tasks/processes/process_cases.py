@@ -4,12 +4,14 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 from attnswap.datamodules import DigitScenesDataModule, TokenSelectionDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from matplotlib.figure import Figure
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask, SegmentationTask, TokenSelectionTask
@@ -159,6 +161,7 @@ def monitors() -> list[Any]:
     return [AttentionMonitor(**every, stages=("train", "validation", "test")), *shown]
 
 
+@mock.patch.object(Figure, "savefig", new=mock.Mock(return_value=None))  # half the time, and ddp_run.py writes some
 def main(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     runs = Runs(folder, devices, **options)

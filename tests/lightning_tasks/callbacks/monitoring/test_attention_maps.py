@@ -59,6 +59,7 @@ def first_layer_map(module, tokens):
         return logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1)
 
 
+@pytest.mark.figures
 def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     logger = WandbLogger(tmp_path)
     callback = AttentionMapLogger(every_n_epochs=2, heads=[1], queries=[0, -1], max_tokens=4, rollout=True)
@@ -208,6 +209,7 @@ def test_what_does_not_fit_the_model_is_refused(options, message):
     assert not trained
 
 
+@pytest.mark.figures
 def test_panels_say_what_their_colors_stand_for():
     maps = torch.tensor([[0.1, 0.9], [0.5, 0.5]]).expand(2, 3, 2, 2)
     figure = draw_token_maps(maps, [0, 1], ["head 0", "head 1", "head 2"], "layer")

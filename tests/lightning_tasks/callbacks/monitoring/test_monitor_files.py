@@ -78,6 +78,7 @@ def test_heads_in_the_table(run):
     np.testing.assert_allclose(values[:, 1].mean(1), logged, rtol=1e-4)  # heads see equally many rows
 
 
+@pytest.mark.figures
 def test_figures_in_tensorboard_open_and_are_not_empty(run):
     events = tensorboard_events(run / "board/version_0")
     steps = {name: [one.step for one in events.Images(name)] for name in events.Tags()["images"]}
@@ -91,6 +92,7 @@ def test_figures_in_tensorboard_open_and_are_not_empty(run):
     assert len(events.Histograms("qk_spectrum/eigenvalues/layer_00")) == 3
 
 
+@pytest.mark.figures
 def test_figures_as_files(run):
     folder = run / "csv/version_0"
     figures = [path for name in MAPS for path in folder.glob(f"{name.replace('/', '_')}_step_*.png")]

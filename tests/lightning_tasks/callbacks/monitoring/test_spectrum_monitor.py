@@ -101,6 +101,7 @@ def test_histograms_in_tensorboard(tmp_path):
     assert not (tmp_path / "lightning_logs/version_0/qk_spectrum_eigenvalues.png").exists()
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize(("steps", "most", "kept"), [(5, 64, [0, 1, 2, 3, 4]), (5, 2, [0, 4])])
 def test_a_figure_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps, most, kept):
     import lightning_tasks.callbacks.spectrum_monitor as target

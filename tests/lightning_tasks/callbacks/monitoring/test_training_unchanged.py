@@ -82,18 +82,27 @@ def trained(host, mechanism, *callbacks):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("host", HOSTS)
 def test_training_is_the_same_to_the_bit(host):
-    plain, turn = {}, list(HOSTS).index(host)
-    for place, (name, monitor) in enumerate(MONITORS.items()):
-        if (host, name) in UNFIT or (place + turn) % 3 == 0:  # each monitor leaves out every third host
-            continue
-        mechanism = "rpc" if name == "PursuitMonitor" and "rpc" not in HOSTS[host].refuses else None
-        if mechanism not in plain:
-            plain[mechanism] = trained(host, mechanism)
-        losses, state, drawn = plain[mechanism]
-        watched_losses, watched_state, watched_drawn = trained(host, mechanism, monitor())
-        assert watched_losses == losses, name
+    """With all monitors at once, and with one of them, in turn, alone; where all at once change it, with each."""
+    names = [name for name in MONITORS if (host, name) not in UNFIT and name != "PursuitMonitor"]
+    plain, alone = trained(host, None), list(MONITORS)[list(HOSTS).index(host) % len(MONITORS)]
+    if alone in names:
+        check_same(plain, trained(host, None, MONITORS[alone]()), alone)
+    together = trained(host, None, *(MONITORS[name]() for name in names))
+    try:
+        check_same(plain, together, "together")
+    except AssertionError:
+        for name in names:
+            check_same(plain, trained(host, None, MONITORS[name]()), name)
+        raise
+    mechanism = None if "rpc" in HOSTS[host].refuses else "rpc"
+    check_same(trained(host, mechanism), trained(host, mechanism, PursuitMonitor()), "PursuitMonitor")
+
+
+def check_same(plain, watched, name):
+    for losses in (plain[0], watched[0]):
         assert len(set(losses)) == 4, "dropout draws anew at each step"
-        assert list(watched_state) == list(state), name
-        for key, value in state.items():
-            assert torch.equal(watched_state[key], value), (name, key)
-        assert torch.equal(watched_drawn, drawn), f"{name} draws random numbers"
+    assert watched[0] == plain[0], name
+    assert list(watched[1]) == list(plain[1]), name
+    for key, value in plain[1].items():
+        assert torch.equal(watched[1][key], value), (name, key)
+    assert torch.equal(watched[2], plain[2]), f"{name} draws random numbers"
