@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from timm.data import ImageNetInfo
 
-from .shared.hub import find_shards
 from .shared.base import check_at_least
+from .shared.hub import find_shards
 from .shared.images import FileImages, ImageDataset, Images, ParquetImages
 from .shared.paths import cache_root, class_folders, class_images, data_root
 from .shared.repeated import RepeatedAugmentation

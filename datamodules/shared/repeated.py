@@ -12,7 +12,7 @@ class RepeatedAugmentation(RepeatAugSampler, DistributedSampler):
     """timm's order of repeated augmentation, of the seed of `seed_everything`; for one process too.
 
     Each image comes `repeats` times in a row, over processes in turn, and an epoch ends after as many images as there
-    are, so that it shows a third of them with three repeats (Hoffer et al., CVPR 2020; as DeiT trains). Lightning leaves
+    are: with three repeats it shows a third of them (Hoffer et al., CVPR 2020; as DeiT trains). Lightning leaves
     a `DistributedSampler` as it is.
 
     Args:

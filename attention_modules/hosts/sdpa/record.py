@@ -95,7 +95,8 @@ def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
     """Which of the tensors another one depends on."""
     if not given or not made.requires_grad:
         return set()
-    found = torch.autograd.grad(made.float().sum(), list(given), allow_unused=True, retain_graph=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        found = torch.autograd.grad(made.float().sum(), list(given), allow_unused=True, retain_graph=True)
     return {index for index, gradient in enumerate(found) if gradient is not None}
 
 
@@ -156,7 +157,7 @@ def recorded(model: nn.Module, example: Any) -> Record:
         module.register_forward_hook(_leaving(recorder), always_call=True)
     args, kwargs = arguments(example)
     devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), recorder:
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=sorted(devices)), recorder:
         twin(*args, **kwargs)
     for call in recorder.calls:
         call.around = [(of[module], given) for module, given in call.around]

@@ -303,3 +303,11 @@ def test_any_number_of_dimensions(shape: tuple[int, ...], masked: bool) -> None:
 class ByTensors(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_survey_under_any_mode_tells_the_same(context: Any) -> None:
+    model = nn.Sequential(Causal(), WithMemory(), NanoAttention())
+    with context():
+        found = attention_layers(model, exclude="1")
+    assert [(layer.name, layer.spec.is_causal) for layer in found] == [("0", True), ("2", True)]
