@@ -138,7 +138,7 @@ class Folder:
         if verdicts.keys() == {claimed}:
             worth = "holds here"
         elif verdicts.keys() <= {OPPOSITE[claimed], "equivalent"}:
-            worth = "does not hold here"
+            worth = "not seen at this size"
         else:
             worth = "not shown here"
         counted = "; ".join(f"{verdict}: {count} of {len(pairs)}" for verdict, count in verdicts.items())
