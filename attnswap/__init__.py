@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         AttentionMechanism as AttentionMechanism,
         AttentionSpec as AttentionSpec,
         AttentionSwapError as AttentionSwapError,
+        NoMapError as NoMapError,
         SelfAttention as SelfAttention,
         SwapReport as SwapReport,
         __version__ as __version__,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         swap_attention as swap_attention,
         swapped as swapped,
     )
+    from attention_modules.analysis.attention_maps import attention_maps as attention_maps
     from attention_modules.testing import check_mechanism as check_mechanism
     from attnswap import (
         analysis as analysis,
@@ -50,12 +52,13 @@ _MODULES = ("analysis", "callbacks", "datamodules", "functional", "tasks")
 _HOMES = {
     **dict.fromkeys(
         (
-            *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "SelfAttention", "SwapReport"),
-            *("__version__", "available_mechanisms", "load_pretrained", "register_mechanism", "restore_attention"),
-            *("swap_attention", "swapped"),
+            *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "NoMapError", "SelfAttention"),
+            *("SwapReport", "__version__", "available_mechanisms", "load_pretrained", "register_mechanism"),
+            *("restore_attention", "swap_attention", "swapped"),
         ),
         "attention_modules",
     ),
+    "attention_maps": "attention_modules.analysis.attention_maps",
     "check_mechanism": "attention_modules.testing",
     "load_swapped": "lightning_tasks.files.load",
 }

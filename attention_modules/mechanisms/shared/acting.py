@@ -44,6 +44,11 @@ class ActingMap(ABC):
     def shape(self) -> tuple[int, int, int, int]:
         """B, H, N and M."""
 
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it is."""
+
     @abstractmethod
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         """Parts of the map, at least float32: places among the rows, places among the columns, and the weights there.
@@ -67,7 +72,7 @@ class ActingMap(ABC):
                     return part
                 found = part.new_zeros(batch, heads, number, columns)
             found[:, :, place, column] = part
-        return torch.zeros(batch, heads, number, columns) if found is None else found
+        return torch.zeros(batch, heads, number, columns, device=self.device) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,10 @@ class FactorMap(ActingMap):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (*self.q.shape[:3], self.k.shape[2] - self.extra)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
 
     @property
     def is_plain(self) -> bool:
@@ -133,9 +142,6 @@ class FactorMap(ActingMap):
             part = softmax_rows(self, places[first : first + step])
             yield slice(first, first + part.shape[2]), slice(0, part.shape[3]), part
 
-    def dense(self, rows: Tensor | None = None) -> Tensor:
-        return softmax_rows(self, torch.arange(self.q.shape[2], device=self.q.device) if rows is None else rows)
-
 
 def softmax_rows(factors: FactorMap, rows: Tensor) -> Tensor:
     """These rows ``[R]`` of the map, ``[B, H, R, M]``; zeros in rows that see nothing, NaN where q or k are."""
@@ -170,6 +176,10 @@ class ChunkedMap(ActingMap):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (*self.q.shape[:3], self.k.shape[2])
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         batch, heads, number, columns = self.shape
@@ -207,6 +217,10 @@ class SumMap(ActingMap):
     def shape(self) -> tuple[int, int, int, int]:
         return self.parts[0][1].shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0][1].device
+
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for several in zip(*(part.blocks(rows) for _, part in self.parts), strict=True):
             place, column, _ = several[0]
@@ -234,6 +248,10 @@ class LinearMap(ActingMap):
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, columns, _ = self.values.shape
         return batch, heads, self.number, columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         """As in the base; the last block is given only after map · v was compared with the output of random values.
@@ -293,6 +311,10 @@ class DenseMap(ActingMap):
     def shape(self) -> tuple[int, int, int, int]:
         return tuple(self.found.shape)  # type: ignore[return-value]
 
+    @property
+    def device(self) -> torch.device:
+        return self.found.device
+
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         found = self.found if rows is None else self.found[:, :, rows]
         found = found.to(torch.promote_types(found.dtype, torch.float32))
@@ -308,6 +330,10 @@ class _SomeHeads(ActingMap):
     def shape(self) -> tuple[int, int, int, int]:
         batch, _, rows, columns = self.whole.shape
         return batch, len(self.heads), rows, columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for place, column, part in self.whole.blocks(rows):

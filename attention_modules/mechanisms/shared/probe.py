@@ -112,6 +112,18 @@ def unobserved(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def other_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module has other tensors as its Parameters of these names."""
+    with ExitStack() as back:
+        for name, new in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            held = module.get_submodule(path)._parameters
+            back.callback(held.__setitem__, leaf, held[leaf])
+            held[leaf] = new  # type: ignore[assignment]
+        yield
+
+
+@contextmanager
 def _repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
     """Gives what sets random states to those of the start, as they are at the end again."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -142,8 +154,7 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
     Raises:
         NoMapError: if output and values show, when the map is made, that there is none.
     """
-    given = {**dict(zip(("attn_mask", "is_causal", "dropout_p", "scale"), args, strict=False)), **given}
-    given = {name: value for name, value in given.items() if name not in _NOT_OF_THE_MAP}
+    given = _of_the_map(args, given)
     with unobserved(mechanism), _repeatable(q.device):
         own = mechanism.own_map(q, k, v, **given)
     if own is not None:
@@ -180,6 +191,24 @@ def probe(
 
     constant = mix(torch.zeros_like(v))
     return LinearMap(mix, v.detach(), name, constant, constant.shape[2])
+
+
+def acting_passes(
+    mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any
+) -> list[ActingMap]:
+    """The map of each pass over the values of a mechanism that makes several, first to last; else its map alone."""
+    given = _of_the_map(args, given)
+    with unobserved(mechanism), _repeatable(q.device) as again:
+        own = mechanism.own_map(q, k, v, **given)
+        calls = [] if own is not None else _calls(partial(mechanism.forward, q, k, v, **given), again)[1]
+    over = [call.found for call in calls if call.value.shape == v.shape and bool((call.value == v).all())]
+    return over if len(over) > 1 and len(over) == len(calls) else [acting_map(mechanism, q, k, v, **given)]
+
+
+def _of_the_map(args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call after q, k and v that its map depends on, by name."""
+    named = dict(zip(("attn_mask", "is_causal", "dropout_p", "scale"), args, strict=False))
+    return {name: value for name, value in {**named, **given}.items() if name not in _NOT_OF_THE_MAP}
 
 
 def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> list[ActingMap]:

@@ -8,7 +8,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics, token_similarity
+from attention_modules.analysis import STATISTICS, attention_statistics, token_similarity
+from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
@@ -154,11 +155,11 @@ def test_hooks_are_gone_after_an_error():
 
 def count_observations(monkeypatch):
     calls = []
-    target = "lightning_tasks.callbacks.attention_monitor.attention_row_sums"
+    target = "lightning_tasks.callbacks.attention_monitor.acting_sums"
 
     def counting(*args, **kwargs):
         calls.append(args)
-        return attention_row_sums(*args, **kwargs)
+        return acting_sums(*args, **kwargs)
 
     monkeypatch.setattr(target, counting)
     return calls
