@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def _of_factors(
     acting: FactorMap, statistics: Sequence[Statistic], sink_rows: int | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     of = acting.normalized()
-    given = {"attn_mask": of.attn_mask, "is_causal": of.is_causal, "scale": of.scale}
+    given: dict[str, Any] = {"attn_mask": of.attn_mask, "is_causal": of.is_causal, "scale": of.scale}
     rows, counts = row_values(of.q, of.k, **given, statistics=statistics)
     if not acting.is_plain and "largest_probability" in rows:
         rows["largest_probability"] = rows["largest_probability"] * _mass(acting, of)

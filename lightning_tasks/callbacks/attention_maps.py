@@ -187,7 +187,8 @@ class AttentionMapLogger(MechanismObserver):
             self._images = None  # windows of images
         bad = [(~given[samples].isfinite()).sum() for given in (query, key)]
         self._bad[NOT_FINITE.statistic, name] = torch.stack(bad).sum()
-        given = {key: value[samples] if key in _OF_SAMPLES and value is not None else value for key, value in kwargs.items()}
+        given = dict(kwargs)
+        given |= {of: given[of][samples] for of in _OF_SAMPLES if given.get(of) is not None}
         mask = given.get("attn_mask")
         if mask is not None and mask.ndim == 4 and len(mask) == len(query):
             given["attn_mask"] = mask[samples]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -177,17 +177,10 @@ class DifferentialAttention(AttentionMechanism):
             out = out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
         return out
 
-    def own_map(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> SumMap:
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> SumMap:
         """A₁ - λ A₂, before the norm: ``[B, H, N, M]`` for features, ``[B, H/2, N, M]`` for heads, one per pair."""
-        attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+        scale = given.get("scale")
+        attn_mask, is_causal = combine_masks(given.get("attn_mask"), given.get("is_causal", False), q, k, scale)
         dim, masks = (-1 if self.pairs == "features" else 1), [attn_mask] * 2
         if self.pairs == "features":
             scale = None if scale is None else scale * 2**0.5

@@ -253,7 +253,7 @@ def _known(out: Tensor, calls: list[_Call], v: Tensor) -> ActingMap | None:
     if extra and bool(value[:, :, :extra].any()):
         return None
     gain, weight = _ratio(out, token[:, :, before:, :width]), _ratio(inside, v)
-    if gain is False or weight is False:
+    if isinstance(gain, bool) or isinstance(weight, bool):
         return None
     if not isinstance(found, FactorMap):
         return found if gain is weight is None and not extra else None
@@ -266,7 +266,7 @@ def _known(out: Tensor, calls: list[_Call], v: Tensor) -> ActingMap | None:
     return FactorMap(q, found.k, mask, found.is_causal, found.scale, extra, gain, weight)
 
 
-def _ratio(x: Tensor, y: Tensor) -> Tensor | None | bool:
+def _ratio(x: Tensor, y: Tensor) -> Tensor | bool | None:
     """None where x is y, one number per row ``[..., 1]`` where it is y times that, else False."""
     with torch.no_grad():
         y = y.to(x.dtype)

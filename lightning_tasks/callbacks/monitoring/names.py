@@ -74,7 +74,9 @@ def warn_of_caveats(monitor: str, layers: Iterable[AttentionLayer]) -> None:
         rank_zero_warn(f"{monitor} on {listed(names)}: {reason}")
 
 
-def warn_of_no_map(monitor: object, layer: str, mechanism: AttentionMechanism, error: NoMapError, told: set[type]) -> None:
+def warn_of_no_map(
+    monitor: object, layer: str, mechanism: AttentionMechanism, error: NoMapError, told: set[type]
+) -> None:
     """Warn, once a mechanism, of one that has no map to show.
 
     Args:

@@ -12,9 +12,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
 
 from attention_modules import symmetric_attention
-from attention_modules.analysis import attention_statistics
+from attention_modules.analysis import attention_statistics, qk_spectrum
 from attention_modules.mechanisms.pursuit import clip, next_input
-from attention_modules.mechanisms.rpc import pursuit_threshold, qk_spectrum
+from attention_modules.mechanisms.rpc import pursuit_threshold
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,

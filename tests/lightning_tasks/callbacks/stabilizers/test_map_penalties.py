@@ -257,7 +257,7 @@ def test_layers_that_it_cannot_penalize_are_refused():
     for mechanism, name in (("sigmoid", "SigmoidAttention"), ("twicing", "TwicingAttention")):
         module = TinyLM()
         swap_attention(module, mechanism, layers=[0])
-        with pytest.raises(ValueError, match=rf"that of {name}\w* in 'net.encoder.layers.0.self_attn' is none.*exclude="):
+        with pytest.raises(ValueError, match=rf"of {name}\w* in 'net.encoder.layers.0.self_attn' is none.*exclude="):
             fit(module, [entropy()])
     module = TinyLM()
     module.requires_grad_(False)
