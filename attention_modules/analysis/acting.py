@@ -46,6 +46,8 @@ def acting_sums(
         NoMapError: if there is no such map.
         ValueError: as :func:`.attention_row_sums`.
     """
+    if attn_mask is not None and attn_mask.shape[-1] > acting.shape[3]:  # which says of keys without a value, too
+        attn_mask = attn_mask[..., : acting.shape[3]]
     with without_autocast(acting.device):
         if isinstance(acting, FactorMap):
             return _of_factors(acting, statistics, sink_rows)

@@ -192,9 +192,11 @@ class AttentionMapLogger(MechanismObserver):
         mask = given.get("attn_mask")
         if mask is not None and mask.ndim == 4 and len(mask) == len(query):
             given["attn_mask"] = mask[samples]
+        q, k, v = (each[samples] for each in args[:3])
+        v.keys_without_value = getattr(args[2], "keys_without_value", 0)  # type: ignore[attr-defined]
         try:
             with torch.no_grad():
-                acting = acting_map(mechanism, *(each[samples] for each in args[:3]), *args[3:], **given)
+                acting = acting_map(mechanism, q, k, v, *args[3:], **given)
                 self._keep(index, name, acting)
         except NoMapError as error:
             warn_of_no_map(self, name, mechanism, error, self._told)

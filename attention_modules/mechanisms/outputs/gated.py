@@ -99,5 +99,5 @@ class GatedAttention(TensorMechanism):
         return (gate.unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2),)
 
     def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-        """With a gate per element softmax(q kᵀ · scale + mask), whose output it multiplies; else rows sum to the gate."""
+        """With a gate per element that of softmax, whose output the gate multiplies; else rows sum to the gate."""
         return kernel_maps(self, q, k, v, **given)[-1] if self.kind == "element" else None

@@ -59,7 +59,11 @@ class ActingMap(ABC):
 
     def of_heads(self, heads: Sequence[int]) -> ActingMap:
         """The same of some heads."""
-        return _SomeHeads(self, list(heads))
+        return _Part(self, list(heads), self.shape[3])
+
+    def of_first_keys(self, number: int) -> ActingMap:
+        """The same of some keys; those that follow have no value."""
+        return _Part(self, list(range(self.shape[1])), number)
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
         """The map, or some rows of it, ``[B, H, R, M]``."""
@@ -119,6 +123,15 @@ class FactorMap(ActingMap):
             mask = mask[..., of, :, :]
         gain, weight = (None if x is None else x[:, of] for x in (self.gain, self.weight))
         return replace(self, q=self.q[:, of], k=self.k[:, of], attn_mask=mask, gain=gain, weight=weight)
+
+    def of_first_keys(self, number: int) -> ActingMap:
+        if self.is_causal or not self.is_plain:
+            return super().of_first_keys(number)
+        mask = self.attn_mask
+        if mask is not None and mask.dim() and mask.shape[-1] > 1:
+            mask = mask.roll(self.k.shape[2] - number, -1)
+        k = self.k.roll(self.k.shape[2] - number, 2)
+        return replace(self, k=k, attn_mask=mask, extra=self.k.shape[2] - number)
 
     def normalized(self) -> FactorMap:
         """Absolute weights, each row over its sum: softmax of other queries and keys."""
@@ -322,14 +335,16 @@ class DenseMap(ActingMap):
 
 
 @dataclass(frozen=True)
-class _SomeHeads(ActingMap):
+class _Part(ActingMap):
+    """Of some heads and the first keys."""
+
     whole: ActingMap
     heads: list[int]
+    keys: int
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        batch, _, rows, columns = self.whole.shape
-        return batch, len(self.heads), rows, columns
+        return self.whole.shape[0], len(self.heads), self.whole.shape[2], self.keys
 
     @property
     def device(self) -> torch.device:
@@ -337,4 +352,5 @@ class _SomeHeads(ActingMap):
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for place, column, part in self.whole.blocks(rows):
-            yield place, column, part[:, self.heads]
+            last = min(column.stop, self.keys)
+            yield place, slice(column.start, last), part[:, self.heads, :, : max(0, last - column.start)]

@@ -157,9 +157,12 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
     given = _of_the_map(args, given)
     with unobserved(mechanism), _repeatable(q.device):
         own = mechanism.own_map(q, k, v, **given)
-    if own is not None:
-        return DenseMap(own) if isinstance(own, Tensor) else own
-    return probe(partial(mechanism.forward, q, k), v, given, type(mechanism).__name__, mechanism)
+    if own is None:
+        found = probe(partial(mechanism.forward, q, k), v, given, type(mechanism).__name__, mechanism)
+    else:
+        found = DenseMap(own) if isinstance(own, Tensor) else own
+    without = getattr(v, "keys_without_value", 0)  # which a layer has put behind its own
+    return found.of_first_keys(v.shape[2] - without) if without else found
 
 
 def probe(
