@@ -307,11 +307,11 @@ def _beside(values: Tensor) -> Tensor:
     return (values + quasi_random(values) * values.detach().square().mean().sqrt().clamp(min=1e-3)).to(values.dtype)
 
 
-def quasi_random(like: Tensor) -> Tensor:
-    """Numbers between -1 and 1 that look random, always the same, of a tensor's shape, dtype and device."""
+def quasi_random(like: Tensor, turn: int = 1) -> Tensor:
+    """Numbers between -1 and 1 that look random, the same for each ``turn``, of a tensor's shape, dtype and device."""
     wide = torch.promote_types(like.dtype, torch.float32)
     count = torch.arange(1, like.numel() + 1, device=like.device, dtype=wide)
-    return count.mul_(1.6180339887).sin_().view(like.shape).to(like.dtype)
+    return count.mul_(1.6180339887 * turn).sin_().view(like.shape).to(like.dtype)
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,12 @@ class _Capture(TorchFunctionMode):
     """Keeps what attention is called with.
 
     Args:
-        computed: whether attention is computed; where not, a single call gives a token in place of its output.
+        token: which numbers a single call gives in place of its output, as large as values are; 0 for attention.
     """
 
-    def __init__(self, computed: bool) -> None:
+    def __init__(self, token: int) -> None:
         super().__init__()
-        self.computed = computed
+        self.token = token
         self.calls: list[_Call] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,13 +86,15 @@ class _Capture(TorchFunctionMode):
         return self._keep(ChunkedMap(weights, q, k, attn_mask, is_causal, scale), v, compute)
 
     def _keep(self, found: ActingMap, value: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        if self.computed:
+        if not self.token:
             out = compute()
         elif self.calls:
             raise _SeveralCalls
         else:
-            query = found.q  # type: ignore[attr-defined]
-            out = quasi_random(value.new_empty(*query.shape[:-1], value.shape[-1]))
+            with torch.no_grad():
+                size = value.abs().amax() if value.numel() else value.new_ones(())
+                place = value.new_empty(*found.q.shape[:-1], value.shape[-1])  # type: ignore[attr-defined]
+                out = quasi_random(place, self.token) * torch.where(size.isfinite() & (size > 0), size, 1.0)
         self.calls.append(_Call(found, value, out))
         return out
 
@@ -182,9 +184,16 @@ def probe(
         module: whose hooks are not to see it.
     """
     module = nn.Module() if module is None else module
+    call = partial(function, v, **given)
     with unobserved(module), _repeatable(v.device) as again:
-        out, calls = _calls(partial(function, v, **given), again)
+        out, calls = _calls(call, again)
         found = _known(out, calls, v) if calls else None
+        if isinstance(found, FactorMap) and found.gain is not None and len(calls) == 1:
+            again()
+            other = _known(*_captured(call, token=2), v)
+            if not isinstance(other, FactorMap) or not _alike(found.gain, other.gain):
+                again()  # one number per row, but another for other outputs: a norm
+                found = _known(*_captured(call, token=0), v)
         if found is not None:
             return found
 
@@ -226,14 +235,18 @@ def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, 
 def _calls(function: Callable[[], Tensor], again: Callable[[], None]) -> tuple[Tensor, list[_Call]]:
     """The output, with a token in it where a single kernel is called, and the calls."""
     try:
-        return _captured(function, computed=False)
+        return _captured(function, token=1)
     except _SeveralCalls:
         again()
-        return _captured(function, computed=True)
+        return _captured(function, token=0)
 
 
-def _captured(function: Callable[[], Tensor], computed: bool) -> tuple[Tensor, list[_Call]]:
-    with _Capture(computed) as capture, taken_by(capture.chunked):
+def _alike(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and bool(torch.isclose(x, y, rtol=TOLERANCE[x.dtype], equal_nan=True).all())
+
+
+def _captured(function: Callable[[], Tensor], token: int) -> tuple[Tensor, list[_Call]]:
+    with _Capture(token) as capture, taken_by(capture.chunked):
         out = function()
     return out, capture.calls
 
