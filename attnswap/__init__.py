@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         swap_attention as swap_attention,
         swapped as swapped,
     )
-    from attention_modules.analysis.attention_maps import attention_maps as attention_maps
+    from attention_modules.analysis.model_maps import attention_maps as attention_maps
     from attention_modules.testing import check_mechanism as check_mechanism
     from attnswap import (
         analysis as analysis,
@@ -58,7 +58,7 @@ _HOMES = {
         ),
         "attention_modules",
     ),
-    "attention_maps": "attention_modules.analysis.attention_maps",
+    "attention_maps": "attention_modules.analysis.model_maps",
     "check_mechanism": "attention_modules.testing",
     "load_swapped": "lightning_tasks.files.load",
 }

@@ -1,7 +1,7 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
 from attention_modules.analysis.agreement import Agreement
-from attention_modules.analysis.attention_maps import attention_maps
+from attention_modules.analysis.model_maps import attention_maps
 from attention_modules.analysis.drift import Drift, LayerDrift, swap_drift
 from attention_modules.analysis.kernel_pca import (
     KernelPCA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -148,11 +149,12 @@ class _Collected:
         else:
             several = [acting_map(mechanism, *args, **kwargs)]
         number = alike * len(several)
-        maps = [self._dense(each, layer.name, number) for each in several]
+        size = 8 if args[2].dtype == torch.float64 else 4
+        maps = [self._dense(each, layer.name, number, size) for each in several]
         suffixes = [f"/pass_{place + 1}" for place in range(len(maps))] if len(maps) > 1 else [""]
         self.found[layer.name] = dict(zip(suffixes, maps, strict=True))
 
-    def _dense(self, acting: ActingMap, name: str, number: int) -> Tensor:
+    def _dense(self, acting: ActingMap, name: str, number: int, size: int) -> Tensor:
         if self.heads is not None:
             acting = acting.of_heads(_places(self.heads, acting.shape[1], name, "head"))
         batch, heads, tokens, columns = acting.shape
@@ -160,7 +162,7 @@ class _Collected:
         if self.rows is not None:
             rows = torch.tensor(_places(self.rows, tokens, name), dtype=torch.long, device=acting.device)
         shape = (batch, 1 if self.mean else heads, tokens if rows is None else len(rows), columns)
-        _check_memory(shape, number, acting.device, name)
+        _check_memory((size, *shape), number, acting.device, name)
         if not self.mean:
             return acting.dense(rows)
         found = torch.zeros(batch, tokens, columns, device=acting.device)
@@ -177,13 +179,11 @@ def _places(chosen: list[int], number: int, name: str, what: str = "row") -> lis
 
 
 def _check_memory(shape: tuple[int, ...], number: int, device: torch.device, name: str) -> None:
-    needed = 4 * number
-    for size in shape:
-        needed *= size
+    needed = number * math.prod(shape)  # the first is the bytes of a number
     free = _free_bytes(device)
     if free is not None and needed > free:
         raise MemoryError(
-            f"attention maps {list(shape)} of {number} layers, {name!r} first, take {needed:,} bytes, and {free:,} are "
+            f"attention maps {list(shape[1:])} of {number} layers, {name!r} first, take {needed:,} bytes, and {free:,} are "
             "free: ask for some rows (rows=[0]), some layers (layers=[-1]) or some heads"
         )
 
