@@ -43,6 +43,7 @@ class Row:
     symmetric: str
     rpc: str
     left: str
+    maps: str = ""
 
     @property
     def by_name(self) -> bool:
