@@ -57,6 +57,10 @@ class ActingMap(ABC):
             rows: numbers of the rows wanted, ``[R]``; all where None.
         """
 
+    def some_rows(self) -> Tensor | None:
+        """Rows that stand for all where all would cost much; None for all."""
+        return None
+
     def of_heads(self, heads: Sequence[int]) -> ActingMap:
         """The same of some heads."""
         return _Part(self, list(heads), self.shape[3])
@@ -243,60 +247,87 @@ class SumMap(ActingMap):
 
 @dataclass(frozen=True)
 class LinearMap(ActingMap):
-    """The matrix of a function that is linear in the values, from columns of the identity as values.
+    """The matrix of a function that is linear in the values: by columns of the identity as values, or by its gradient.
 
     Args:
-        mix: the function of values ``[B, H, M, d]``; a constant may be added to what is linear.
+        mix: the function of values ``[B, H, M, d]``, without a gradient; a constant may be added to what is linear.
+        slope: the gradient of the values, of that of the output; None where it has none.
         values: those for which it shall act, ``[B, H, M, d]``.
+        constant: the output for values of 0, ``[B, H, N, d']``.
         name: of the mechanism, for the error.
     """
 
     mix: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor | None]
     values: Tensor
-    name: str
     constant: Tensor
-    number: int
+    name: str
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, columns, _ = self.values.shape
-        return batch, heads, self.number, columns
+        return batch, heads, self.constant.shape[2], columns
 
     @property
     def device(self) -> torch.device:
         return self.values.device
 
+    def some_rows(self) -> Tensor | None:
+        number, width = self.constant.shape[2:]
+        if number < 8 * width:
+            return None
+        return torch.linspace(0, number - 1, width, device=self.device).round().long()
+
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
-        """As in the base; the last block is given only after map · v was compared with the output of random values.
+        """As in the base; all is given only after map · v was compared with the output of other values.
 
         Raises:
             NoMapError: if they differ.
         """
-        columns, width = self.values.shape[-2:]
-        device, wide = self.values.device, torch.promote_types(self.values.dtype, torch.float32)
-        places = torch.arange(self.number, device=device) if rows is None else rows
+        wide = torch.promote_types(self.values.dtype, torch.float32)
         tried = _beside(self.values)
-        want = (self.mix(tried) - self.constant)[:, :, places].to(wide)
+        want = self.mix(tried) - self.constant
+        want, tried = (want if rows is None else want[:, :, rows]).to(wide), tried.to(wide)
+        columns = self.values.shape[2]
+        if rows is not None and 4 * len(rows) <= columns:
+            parts = [self._rows(part) for part in rows.split(self.constant.shape[-1])]
+            if all(part is not None for part in parts):
+                found = torch.cat([part for part in parts if part is not None], 2).to(wide)
+                self._check(_product(found, tried), want)
+                yield slice(0, len(rows)), slice(0, columns), found
+                return
         total = torch.zeros_like(want)
-        for first in range(0, columns, width):
-            last = min(first + width, columns)
+        for first in range(0, columns, self.values.shape[3]):
+            last = min(first + self.values.shape[3], columns)
             one = torch.zeros_like(self.values)
-            one[..., first:last, : last - first] = torch.eye(last - first, dtype=one.dtype, device=device)
-            part = (self.mix(one) - self.constant)[:, :, places, : last - first].to(wide)
-            with without_autocast(device):
-                total += part @ tried[..., first:last, :].to(wide)
+            one[..., first:last, : last - first] = torch.eye(last - first, dtype=one.dtype, device=one.device)
+            part = (self.mix(one) - self.constant)[..., : last - first]
+            part = (part if rows is None else part[:, :, rows]).to(wide)
+            total += _product(part, tried[..., first:last, :])
             if last == columns:
                 self._check(total, want)
-            yield slice(0, len(places)), slice(first, last), part
+            yield slice(0, want.shape[2]), slice(first, last), part
+
+    def _rows(self, rows: Tensor) -> Tensor | None:
+        """As many rows as outputs are wide, from one gradient."""
+        above = torch.zeros_like(self.constant)
+        above[:, :, rows, torch.arange(len(rows), device=rows.device)] = 1.0
+        slope = self.slope(above)
+        return None if slope is None else slope[..., : len(rows)].mT
 
     def _check(self, total: Tensor, want: Tensor) -> None:
         error, size = (total - want).norm(), want.norm()
         if bool(error > TOLERANCE[self.constant.dtype] * size + 1e-30):  # NaN is no error of the mechanism
             raise NoMapError(
-                f"{self.name} has no attention map: with random values its output differs from map · values by "
+                f"{self.name} has no attention map: with other values its output differs from map · values by "
                 f"{float(error / size):.1g} of its norm, so it is not linear in them; where it has a map all the same, "
                 "define own_map in a subclass of AttentionMechanism"
             )
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    with without_autocast(x.device):
+        return x @ y
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -349,6 +380,9 @@ class _Part(ActingMap):
     @property
     def device(self) -> torch.device:
         return self.whole.device
+
+    def some_rows(self) -> Tensor | None:
+        return self.whole.some_rows()
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for place, column, part in self.whole.blocks(rows):

@@ -201,8 +201,22 @@ def probe(
         with torch.no_grad(), unobserved(module), _repeatable(v.device):
             return function(values, **given)
 
-    constant = mix(torch.zeros_like(v))
-    return LinearMap(mix, v.detach(), name, constant, constant.shape[2])
+    def slope(above: Tensor) -> Tensor | None:
+        with torch.inference_mode(False), torch.enable_grad(), unobserved(module), _repeatable(v.device):
+            of, values = _ordinary(function), torch.zeros_like(v, requires_grad=True)
+            out = of(values, **{name: _ordinary(value) for name, value in given.items()})
+            if not out.requires_grad:
+                return None
+            return torch.autograd.grad(out, values, _ordinary(above), allow_unused=True)[0]
+
+    return LinearMap(mix, slope, v.detach(), mix(torch.zeros_like(v)), name)
+
+
+def _ordinary(given: Any) -> Any:
+    """A tensor of inference mode as one that autograd takes, also among the arguments of a partial function."""
+    if isinstance(given, partial):
+        return partial(given.func, *map(_ordinary, given.args), **given.keywords)
+    return given.clone() if isinstance(given, Tensor) and given.is_inference() else given
 
 
 def acting_passes(

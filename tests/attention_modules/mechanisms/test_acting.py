@@ -272,3 +272,27 @@ def test_rows_without_weights_do_not_count():
     share = (q @ k.mT).softmax(-1)[:, :, 4:]
     torch.testing.assert_close(sink, share.mean(-2).amax(-1))
     torch.testing.assert_close(sums["entropy"][0], -(share * share.log()).sum((-2, -1)))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_few_rows_come_from_a_gradient(name, mode):
+    spec = AttentionSpec(dim=16, num_heads=2, head_dim=8)
+    found = Subject(name, spec)
+    module = found.build(80, torch.float64)
+    with mode():
+        inputs = {of: value.clone() for of, value in found.inputs(80, torch.float64).items()}
+        acting = acting_map(module, **inputs, is_causal=True)
+        rows = torch.tensor([0, 79, 5])
+        whole = acting.dense()
+        torch.testing.assert_close(acting.dense(rows), whole[:, :, rows])
+        sums, sink = acting_sums(acting, is_causal=True, sink_rows=0)
+        chosen = acting.some_rows()
+        share = whole[:, :, chosen].abs()
+        share = share / share.sum(-1, keepdim=True)
+        assert len(chosen) == 8
+        assert (sums["entropy"][1] == 8).all()
+        entropy = -torch.special.xlogy(share, share).sum(-1)
+        torch.testing.assert_close(sums["entropy"][0].double(), entropy.sum(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sink.double(), share.mean(-2).amax(-1), rtol=1e-4, atol=1e-5)
+    assert all(parameter.grad is None for parameter in module.parameters())
