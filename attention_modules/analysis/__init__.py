@@ -1,7 +1,6 @@
 """What an attention layer does, measured: pure functions of queries, keys and weights."""
 
 from attention_modules.analysis.agreement import Agreement
-from attention_modules.analysis.model_maps import attention_maps
 from attention_modules.analysis.drift import Drift, LayerDrift, swap_drift
 from attention_modules.analysis.kernel_pca import (
     KernelPCA,
@@ -23,6 +22,7 @@ from attention_modules.analysis.max_margin import (
     max_margin_direction,
     max_margin_head,
 )
+from attention_modules.analysis.model_maps import attention_maps
 from attention_modules.analysis.spectrum import (
     QKSpectrum,
     frobenius_squared,

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attention_modules import AttentionMechanism, AttentionSpec, NoMapError, available_mechanisms, build_mechanism, mechanism_class
+from attention_modules import (
+    AttentionMechanism,
+    AttentionSpec,
+    NoMapError,
+    available_mechanisms,
+    build_mechanism,
+    mechanism_class,
+)
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanisms.shared.acting import ChunkedMap, DenseMap, FactorMap, LinearMap, SumMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
