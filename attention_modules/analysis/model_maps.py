@@ -144,10 +144,7 @@ class _Collected:
         kwargs: dict[str, Any],
     ) -> None:
         """A forward pre-hook of a layer's mechanism; ``alike`` layers have maps of this size."""
-        if self.passes:
-            several = acting_passes(mechanism, *args, **kwargs)
-        else:
-            several = [acting_map(mechanism, *args, **kwargs)]
+        several = acting_passes(mechanism, *args, **kwargs) if self.passes else [acting_map(mechanism, *args, **kwargs)]
         number = alike * len(several)
         size = 8 if args[2].dtype == torch.float64 else 4
         maps = [self._dense(each, layer.name, number, size) for each in several]
@@ -183,8 +180,8 @@ def _check_memory(shape: tuple[int, ...], number: int, device: torch.device, nam
     free = _free_bytes(device)
     if free is not None and needed > free:
         raise MemoryError(
-            f"attention maps {list(shape[1:])} of {number} layers, {name!r} first, take {needed:,} bytes, and {free:,} are "
-            "free: ask for some rows (rows=[0]), some layers (layers=[-1]) or some heads"
+            f"attention maps {list(shape[1:])} of {number} layers, {name!r} first, take {needed:,} bytes, and {free:,} "
+            "are free: ask for some rows (rows=[0]), some layers (layers=[-1]) or some heads"
         )
 
 

@@ -85,11 +85,12 @@ class AttentionMonitor(MechanismObserver):
 
     Plain layers are observed by putting plain softmax attention into them while a trainer runs that observes, which
     changes no output; at its end they are plain again. Between firings nothing is hooked. A firing (an observed step,
-    or any batch of an observed evaluation) costs about three more passes of attention for all statistics
-    (``python -m benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. A mechanism
-    that is neither softmax of some queries and keys nor made in chunks of rows (``scaled``, ``twicing``,
-    ``talking_heads``, a function of one's own that writes the softmax out) costs M / d passes of its own, for M keys
-    and heads of width d; from 8 d rows on d rows are looked at, for a few passes. Training values under several processes are those of the first one's batch.
+    or any batch of an observed evaluation) costs about three more passes of attention for all statistics (``python -m
+    benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. A mechanism that is neither
+    softmax of some queries and keys nor made in chunks of rows (``scaled``, ``twicing``, ``talking_heads``, a function
+    of one's own that writes the softmax out) costs M / d passes of its own, for M keys and heads of width d; from 8 d
+    rows on d rows are looked at, for a few passes. Training values under several processes are those of the first one's
+    batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.

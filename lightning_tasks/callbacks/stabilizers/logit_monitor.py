@@ -34,8 +34,8 @@ class LogitMonitor(QueryKeyObserver):
 
     Plain layers are observed by putting plain softmax attention into them while the trainer runs, which changes no
     output. The logits are q kᵀ · scale of the q and k that the mechanism is given, not those of its own map: a
-    mechanism with others (``own_logits``) is named when training starts. A firing costs about one product of queries and keys, and runs without ``torch.compile``.
-    Under several processes the values are those of the first one's batch.
+    mechanism with others (``own_logits``) is named when training starts. A firing costs about one product of queries
+    and keys, and runs without ``torch.compile``. Under several processes the values are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed batch to the next.

@@ -172,7 +172,7 @@ def test_bad_input(monkeypatch):
         attention_maps(model, x, rows=[9])
     with pytest.raises(ValueError, match=r"no head 2 in 'layers.0.self_attn', which has 2"):
         attention_maps(model, x, heads=2)
-    with pytest.raises(AttentionSwapError, match="out of range|no layer"):
+    with pytest.raises(AttentionSwapError, match=r"out of range|no layer"):
         attention_maps(model, x, layers=[5])
     with pytest.raises(AttentionSwapError):
         attention_maps(model, x, layers="encoder.*")

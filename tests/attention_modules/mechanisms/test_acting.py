@@ -181,8 +181,12 @@ def grouped(q, k, v):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("function", "kind", "constant"),
-    [(cosine, FactorMap, 0.0), (halved, FactorMap, 0.0), (written_out, LinearMap, 0.0)]
-    + [(with_a_learned_value, LinearMap, 1.0)],
+    [
+        (cosine, FactorMap, 0.0),
+        (halved, FactorMap, 0.0),
+        (written_out, LinearMap, 0.0),
+        (with_a_learned_value, LinearMap, 1.0),
+    ],
 )
 def test_functions_of_ones_own(function, kind, constant):
     module = build_mechanism(function, SPEC)
