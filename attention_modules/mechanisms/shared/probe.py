@@ -298,15 +298,14 @@ def _known(out: Tensor, calls: list[_Call], v: Tensor) -> ActingMap | None:
 
 def _ratio(x: Tensor, y: Tensor) -> Tensor | bool | None:
     """None where x is y, one number per row ``[..., 1]`` where it is y times that, else False."""
+    y = y.to(x.dtype)
+    if bool(((x == y) | (x.isnan() & y.isnan())).all()):
+        return None
+    if x.shape[-1] == 1:
+        return False
+    rounding, wide = TOLERANCE[x.dtype] / 10, torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    number = (x * y).sum(-1, keepdim=True) / y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
     with torch.no_grad():
-        y = y.to(x.dtype)
-        same = (x == y) | (x.isnan() & y.isnan())
-        if bool(same.all()):
-            return None
-        if x.shape[-1] == 1:
-            return False
-        rounding, wide = TOLERANCE[x.dtype] / 10, torch.promote_types(x.dtype, torch.float32)
-        x, y = x.to(wide), y.to(wide)
-        number = (x * y).sum(-1, keepdim=True) / y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
         miss = torch.linalg.vector_norm(x - number * y, dim=-1)
         return number if bool((miss <= rounding * torch.linalg.vector_norm(x, dim=-1)).all()) else False
