@@ -37,6 +37,14 @@ class Line:
     reason: str = ""
     maps: str = ""
 
+    @property
+    def same_maps(self) -> bool:
+        """Whether every map is the eager implementation's, to 1e-5."""
+        try:
+            return float(self.maps) <= 1e-5
+        except ValueError:
+            return False
+
 
 def tried(folder: str) -> Line:
     """Build tiny models of a folder until its attention classes were swapped, and see what they show."""

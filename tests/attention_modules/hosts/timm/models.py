@@ -46,6 +46,14 @@ class Row:
     maps: str = ""
 
     @property
+    def same_maps(self) -> bool:
+        """Whether every map is the one that its layer writes out without fused kernels, to 1e-5."""
+        try:
+            return float(self.maps) <= 1e-5
+        except ValueError:
+            return False
+
+    @property
     def by_name(self) -> bool:
         """Whether the model takes mechanisms in class attention alone."""
         return BY_NAME in self.swapped
