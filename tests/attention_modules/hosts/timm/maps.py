@@ -68,10 +68,21 @@ def difference(call: Call) -> float:
         layer.attn_drop.register_forward_pre_hook(lambda _, args: dropped.append(args[0]))
     with torch.no_grad(), _written_out(layer), _Softmax() as softmax:
         model()
-    fitting = [each for each in (*dropped, *softmax.found[-1:]) if each.numel() == mine.numel()]
+    found = [_as_ours(each, mine.shape) for each in (*dropped, *softmax.found[-1:])]
+    fitting = [each for each in found if each.shape == mine.shape]
     if not fitting:
-        return float("inf")
-    return float((fitting[0].reshape(mine.shape) - mine).abs().max())
+        raise ValueError(f"maps {[tuple(each.shape) for each in found]} beside ours {tuple(mine.shape)}")
+    return float((fitting[0] - mine).abs().max())
+
+
+def _as_ours(found: Tensor, ours: torch.Size) -> Tensor:
+    """A map of timm's with windows as samples: Hiera and NesT have ``[B, H, windows, N, M]``, others ``[B * H, N, M]``.
+
+    Axes are named and moved, never only reshaped, which would take any layout of as many numbers.
+    """
+    if found.dim() == 5:
+        return found.transpose(1, 2).flatten(0, 1)
+    return found.unflatten(0, (-1, ours[1])) if found.dim() == 3 and found.shape[0] % ours[1] == 0 else found
 
 
 def maps_of(row: Row, done: dict[str, float | str]) -> str:
