@@ -16,13 +16,17 @@ from attention_modules.hosts.discovery import survey
 from tests.attention_modules.hosts.huggingface.tiny import NotBuilt, classes_of, run, running
 
 MODELS = 3
-EAGER = "eager_attention_forward"
+EAGER = "eager_attention_forward"  # how the names of eager implementations end
 
 
 def maps_of(folder: str) -> str:
-    """The largest difference of a map in a folder, as "1e-07", or why there is none."""
+    """The largest difference of a map in a folder, as "1e-07", or why there is none.
+
+    Layers of which eager gives no map are named behind the number, so that the folder does not count as compared.
+    """
     callers, kinds = classes_of(folder)
     wanted, seen, worst, reasons = {each.__name__ for each in callers}, set(), 0.0, []
+    missing: set[str] = set()
     for kind in kinds:
         if len(reasons) >= MODELS or (seen and not wanted - seen):
             break
@@ -35,15 +39,22 @@ def maps_of(folder: str) -> str:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
         for name, difference in found.items():
-            seen.add(type(model.get_submodule(name)).__name__)
-            worst = max(worst, difference)
+            kind_of = type(model.get_submodule(name)).__name__
+            seen.add(kind_of)
+            if difference is None:
+                missing.add(kind_of)
+            else:
+                worst = max(worst, difference) if difference == difference else float("nan")
     if not seen:
-        return "; ".join(reasons) or "eager gives no map"
-    return f"{worst:.0e}"
+        return "; ".join(reasons) or "no layer is called"
+    return f"{worst:.0e}" + (f"; no eager map of {', '.join(sorted(missing))}" if missing else "")
 
 
-def compared(model: Any, inputs: dict[str, Any]) -> dict[str, float]:
-    """How far each layer's map is from the eager one, at rows that see a key and tokens that are no padding."""
+def compared(model: Any, inputs: dict[str, Any]) -> dict[str, float | None]:
+    """How far each layer's map is from the eager one, at rows that see a key and tokens that are no padding.
+
+    None where eager gives no map of a layer that was called.
+    """
     with contextlib.suppress(AttributeError):
         model.config.use_cache = False
     try:
@@ -56,10 +67,11 @@ def compared(model: Any, inputs: dict[str, Any]) -> dict[str, float]:
     with torch.no_grad(), eager_maps(model) as given:
         run(model, inputs)
     mask = inputs.get("attention_mask")
-    found = {}
+    found: dict[str, float | None] = {}
     for name, mine in maps.items():
         theirs = given.get(id(model.get_submodule(name)))
         if theirs is None:
+            found[name] = None
             continue
         if theirs.shape != mine.shape:
             found[name] = float("inf")
@@ -76,7 +88,12 @@ def eager_maps(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     """The last map that the eager implementation gives each layer, by the layer's identity."""
     given: dict[int, Tensor] = {}
     places = {kind.__module__ for part in model.modules() for kind in type(part).__mro__}
-    before = {place: vars(sys.modules[place])[EAGER] for place in places if EAGER in vars(sys.modules[place])}
+    before = {
+        (place, name): function
+        for place in places
+        for name, function in vars(sys.modules[place]).items()
+        if name.endswith(EAGER) and callable(function)
+    }
 
     def recorder(function: Any) -> Any:
         def record(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +104,10 @@ def eager_maps(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 
         return record
 
-    for place, function in before.items():
-        setattr(sys.modules[place], EAGER, recorder(function))
+    for (place, name), function in before.items():
+        setattr(sys.modules[place], name, recorder(function))
     try:
         yield given
     finally:
-        for place, function in before.items():
-            setattr(sys.modules[place], EAGER, function)
+        for (place, name), function in before.items():
+            setattr(sys.modules[place], name, function)
