@@ -76,12 +76,13 @@ def difference(call: Call) -> float:
 
 
 def _as_ours(found: Tensor, ours: torch.Size) -> Tensor:
-    """A map of timm's with windows as samples: Hiera and NesT have ``[B, H, windows, N, M]``, others ``[B * H, N, M]``.
+    """A map of timm's with windows as samples: of Hiera's and NesT's ``[B, H, windows, N, M]``, and Twins' with these two
+    axes the other way; others may have ``[B * H, N, M]``.
 
     Axes are named and moved, never only reshaped, which would take any layout of as many numbers.
     """
     if found.dim() == 5:
-        return found.transpose(1, 2).flatten(0, 1)
+        return (found.transpose(1, 2) if found.shape[1] == ours[1] else found).flatten(0, 1)
     return found.unflatten(0, (-1, ours[1])) if found.dim() == 3 and found.shape[0] % ours[1] == 0 else found
 
 
