@@ -76,8 +76,9 @@ def difference(call: Call) -> float:
 
 
 def _as_ours(found: Tensor, ours: torch.Size) -> Tensor:
-    """A map of timm's with windows as samples: of Hiera's and NesT's ``[B, H, windows, N, M]``, and Twins' with these two
-    axes the other way; others may have ``[B * H, N, M]``.
+    """A map of timm's with windows as samples.
+
+    Hiera's and NesT's are ``[B, H, windows, N, M]``, Twins' ``[B, windows, H, N, M]``; others may be ``[B * H, N, M]``.
 
     Axes are named and moved, never only reshaped, which would take any layout of as many numbers.
     """
