@@ -14,6 +14,7 @@ from attention_modules.mechanism import (
     register_mechanism as register_mechanism,
 )
 from attention_modules.mechanisms import *  # noqa: F403 a line for each is there
+from attention_modules.mechanisms.shared.acting import NoMapError as NoMapError
 from attention_modules.pretrained import load_pretrained as load_pretrained
 from attention_modules.prompt import PromptAttention as PromptAttention, prompt_attention as prompt_attention
 from attention_modules.swap import (

@@ -101,14 +101,11 @@ class AttentionMechanism(nn.Module):
     softmax_like: ClassVar[bool] = False
     """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
     the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
-    softmax_map: ClassVar[bool] = False
-    """Whether the map that mixes the values is softmax(q kᵀ · scale + mask), with k kᵀ where it uses no query; monitors
-    show that map, and warn of mechanisms with another."""
     surrogate_gradient: bool = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
     own_logits: ClassVar[str | None] = None
     """Why its logits are not q kᵀ · scale (k kᵀ where it uses no query) of what it is given, plus what a mask or a bias
-    adds, if so: monitors say so, and callbacks that act on those logits refuse the layer."""
+    adds, if so: LogitMonitor says so, and callbacks that act on those logits refuse the layer."""
     stochastic: ClassVar[bool] = False
     """Whether, by its definition, it draws at random in training, and so gives there another output than elsewhere."""
     before_rotation: bool = False
@@ -145,6 +142,35 @@ class AttentionMechanism(nn.Module):
         if self.built_with is None:
             raise RuntimeError(f"{type(self).__name__} was built by a callable: load its values, or build it anew")
         self.load_state_dict(type(self)(self.spec, **self.built_with).state_dict())
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """The map by which it mixes these values, where that is to be said; by default it is found from a call.
+
+        What calls one kernel, or is linear in the values, need not say it. A mechanism that changes its output
+        afterwards (a norm) does: monitors and :func:`attnswap.attention_maps` show what it returns.
+
+        Args:
+            q, k, v: as :meth:`forward` takes them.
+            **given: its other arguments, but for dropout.
+
+        Returns:
+            ``[B, H, N, M]``, or None.
+
+        Example:
+            >>> import torch
+            >>> from torch.nn import functional as F
+            >>> from attnswap import AttentionMechanism, attention_maps, swap_attention
+            >>> class Normed(AttentionMechanism):
+            ...     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+            ...         return F.normalize(F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p), dim=-1)
+            ...     def own_map(self, q, k, v, **given):
+            ...         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+            >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+            >>> report = swap_attention(model, Normed)
+            >>> attention_maps(model, torch.randn(1, 5, 16))["self_attn"].shape
+            torch.Size([1, 2, 5, 5])
+        """
+        return None
 
     def remember(self, x: Tensor) -> Tensor:
         """What must be kept of tokens whose keys are cached; the layer keeps it beside them where ``remembers``.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,28 @@ def transforms_active() -> bool:
     # Private: where it is absent, no transform can be seen.
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
     return peek is not None and peek() is not None
+
+
+class _Seam(threading.local):
+    take: Callable[..., Tensor] | None = None
+
+
+_SEAM = _Seam()
+
+
+def taker() -> Callable[..., Tensor] | None:
+    """Who takes calls of :func:`.attend_by` in place of its own sums, to see what its map is; None in compiled code."""
+    return None if torch.compiler.is_compiling() else _SEAM.take
+
+
+@contextmanager
+def taken_by(take: Callable[..., Tensor] | None) -> Iterator[None]:
+    """Inside, mechanisms take their plain forms, and ``take`` gets the arguments of :func:`.attend_by`."""
+    before, _SEAM.take = _SEAM.take, take
+    try:
+        yield
+    finally:
+        _SEAM.take = before
 
 
 def recomputed(function: Callable[..., Tensor], *given: Any, random: bool = False) -> Tensor:
@@ -176,6 +199,8 @@ def flash_applies(k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: boo
     ``sdpa_kernel(SDPBackend.MATH)``, in compiled or traced code and under transforms.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_flash_kernels() or k.device.type != "cpu":
+        return False
+    if taker() is not None:
         return False
     if type(k) not in (Tensor, nn.Parameter) or type(v) not in (Tensor, nn.Parameter) or transforms_active():
         return False

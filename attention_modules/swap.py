@@ -334,7 +334,7 @@ def _warn_of_hooks(plan: Plan) -> None:
         warnings.warn(
             f"hooks on {silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''} saw the "
             "attention map, and see nothing now: swapped layers make none. AttentionMapLogger draws maps, and "
-            "attnswap.analysis.attention_map computes one from the q and k that a hook on the layer's mechanism gets",
+            "attnswap.attention_maps(model, inputs) returns them",
             stacklevel=5,
         )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         AttentionMechanism as AttentionMechanism,
         AttentionSpec as AttentionSpec,
         AttentionSwapError as AttentionSwapError,
+        NoMapError as NoMapError,
         SelfAttention as SelfAttention,
         SwapReport as SwapReport,
         __version__ as __version__,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         swap_attention as swap_attention,
         swapped as swapped,
     )
+    from attention_modules.analysis.model_maps import attention_maps as attention_maps
     from attention_modules.testing import check_mechanism as check_mechanism
     from attnswap import (
         analysis as analysis,
@@ -53,12 +55,13 @@ _MODULES = ("analysis", "callbacks", "datamodules", "functional", "hosts", "task
 _HOMES = {
     **dict.fromkeys(
         (
-            *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "SelfAttention", "SwapReport"),
+            *("AttentionMechanism", "AttentionSpec", "AttentionSwapError", "NoMapError", "SelfAttention", "SwapReport"),
             *("__version__", "available_mechanisms", "declare_host", "load_pretrained", "register_host"),
             *("register_mechanism", "restore_attention", "swap_attention", "swapped"),
         ),
         "attention_modules",
     ),
+    "attention_maps": "attention_modules.analysis.model_maps",
     "check_mechanism": "attention_modules.testing",
     "load_swapped": "lightning_tasks.files.load",
 }

@@ -10,21 +10,8 @@ from matplotlib import pyplot as plt
 from sklearn.datasets import load_sample_image
 
 import attnswap
-from attnswap.analysis import attention_entropy, attention_map
 
 LAYER = 0
-
-
-def queries_and_keys(model, image):
-    """What the mechanism of the layer is given, each [B, H, N, d]."""
-    seen = []
-    mechanism = model.blocks[LAYER].attn.mechanism
-    handle = mechanism.register_forward_hook(lambda module, args, output: seen.extend(args[:2]))
-    with torch.no_grad():
-        model(image)
-    handle.remove()
-    q, k = seen
-    return (q if mechanism.uses_query else k), k  # symmetric attention compares keys with keys
 
 
 torch.manual_seed(0)
@@ -38,9 +25,10 @@ figure, axes = plt.subplots(1, 3, figsize=(9, 3))
 axes[0].imshow(image[0].permute(1, 2, 0).clamp(0, 1))
 for axis, name in zip(axes[1:], ("softmax", "symmetric"), strict=True):
     print(attnswap.swap_attention(model, name, layers=[LAYER]))
-    q, k = queries_and_keys(model, image)
-    print(f"{name}: entropy of each head {attention_entropy(q, k)[0].numpy().round(3)} nats")
-    of_the_class_token = attention_map(q, k)[0, :, 0, 1:].mean(0)  # over the patches, mean of the heads
+    (weights,) = attnswap.attention_maps(model, image, layers=[LAYER]).values()  # [1, heads, 197, 197]
+    entropy = torch.special.entr(weights).sum(-1).mean(-1)
+    print(f"{name}: entropy of each head {entropy[0].numpy().round(3)} nats")
+    of_the_class_token = weights[0, :, 0, 1:].mean(0)  # over the patches, mean of the heads
     axis.imshow(of_the_class_token.reshape(14, 14))
     axis.set_title(name)
 figure.savefig("attention.png")

@@ -22,6 +22,7 @@ from attention_modules.analysis.max_margin import (
     max_margin_direction,
     max_margin_head,
 )
+from attention_modules.analysis.model_maps import attention_maps
 from attention_modules.analysis.spectrum import (
     QKSpectrum,
     frobenius_squared,
@@ -55,6 +56,7 @@ __all__ = [
     "ascend_lipschitz",
     "attention_entropy",
     "attention_map",
+    "attention_maps",
     "attention_rollout",
     "attention_row_sums",
     "attention_sink",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_modules.analysis.acting import acting_sums
 from attention_modules.analysis.agreement import (
     NOT_MEASURED,
     Agreement,
@@ -20,12 +21,13 @@ from attention_modules.analysis.agreement import (
     relative_error,
     relative_squares,
 )
-from attention_modules.analysis.statistics import attention_row_sums
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import Selector
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
+from attention_modules.mechanisms.shared.acting import NoMapError
+from attention_modules.mechanisms.shared.probe import acting_map
 from attention_modules.precision import to_float64
 from attention_modules.sharing import READS
 from attention_modules.swap import AttentionSwapError, make_observable, swap_attention
@@ -43,7 +45,7 @@ class LayerDrift:
         relative_error: ‖after - before‖ / ‖before‖ of the layer's output on the inputs that it had before.
         entropy_before: of its attention in nats, mean over the rows that see a key, heads and samples; of a swapped
             layer as ``entropy_after``.
-        entropy_after: with the mechanism, of softmax of its logits; NaN where the mechanism has logits of its own.
+        entropy_after: with the mechanism, of its own map (:func:`attnswap.attention_maps`); NaN where it has none.
         output: how far the model's output is when this layer alone is swapped.
         refused: why the layer cannot be swapped alone, all else NaN; "" where it can.
 
@@ -52,8 +54,8 @@ class LayerDrift:
         >>> from attnswap.analysis import swap_drift
         >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
         >>> row = swap_drift(model, "uniform", torch.randn(2, 5, 16)).layers[0]
-        >>> row.layer, row.relative_error > 0.01, row.entropy_after  # it has no logits
-        ('self_attn', True, nan)
+        >>> row.layer, row.relative_error > 0.01, round(row.entropy_after, 2)  # ln 5
+        ('self_attn', True, 1.61)
     """
 
     layer: str
@@ -273,20 +275,18 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
 
     def observe(into: _Sums) -> Callable[..., None]:
         def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            q, k = args[:2]
-            given = {name: kwargs[name] for name in ("attn_mask", "is_causal", "scale") if name in kwargs}
-            total, rows = attention_row_sums(q if mechanism.uses_query else k, k, statistics=["entropy"], **given)[
-                "entropy"
-            ]
-            into.add(to_float64(total).sum(), rows.sum())
+            given = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
+            try:
+                sums, _ = acting_sums(acting_map(mechanism, *args, **kwargs), statistics=["entropy"], **given)
+            except NoMapError:
+                return
+            into.add(*sums["entropy"])
 
         return hook
 
     handles = []
     for name, into in sums.items():
-        mechanism = _mechanism_of(model, name)
-        if mechanism.own_logits is None:
-            handles.append(mechanism.register_forward_pre_hook(observe(into), with_kwargs=True))
+        handles.append(_mechanism_of(model, name).register_forward_pre_hook(observe(into), with_kwargs=True))
     try:
         yield
     finally:

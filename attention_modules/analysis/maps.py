@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_modules.masks import combine_masks, hide
-from attention_modules.precision import scaled_logits
+from attention_modules.masks import combine_masks
+from attention_modules.mechanisms.shared.acting import FactorMap, softmax_rows
 
 
 @torch.no_grad()
@@ -45,16 +45,8 @@ def attention_map(
         tensor([1.])
     """
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
-    attn_mask = hide(attn_mask)
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
-    logits = scaled_logits(q[:, :, rows], k, scale)
-    if is_causal:
-        logits = logits.masked_fill(torch.arange(k.shape[2], device=q.device) > rows[:, None], float("-inf"))
-    if attn_mask is not None:
-        part = attn_mask[..., rows, :] if attn_mask.shape[-2] > 1 else attn_mask
-        logits = logits.masked_fill(~part, float("-inf")) if part.dtype == torch.bool else logits + part
-    empty = (logits == float("-inf")).all(-1, keepdim=True)  # of which softmax is 0/0
-    return logits.softmax(-1).masked_fill(empty, 0.0)
+    return softmax_rows(FactorMap(q, k, attn_mask, is_causal, scale), rows)
 
 
 def attention_rollout(maps: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Statistics of attention maps that never hold the N x M map of all heads at once."""
+"""Statistics of softmax(q kᵀ) that never hold the N x M map of all heads at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -139,6 +139,23 @@ def attention_row_sums(
         >>> total.shape, rows.unique()
         (torch.Size([1, 3]), tensor([5]))
     """
+    rows, counts = row_values(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, statistics=statistics)
+    return sums_over_rows(rows, counts, statistics)
+
+
+def row_values(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    statistics: Sequence[Statistic] = STATISTICS,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What :func:`attention_statistics` averages, of each row, fp32 ``[B, H, N]``, and how many keys each sees.
+
+    ``normalised_entropy`` is left to :func:`sums_over_rows`, and the entropy is there in its place.
+    """
     _check(q, k, attn_mask, statistics)
     names = set(statistics) | ({"entropy"} if "normalised_entropy" in statistics else set())
     with torch.autocast(q.device.type, enabled=False):
@@ -157,14 +174,26 @@ def attention_row_sums(
         rows = None if differentiable or bias is not None else _row_statistics_from_kernel(attention, wanted)
         if rows is None:
             rows = _row_statistics_in_chunks(attention, wanted)
-        counts = attention.visible_counts()
-        sums: dict[str, tuple[Tensor, Tensor]] = {}
-        for name in statistics:
-            if name == "normalised_entropy":
-                sums[name] = _sum_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
-            else:
-                values = rows[name].clamp(min=0) if name == "entropy" else rows[name]
-                sums[name] = _sum_over(values, counts >= 1)
+        return rows, attention.visible_counts()
+
+
+def sums_over_rows(
+    rows: Mapping[str, Tensor], counts: Tensor, statistics: Sequence[Statistic]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums of what rows have, and over how many, of those that see a key, or two where keys are counted.
+
+    Args:
+        rows: by name, ``[B, H, N]``.
+        counts: how many keys each row sees.
+        statistics: which are wanted.
+    """
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in statistics:
+        if name == "normalised_entropy":
+            sums[name] = _sum_over(rows["entropy"].clamp(min=0) / counts.clamp(min=2).log(), counts >= 2)
+        else:
+            values = rows[name].clamp(min=0) if name == "entropy" else rows[name]
+            sums[name] = _sum_over(values, counts >= 1)
     return sums
 
 

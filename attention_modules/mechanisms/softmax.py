@@ -63,7 +63,6 @@ class SoftmaxAttention(AttentionMechanism):
 
     gives_weights: ClassVar[bool] = True
     softmax_like = True
-    softmax_map = True
 
     def forward(
         self,

@@ -107,7 +107,6 @@ class SymmetricAttention(AttentionMechanism):
     """:func:`symmetric_attention` as a mechanism: no query projection."""
 
     uses_query = False
-    softmax_map = True
     cache = "keys and values"
 
     def forward(

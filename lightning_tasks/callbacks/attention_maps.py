@@ -11,18 +11,20 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from attention_modules import AttentionMechanism
-from attention_modules.analysis import attention_map, attention_rollout
+from attention_modules import AttentionMechanism, NoMapError
+from attention_modules.analysis import attention_rollout
+from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
+from attention_modules.mechanisms.shared.probe import acting_map
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_own_maps
+from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_no_map
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings, warn_without_validation
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
 
-_ROWS_AT_ONCE = 256
+_OF_SAMPLES = ("x", "first_value", "previous_value", "kept")  # arguments of a mechanism beside q, k and v
 
 
 class AttentionMapLogger(MechanismObserver):
@@ -31,11 +33,11 @@ class AttentionMapLogger(MechanismObserver):
     In a fit every n-th epoch's validation is drawn, and ``validate`` once, from its first batch (keep its order, and
     the samples stay the same): ``attention_maps_layer_00_step_000100.png`` in the run's folder, a file per step, and
     ``attention_maps/layer_00`` in W&B and TensorBoard. The layer's number is its place among all
-    self-attention layers of the model, whichever are chosen. The maps are softmax(q kᵀ) of the q and k that the
-    mechanism is given (k kᵀ where it uses no query): for a mechanism that iterates, its first pass, and for one that
-    asks no map (``uniform``), one that does not take place; the title names the mechanism and the step. Images
-    whose tokens are no grid of square patches, as in windowed models, are drawn token by token, like text. The colors
-    of each map go from 0 to its largest value, as its color bar says; the smallest and the largest are written over it.
+    self-attention layers of the model, whichever are chosen. The maps are those by which the mechanism mixes the values
+    (:func:`attnswap.attention_maps`): for one that iterates (``rpc``), its last pass. The title names the mechanism and
+    the step; one that has no map is named by a warning, and not drawn. Images whose tokens are no grid of square
+    patches, as in windowed models, are drawn token by token, like text. The colors of each map go from 0 to its largest
+    value, as its color bar says; the smallest and the largest are written over it.
 
     The sanity check of a fit tries the same and draws nothing, so that queries that a layer does not have end the fit
     before its first epoch (without a sanity check, at the first validation that is drawn). Queries or keys that are
@@ -91,7 +93,7 @@ class AttentionMapLogger(MechanismObserver):
         self.heads = None if heads is None else [check_integer("heads", head, 0) for head in heads]
         self.queries = None if queries is None else list(queries)
         self.rollout = check_flag("rollout", rollout)
-        self._told: set[type] = set()  # mechanisms with a map of their own that were warned of
+        self._told: set[type] = set()  # mechanisms without a map that were warned of
         self._images: Tensor | None = None
         self._batch_size = 0
         self._maps: dict[int, Tensor] = {}  # a layer: [S, heads, rows, keys]
@@ -111,7 +113,6 @@ class AttentionMapLogger(MechanismObserver):
                     f"{layer.spec.num_heads}, counted from 0"
                 )
         super()._make_observable(pl_module)
-        warn_of_own_maps(self, self._chosen(pl_module), self._told)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         warn_without_validation(trainer, self)
@@ -152,8 +153,7 @@ class AttentionMapLogger(MechanismObserver):
         for index, layer in enumerate(self._chosen(pl_module)):
             if index in self._maps:
                 names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
-                asked = f"softmax(q kᵀ) of the q and k given to {type(layer.mechanism).__name__}"
-                title = f"step {step}, {layer.name}: {asked}"
+                title = f"step {step}, {layer.name}: the map of {type(layer.mechanism).__name__}"
                 figure = self._figure(self._maps[index], self._places[index], names, title)
                 save_figure(trainer, figure, f"attention_maps/{layer_label(layer)}", a_file_per_step=True)
         if rolled is not None:
@@ -182,32 +182,39 @@ class AttentionMapLogger(MechanismObserver):
         if index in self._maps or not len(query):  # called again, for further windows of an image; or every one damaged
             return
         query = query if mechanism.uses_query else key
-        tokens, samples = query.shape[2], slice(0, self.num_samples)
+        samples = slice(0, self.num_samples)
         if self._images is not None and len(query) != self._batch_size:
             self._images = None  # windows of images
-        mask = kwargs.get("attn_mask")
-        if mask is not None and mask.ndim == 4 and len(mask) == len(query):
-            mask = mask[samples]
-        compute = partial(
-            attention_map,
-            query[samples],
-            key[samples],
-            attn_mask=mask,
-            is_causal=kwargs.get("is_causal", False),
-            scale=kwargs.get("scale"),
-        )
         bad = [(~given[samples].isfinite()).sum() for given in (query, key)]
         self._bad[NOT_FINITE.statistic, name] = torch.stack(bad).sum()
+        given = dict(kwargs)
+        given |= {of: given[of][samples] for of in _OF_SAMPLES if given.get(of) is not None}
+        mask = given.get("attn_mask")
+        if mask is not None and mask.ndim == 4 and len(mask) == len(query):
+            given["attn_mask"] = mask[samples]
+        q, k, v = (each[samples] for each in args[:3])
+        v.keys_without_value = getattr(args[2], "keys_without_value", 0)  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad():
+                acting = acting_map(mechanism, q, k, v, *args[3:], **given)
+                self._keep(index, name, acting)
+        except NoMapError as error:
+            warn_of_no_map(self, name, mechanism, error, self._told)
+
+    def _keep(self, index: int, name: str, acting: ActingMap) -> None:
+        tokens = acting.shape[2]
         if self.rollout:
-            self._whole[index] = compute().mean(1).cpu()
+            self._whole[index] = acting.dense().mean(1).cpu()
         rows = self._rows(tokens, name)
         self._places[index] = rows
         if rows:
-            self._maps[index] = self._heads(compute(rows=torch.tensor(rows, device=query.device)))
-        else:
-            blocks = torch.arange(tokens, device=query.device).split(_ROWS_AT_ONCE)
-            sums = [self._heads(compute(rows=block).sum(2, keepdim=True)) for block in blocks]
-            self._maps[index] = torch.stack(sums).sum(0) / tokens
+            self._maps[index] = self._heads(acting.dense(torch.tensor(rows, device=acting.device)))
+            return
+        batch, heads, _, columns = acting.shape
+        total = torch.zeros(batch, heads, 1, columns, device=acting.device)
+        for _, column, part in acting.blocks():
+            total[..., column] += part.sum(2, keepdim=True)
+        self._maps[index] = self._heads(total / tokens)
 
     def _rows(self, tokens: int, name: str) -> list[int]:
         """The queries to draw of so many, empty for the mean of all."""

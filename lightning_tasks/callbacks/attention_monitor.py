@@ -10,17 +10,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from attention_modules import AttentionMechanism
-from attention_modules.analysis import (
-    STATISTICS,
-    Statistic,
-    attention_row_sums,
-    attention_sink,
-    token_similarity,
-)
+from attention_modules import AttentionMechanism, NoMapError
+from attention_modules.analysis import STATISTICS, Statistic, token_similarity
+from attention_modules.analysis.acting import acting_sums
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import visible
 from attention_modules.mechanisms.shared.options import check_integer
+from attention_modules.mechanisms.shared.probe import acting_map
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.heads import HeadRecord, stack_sums
@@ -29,7 +25,7 @@ from lightning_tasks.callbacks.monitoring.names import (
     layer_number,
     log_now,
     to_numbers,
-    warn_of_own_maps,
+    warn_of_no_map,
 )
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import (
@@ -60,11 +56,16 @@ class AttentionMonitor(MechanismObserver):
     heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that it is the mean of the
     layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages). Where
     a model holds several networks, each has a mean of its own: ``attention/student/entropy/mean``.
-    Definitions: :func:`attention_modules.analysis.attention_statistics`, of softmax(q kᵀ) with the q and k that the
-    mechanism is given (k kᵀ where it uses no query), which is not the map of every mechanism: a warning names those.
+    Definitions: :func:`attention_modules.analysis.attention_statistics`, of the map by which the mechanism mixes the
+    values (:func:`attnswap.attention_maps`). Where its rows do not sum to 1 (``sigmoid``, ``sink``) or have negative
+    weights (``differential``, ``twicing``), entropy, effective support and sink are those of ``|w|`` over its sum in
+    the row, and ``largest_probability`` is the largest ``|w|`` as it is. Of a mechanism without a map nothing is logged
+    but ``token_similarity``, and a warning names it. The statistics of softmax(q kᵀ), whatever acts, are
+    :func:`attention_modules.analysis.attention_statistics`.
 
     ``sink`` is the largest share of all rows' attention that one key takes, from at most 256 rows of each map of at
-    least 16 keys, and counts once a head and sample (:func:`attention_modules.analysis.attention_sink`);
+    least 16 keys (all rows where the map is made in chunks anyway), and counts once a head and sample
+    (:func:`attention_modules.analysis.attention_sink`);
     ``token_similarity`` the mean cosine between the tokens ``[B, N, C]`` that enter the layer (not those that nothing
     sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
 
@@ -84,9 +85,12 @@ class AttentionMonitor(MechanismObserver):
 
     Plain layers are observed by putting plain softmax attention into them while a trainer runs that observes, which
     changes no output; at its end they are plain again. Between firings nothing is hooked. A firing (an observed step,
-    or any batch of an observed evaluation) costs about three more passes of attention for all statistics
-    (``python -m benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. Training
-    values under several processes are those of the first one's batch.
+    or any batch of an observed evaluation) costs about three more passes of attention for all statistics (``python -m
+    benchmarks.callbacks``), and runs without ``torch.compile``; fewer statistics cost less. A mechanism that is neither
+    softmax of some queries and keys nor made in chunks of rows (``scaled``, ``twicing``, ``talking_heads``, a function
+    of one's own that writes the softmax out) costs M / d passes of its own, for M keys and heads of width d; from 8 d
+    rows on d rows are looked at, for a few passes. Training values under several processes are those of the first one's
+    batch.
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.
@@ -128,7 +132,7 @@ class AttentionMonitor(MechanismObserver):
         self._warnings = CollapseWarnings("AttentionMonitor")
         self._charts = LayerCharts("AttentionMonitor")
         self._heads = HeadRecord()
-        self._told: set[type] = set()  # mechanisms with a map of their own that were warned of
+        self._told: set[type] = set()  # mechanisms without a map that were warned of
         self._sums = EpochSums()  # of an evaluation so far
         self._evaluated: Tensor | None = None  # what heads gave in it, [2, layers, H]
 
@@ -138,10 +142,6 @@ class AttentionMonitor(MechanismObserver):
         self._charts.restart()
         self._heads.restart()
         super().setup(trainer, pl_module, stage)
-
-    def _make_observable(self, pl_module: pl.LightningModule) -> None:
-        super()._make_observable(pl_module)
-        warn_of_own_maps(self, self._chosen(pl_module), self._told)
 
     def _watches(self, stage: str) -> bool:
         watched = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}
@@ -281,7 +281,7 @@ class AttentionMonitor(MechanismObserver):
         self._num_heads, self._device = [layer.spec.num_heads for layer in layers], pl_module.device
         hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
-            hooks.append((self._mechanism(layer), partial(self._observe, index)))
+            hooks.append((self._mechanism(layer), partial(self._observe, index, layer.name)))
             hooks.append((layer.module, partial(self._enter, index)))
         self._hook(hooks)
 
@@ -293,27 +293,27 @@ class AttentionMonitor(MechanismObserver):
 
     @torch.no_grad()
     def _observe(
-        self, index: int, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        self,
+        index: int,
+        name: str,
+        mechanism: AttentionMechanism,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         if self._in_backward:
             return
         query, key = args[:2]
         query = query if mechanism.uses_query else key
-        given = {
-            "attn_mask": kwargs.get("attn_mask"),
-            "is_causal": kwargs.get("is_causal", False),
-            "scale": kwargs.get("scale"),
-        }
-        rows = [name for name in STATISTICS if name in self._computed]
-        sums = attention_row_sums(query, key, **given, statistics=rows)
+        mask = kwargs.get("attn_mask")
         bad = ~query.isfinite(), ~key.isfinite()
         finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)
-        if key.shape[2] >= FEWEST_KEYS:
-            sums["sink"] = _known(attention_sink(query, key, **given, max_rows=SINK_ROWS), finite.unsqueeze(1))
+        sums, sink = self._of_map(name, mechanism, args, kwargs)
+        if sink is not None:
+            sums["sink"] = _known(sink, finite.unsqueeze(1))
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             known = tokens.isfinite().flatten(1).all(1)
-            sums["token_similarity"] = _known(token_similarity(tokens, _seen(given["attn_mask"], tokens)), known)
+            sums["token_similarity"] = _known(token_similarity(tokens, _seen(mask, tokens)), known)
         count = torch.stack([each.sum() for each in bad]).sum().float()
         sums[NOT_FINITE.statistic] = count, torch.ones_like(count)
         self._observed[index].append(
@@ -322,6 +322,22 @@ class AttentionMonitor(MechanismObserver):
                 for name, both in sums.items()
             }
         )
+
+    def _of_map(
+        self, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
+        """Sums over the rows of the map that acts, and its sink; nothing where there is none."""
+        try:
+            return acting_sums(
+                acting_map(mechanism, *args, **kwargs),
+                attn_mask=kwargs.get("attn_mask"),
+                is_causal=kwargs.get("is_causal", False),
+                statistics=[of_rows for of_rows in STATISTICS if of_rows in self._computed],
+                sink_rows=SINK_ROWS if args[1].shape[2] >= FEWEST_KEYS else None,
+            )
+        except NoMapError as error:
+            warn_of_no_map(self, name, mechanism, error, self._told)
+            return {}, None
 
     def _is_logged(self, name: str) -> bool:
         return MetricName.parse(name).statistic in self.statistics

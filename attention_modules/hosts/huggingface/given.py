@@ -85,4 +85,5 @@ def with_key(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, logit: Tensor
     logit = logit.view(1, -1, 1, 1) if logit.dim() == 1 else logit
     mask = torch.cat([full, logit.to(q.dtype).expand(*q.shape[:-1], 1)], dim=-1)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[-1])], dim=2) for x in (k, v))
+    v.keys_without_value = 1  # type: ignore[attr-defined]  # its map is that of the keys before
     return mask, k, v

@@ -11,6 +11,7 @@ from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.probe import kernel_maps
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 
@@ -85,3 +86,7 @@ class NeutrenoAttention(TensorMechanism):
 
     def tensors(self, k: Tensor, first_value: Tensor | None = None) -> tuple[Any, ...]:
         return first_value, self.alpha
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """softmax(q kᵀ · scale + mask); the difference is added to what it has mixed."""
+        return kernel_maps(self, q, k, v, **given)[-1]

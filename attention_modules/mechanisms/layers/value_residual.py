@@ -11,6 +11,7 @@ from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_number
+from attention_modules.mechanisms.shared.probe import kernel_maps
 
 
 def value_residual_attention(
@@ -72,7 +73,6 @@ class ValueResidualAttention(TensorMechanism):
     function = staticmethod(value_residual_attention)
     needs = ("first_value",)
     neutral: ClassVar = {"weight": 0.0}
-    softmax_map = True
 
     def __init__(self, spec: AttentionSpec, weight: float = 0.5) -> None:
         super().__init__(spec)
@@ -83,3 +83,7 @@ class ValueResidualAttention(TensorMechanism):
 
     def tensors(self, k: Tensor, first_value: Tensor | None = None) -> tuple[Any, ...]:
         return first_value, self.weight
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """softmax(q kᵀ · scale + mask), which mixes the values and those of the first layer alike."""
+        return kernel_maps(self, q, k, v, **given)[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.acting import FactorMap, SumMap
 from attention_modules.mechanisms.shared.options import check_choice, check_flag, check_number
 
 Pairs = Literal["features", "heads"]
@@ -175,3 +176,17 @@ class DifferentialAttention(AttentionMechanism):
         if self.pairs == "heads":  # a pair's features stand side by side for the output projection, as in DiffLlama
             out = out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
         return out
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> SumMap:
+        """A₁ - λ A₂, before the norm: ``[B, H, N, M]`` for features, ``[B, H/2, N, M]`` for heads, one per pair."""
+        scale = given.get("scale")
+        attn_mask, is_causal = combine_masks(given.get("attn_mask"), given.get("is_causal", False), q, k, scale)
+        dim, masks = (-1 if self.pairs == "features" else 1), [attn_mask] * 2
+        if self.pairs == "features":
+            scale = None if scale is None else scale * 2**0.5
+        elif attn_mask is not None and attn_mask.shape[1] > 1:
+            masks = list(attn_mask.chunk(2, 1))
+        first, second = (
+            FactorMap(*part, is_causal, scale) for part in zip(q.chunk(2, dim), k.chunk(2, dim), masks, strict=True)
+        )
+        return SumMap([(1.0, first), (-self.lam(), second)])

@@ -11,6 +11,7 @@ from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.options import check_choice, check_number
+from attention_modules.mechanisms.shared.probe import kernel_maps
 
 Gate = Literal["head", "element"]
 
@@ -80,7 +81,6 @@ class GatedAttention(TensorMechanism):
     function = staticmethod(gated_attention)
     needs = ("x",)
     softmax_like = True
-    softmax_map = True
     neutral: ClassVar = {"bias": 30.0, "std": 0.0}
 
     def __init__(self, spec: AttentionSpec, gate: Gate = "head", bias: float = 0.0, std: float = 0.02) -> None:
@@ -97,3 +97,7 @@ class GatedAttention(TensorMechanism):
     def tensors(self, k: Tensor, x: Tensor | None = None) -> tuple[Any, ...]:
         gate = self.gate(self.needed("x", x))
         return (gate.unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2),)
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """With a gate per element that of softmax, whose output the gate multiplies; else rows sum to the gate."""
+        return kernel_maps(self, q, k, v, **given)[-1] if self.kind == "element" else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_modules.kernels import autocast, check_dropout, recomputed, without_autocast
+from attention_modules.kernels import autocast, check_dropout, recomputed, taker, without_autocast
 from attention_modules.masks import visible
 from attention_modules.precision import scaled_logits
 
@@ -72,22 +72,15 @@ def attend_by(
         ``[B, H, N, d']``; zeros in rows that see nothing.
     """
     check_dropout(dropout_p)
+    if (take := taker()) is not None:
+        return take(weights, q, k, v, attn_mask, is_causal, scale)
     q, k, v = autocast(q), autocast(k), autocast(v)
     if k.shape[-2] == 0:  # no row has a largest logit
         return (q @ k.transpose(-2, -1)).to(v.dtype) @ v
-    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
 
     def rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
         with without_autocast(q.device):
-            logits = scaled_logits(q, k, scale)
-            seen = everything if mask is None else visible(mask)
-            if mask is not None and mask.dtype != torch.bool:
-                logits = logits + mask.masked_fill(~seen, 0.0)
-            if is_causal:
-                last = torch.arange(first, first + q.shape[-2], device=q.device)
-                seen = torch.arange(k.shape[-2], device=q.device) <= last.unsqueeze(-1)
-                seen = seen.view(1, 1, *seen.shape)
-            found = torch.where(seen, weights(logits, seen, first), logits.new_zeros(()))
+            found = row_weights(weights, q, k, mask, first, is_causal, scale)
             if dropout_p > 0.0:
                 found = F.dropout(found, dropout_p)
             return found.to(v.dtype) @ v
@@ -103,3 +96,26 @@ def attend_by(
             mask = mask[..., here, :]
         out.append(recomputed(rows, q[..., here, :], keys, values, mask, here.start, random=dropout_p > 0.0))
     return torch.cat(out, -2)
+
+
+def row_weights(
+    weights: Weights, q: Tensor, k: Tensor, mask: Tensor | None, first: int, is_causal: bool, scale: float | None
+) -> Tensor:
+    """The weights of some rows, ``[B, H, n, M]``, at least float32, 0 where a key is hidden.
+
+    Args:
+        weights, k, is_causal, scale: as :func:`attend_by`.
+        q: queries of these rows, ``[B, H, n, d]``.
+        mask: of these rows.
+        first: the place of the first of them.
+    """
+    with without_autocast(q.device):
+        logits = scaled_logits(q, k, scale)
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device) if mask is None else visible(mask)
+        if mask is not None and mask.dtype != torch.bool:
+            logits = logits + mask.masked_fill(~seen, 0.0)
+        if is_causal:
+            last = torch.arange(first, first + q.shape[-2], device=q.device)
+            seen = torch.arange(k.shape[-2], device=q.device) <= last.unsqueeze(-1)
+            seen = seen.view(1, 1, *seen.shape)
+        return torch.where(seen, weights(logits, seen, first), logits.new_zeros(()))

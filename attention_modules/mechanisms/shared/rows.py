@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from attention_modules.kernels import autocast, check_dropout, transforms_active, without_autocast
+from attention_modules.kernels import autocast, check_dropout, taker, transforms_active, without_autocast
 from attention_modules.masks import visible
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.precision import scaled_logits, wide_product
@@ -119,8 +119,10 @@ def mapped(
 
 
 def _applies(attn_mask: Tensor | None, dropout_p: float, inputs: Sequence[Tensor]) -> bool:
-    """Not with dropout, a mask that learns, transforms."""
+    """Not with dropout, a mask that learns, transforms, nor where somebody wants to see the map."""
     if dropout_p > 0.0 or torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active():
+        return False
+    if taker() is not None:
         return False
     if any(type(x) not in (Tensor, nn.Parameter) for x in inputs):
         return False

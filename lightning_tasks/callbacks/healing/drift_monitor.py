@@ -51,6 +51,9 @@ class DriftMonitor(Callback):
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default
             the child that holds all swapped layers.
         logits: whether that output is logits; by default, where it is named so (``output.logits``).
+        maps: also log ``val/drift/map_error/layer_00``, ‖student - teacher‖ / ‖teacher‖ of the maps that act
+            (:func:`attnswap.attention_maps`), where the student's layer is given the teacher's input, and their mean.
+            Each map is held whole, of one layer at a time for the student, and of all for the teacher.
 
     Raises:
         ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers or is
@@ -63,8 +66,9 @@ class DriftMonitor(Callback):
         >>> trainer = Trainer(callbacks=[SwapAttention("sink"), DriftMonitor()], logger=False)
     """
 
-    def __init__(self, network: str | None = None, logits: bool | None = None) -> None:
+    def __init__(self, network: str | None = None, logits: bool | None = None, maps: bool = False) -> None:
         super().__init__()
+        self.maps = check_flag("maps", maps)
         self.network = network
         self.logits = None if logits is None else check_flag("logits", logits)
         self.teacher: Teacher | None = None
@@ -97,7 +101,7 @@ class DriftMonitor(Callback):
 
     def _keep_teacher(self, pl_module: pl.LightningModule) -> None:
         if self.teacher is None:
-            self.teacher = Teacher(type(self).__name__, pl_module, self.network, self._may_train)
+            self.teacher = Teacher(type(self).__name__, pl_module, self.network, self._may_train, self.maps)
             self._module = ref(pl_module)
 
     def _may_train(self, pl_module: pl.LightningModule) -> Callable[[str], bool]:
@@ -167,9 +171,10 @@ class DriftMonitor(Callback):
         with eager(), trainer.precision_plugin.val_step_context():
             self._forget()
             lesson = teacher.show(args, kwargs)
-            compared = lesson.examine(network, args, kwargs)
-        for name, (error, size) in compared.items():
-            self._sums.add(_line("relative_error", name), error.sum(), size.sum())
+            compared, maps = lesson.examine(network, args, kwargs)
+        for what, by_layer in (("relative_error", compared), ("map_error", maps if self.maps else {})):
+            for name, (error, size) in by_layer.items():
+                self._sums.add(_line(what, name), error.sum(), size.sum())
         self._add_output(output, lesson)
 
     def _add_output(self, output: Any, lesson: Lesson) -> None:
@@ -188,13 +193,15 @@ class DriftMonitor(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking or self.teacher is None:
             return
-        lines = [_line("relative_error", name) for name in self.teacher.layers]
+        kinds = ("relative_error", "map_error") if self.maps else ("relative_error",)
+        lines = [_line(what, name) for what in kinds for name in self.teacher.layers]
         means = self._sums.join(trainer, [*lines, "output_error", "cosine", "kl", "same_class"], pl_module.device)
         squares = {name: value.sqrt() for name, value in means.items() if name in (*lines, "output_error")}
         named = self._labels(pl_module)
         logged = {named.get(name, name): value for name, value in {**means, **squares}.items()}
-        if shown := [squares[line] for line in lines if line in squares]:
-            logged["relative_error/mean"] = torch.stack(shown).mean()
+        for what in kinds:
+            if shown := [squares[line] for line in lines if line in squares and line.startswith(f"{what}/")]:
+                logged[f"{what}/mean"] = torch.stack(shown).mean()
         log_joined(pl_module, {f"val/drift/{name}": value for name, value in logged.items()})
 
     def _labels(self, pl_module: pl.LightningModule) -> dict[str, str]:
@@ -203,7 +210,8 @@ class DriftMonitor(Callback):
         selves = any(not layer.cross for layer in survey(pl_module).layers)
         places = {layer.name: layer_label(layer) for layer in attention_layers(pl_module)} if selves else {}
         names = {name: places.get(f"{teacher.name}.{name}", name) for name in teacher.layers}
-        return {_line("relative_error", name): f"relative_error/{label}" for name, label in names.items()}
+        kinds = ("relative_error", "map_error")
+        return {_line(what, name): f"{what}/{label}" for what in kinds for name, label in names.items()}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()

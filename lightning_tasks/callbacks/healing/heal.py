@@ -19,8 +19,8 @@ from attention_modules.hosts.base import acting_mechanism
 from lightning_tasks.callbacks.base import is_strategy
 from lightning_tasks.callbacks.healing.anneal import Anneal
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
-from lightning_tasks.callbacks.healing.stages import Stage, stage_at, stages_of
-from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
+from lightning_tasks.callbacks.healing.stages import OF_LAYERS, Stage, stage_at, stages_of
+from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, hook_map, swapped_layers
 from lightning_tasks.training.eager import eager
 
 
@@ -29,6 +29,9 @@ class Heal(DriftMonitor):
 
     Each stage has a loss, some Parameters that train, and a number of optimizer steps:
 
+    - ``match="maps"``: Σ over swapped layers of ‖student - teacher‖² / ‖teacher‖² of the maps that act
+      (:func:`attnswap.attention_maps`), its mean over samples, where the student's layer is given the teacher's input
+      (as stage 1 of MOHAWK); the maps are held whole;
     - ``match="layers"``: Σ over swapped layers of ‖student - teacher‖² / ‖teacher‖² of the layer's output for a
       sample, its mean over samples, where the student's layer is given the teacher's input (as stage 2 of MOHAWK, and
       attention transfer of LoLCATs);
@@ -75,6 +78,7 @@ class Heal(DriftMonitor):
     ) -> None:
         super().__init__(network, logits)
         self.stages = stages_of(stages)
+        self.maps = any(stage.match == "maps" for stage in self.stages)
         self.anneal = None if anneal is None else Anneal.of(anneal)
         if any(stage.match == "logits" for stage in self.stages):
             self.logits = True
@@ -246,11 +250,11 @@ class Heal(DriftMonitor):
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._in_backward:
                 return
-            if stage.match == "layers":
+            if stage.match in OF_LAYERS:
                 if self._lessons:
                     raise ValueError(
-                        "Heal: training_step calls the network twice, and stage 'layers' matches the layers of one "
-                        "call; match 'output' or 'logits'"
+                        f"Heal: training_step calls the network twice, and stage {stage.match!r} matches the layers of "
+                        "one call; match 'output' or 'logits'"
                     )
                 if not torch.is_grad_enabled():
                     raise ValueError(
@@ -268,6 +272,16 @@ class Heal(DriftMonitor):
             if not self._in_backward:
                 self._squares.append(share)
 
+        def compare_map(name: str, found: Tensor) -> None:
+            if self._in_backward:
+                return
+            if not found.requires_grad:
+                raise ValueError(
+                    f"Heal: the map of {name!r} has no gradient, as its mechanism is known as a linear function alone, "
+                    "or nothing that trains makes it; match 'layers' there"
+                )
+            self._squares.append(_share(*self._lessons[0][0].compare_map(name, found)))
+
         def give(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._check_called()
             return self._lessons[0][0].give_inputs(name)(module, args, kwargs)
@@ -276,15 +290,18 @@ class Heal(DriftMonitor):
         self._open.enter_context(eager())
         add(network.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         add(network.register_forward_hook(after).remove)
-        if stage.match == "layers":
+        if stage.match in OF_LAYERS:
             for name in teacher.layers:
                 layer = network.get_submodule(name)
                 add(layer.register_forward_pre_hook(partial(give, name), with_kwargs=True).remove)
-                add(layer.register_forward_hook(partial(compare, name)).remove)
+                if stage.match == "layers":
+                    add(layer.register_forward_hook(partial(compare, name)).remove)
+                else:
+                    add(hook_map(layer, partial(compare_map, name)).remove)
 
     def _loss(self, pl_module: pl.LightningModule, stage: Stage, own: Tensor) -> Tensor:
         self._check_called()
-        if stage.match == "layers":
+        if stage.match in OF_LAYERS:
             if len(self._squares) != len(self._teacher.layers):
                 raise ValueError(
                     f"Heal: {len(self._squares)} calls of {len(self._teacher.layers)} swapped layers in a training "

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.training.limits import is_sequence
 
-Match = Literal["layers", "output", "logits", "task"]
+Match = Literal["maps", "layers", "output", "logits", "task"]
+OF_LAYERS = ("maps", "layers")  # matches of each layer alone, on the teacher's input
 Train = Literal["new", "attention", "all"]
 _ONLY = {"temperature": ("logits",), "task_weight": ("output", "logits")}  # options, and the matches that have them
 
@@ -20,12 +21,13 @@ class Stage:
     """One stage of healing.
 
     Args:
-        match: ``"layers"``, each swapped layer's output to the teacher's, on the teacher's input; ``"output"`` and
-            ``"logits"``, the network's output or the classes that its logits give; ``"task"``, the module's own loss.
+        match: ``"maps"`` and ``"layers"``, each swapped layer's map or output to the teacher's, on the teacher's input;
+            ``"output"`` and ``"logits"``, the network's output or the classes that its logits give; ``"task"``, the
+            module's own loss.
         steps: optimizer steps; None for all that are left, in the last stage.
         train: ``"new"``, the Parameters of the mechanisms; ``"attention"``, all of the swapped layers; ``"all"``; or
-            globs of names. By default ``"attention"`` where layers are matched, else ``"all"``. What is frozen when the
-            fit starts (as by LoRA) stays so.
+            globs of names. By default ``"attention"`` where maps or layers are matched, else ``"all"``. What is frozen
+            when the fit starts (as by LoRA) stays so.
         temperature: by which logits are divided; the loss is multiplied by its square.
         task_weight: of the module's own loss, which is added.
         lr_scale: factor on the optimizer's learning rates.
@@ -58,7 +60,7 @@ class Stage:
         return cls(
             match,
             None if steps is None else check_integer("steps", steps, 1),
-            _train(given.get("train", "attention" if match == "layers" else "all")),
+            _train(given.get("train", "attention" if match in OF_LAYERS else "all")),
             _positive("temperature", given.get("temperature", 1.0)),
             check_number("task_weight", given.get("task_weight", 0.0), 0.0),
             _positive("lr_scale", given.get("lr_scale", 1.0)),
@@ -92,9 +94,9 @@ class Stage:
                         f"train={glob!r} matches no Parameter that trains; they are like {sorted(names)[:3]}"
                     )
                 found |= matched
-        if self.match == "layers" and (outside := sorted(found - inside)):
+        if self.match in OF_LAYERS and (outside := sorted(found - inside)):
             raise ValueError(
-                f"stage 'layers' trains what is in the swapped layers, and train={self.train!r} chooses "
+                f"stage {self.match!r} trains what is in the swapped layers, and train={self.train!r} chooses "
                 f"{outside[0]!r}, on which no layer's output depends; give 'new', 'attention', or globs within"
             )
         return found

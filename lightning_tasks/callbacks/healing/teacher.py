@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
-from attention_modules.hosts.base import Swapped
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import Swapped, acting_mechanism
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import encoders_around, same_view
 from attention_modules.hosts.trained import forget_made
-from attention_modules.swap import restore_attention
+from attention_modules.mechanisms.shared.probe import acting_map
+from attention_modules.swap import make_observable, restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
 from lightning_tasks.files.swaps import PLANS
@@ -35,6 +38,7 @@ class Teacher:
             swapped layers.
         may_train: of the module, whether a Parameter of a name may be trained: of these the teacher has copies, the
             others it shares.
+        maps: whether its maps are wanted too, for which its layers have softmax attention that is observed.
 
     Raises:
         ValueError: if nothing is swapped, ``network`` is no part that holds all swapped layers, or its weights are not
@@ -47,6 +51,7 @@ class Teacher:
         pl_module: pl.LightningModule,
         network: str | None,
         may_train: Callable[[pl.LightningModule], Callable[[str], bool]],
+        maps: bool = False,
     ) -> None:
         layers = swapped_layers(pl_module)
         self.name = _network_name(owner, pl_module, network, layers)
@@ -72,6 +77,9 @@ class Teacher:
         for encoder in encoders_around(self.network, map(self.network.get_submodule, self.layers)):
             encoder.use_nested_tensor = False
         forget_made(self.network)
+        self.maps = maps
+        if maps:
+            make_observable(self.network, self.layers)
         self.digest = _digest(self.network)
 
     def follow(self, student: nn.Module) -> None:
@@ -101,6 +109,7 @@ class Teacher:
         """Run it on what the student is called with."""
         inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
+        maps: dict[str, Tensor] = {}
 
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,8 +128,10 @@ class Teacher:
                 layer = self.network.get_submodule(name)
                 add(layer.register_forward_pre_hook(before(name), with_kwargs=True))
                 add(layer.register_forward_hook(after(name)))
+                if self.maps:
+                    add(hook_map(layer, partial(maps.setdefault, name)))
             output = self.network(*args, **kwargs)
-        return Lesson(inputs, outputs, output, counting(self.network, args, kwargs))
+        return Lesson(inputs, outputs, output, counting(self.network, args, kwargs), maps)
 
 
 class Lesson:
@@ -131,10 +142,18 @@ class Lesson:
         outputs: of each layer.
         output: what the network returned.
         valid: which tokens count, boolean ``[B, N]``, where the call said so.
+        maps: of each layer, ``[B, H, N, M]``, if they were wanted.
     """
 
-    def __init__(self, inputs: dict[str, Given], outputs: dict[str, Tensor], output: Any, valid: Tensor | None) -> None:
-        self.inputs, self.outputs, self.output, self.valid = inputs, outputs, output, valid
+    def __init__(
+        self,
+        inputs: dict[str, Given],
+        outputs: dict[str, Tensor],
+        output: Any,
+        valid: Tensor | None,
+        maps: dict[str, Tensor],
+    ) -> None:
+        self.inputs, self.outputs, self.output, self.valid, self.maps = inputs, outputs, output, valid, maps
 
     def give_inputs(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place.
@@ -166,11 +185,30 @@ class Lesson:
         """The squares of error and size of a student's layer's output, of each sample."""
         return relative_squares(output_of(output)[0], self.outputs[name], self.valid)
 
+    def compare_map(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
+        """The squares of difference and size of a student's layer's map, of each sample.
+
+        Raises:
+            ValueError: if the mechanism has maps of another shape (one per pair of heads).
+        """
+        wanted = self.maps[name]
+        if found.shape != wanted.shape:
+            raise ValueError(
+                f"the maps of {name!r} are {tuple(found.shape)}, and the teacher's {tuple(wanted.shape)}: they cannot "
+                "be compared"
+            )
+        squares = (found - wanted).square(), wanted.square()
+        if self.valid is not None and self.valid.shape == (wanted.shape[0], wanted.shape[2]):
+            counts = self.valid[:, None, :, None]
+            return tuple(each.masked_fill(~counts, 0.0).flatten(1).sum(1) for each in squares)  # type: ignore[return-value]
+        return tuple(each.flatten(1).sum(1) for each in squares)  # type: ignore[return-value]
+
     def examine(
         self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """By layer, the squares of error and size of the student's output on the teacher's input."""
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tensor]]]:
+        """By layer, the squares of error and size of the student's output, and map, on the teacher's input."""
         compared: dict[str, tuple[Tensor, Tensor]] = {}
+        maps: dict[str, tuple[Tensor, Tensor]] = {}
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: Any) -> None:
@@ -178,13 +216,32 @@ class Lesson:
 
             return hook
 
+        def of_map(name: str, found: Tensor) -> None:
+            maps.setdefault(name, self.compare_map(name, found))
+
         with hooks() as add:
             for name in self.inputs:
                 layer = network.get_submodule(name)
                 add(layer.register_forward_pre_hook(self.give_inputs(name), with_kwargs=True))
                 add(layer.register_forward_hook(after(name)))
+                if name in self.maps:
+                    add(hook_map(layer, partial(of_map, name)))
             network(*args, **kwargs)
-        return compared
+        return compared, maps
+
+
+def hook_map(layer: Any, take: Callable[[Tensor], Any]) -> Any:
+    """Have ``take`` called with the map ``[B, H, N, M]`` of a swapped layer's every call; returns the hook's handle.
+
+    The map has a gradient where it is not known as a linear function alone.
+    """
+    mechanism = acting_mechanism(layer.mechanism)
+    assert mechanism is not None
+
+    def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        take(acting_map(mechanism, *args, **kwargs).dense())
+
+    return mechanism.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def swapped_layers(pl_module: pl.LightningModule) -> list[str]:

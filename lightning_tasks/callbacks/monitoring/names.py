@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.runs.metric_names import layer_line
@@ -73,22 +74,18 @@ def warn_of_caveats(monitor: str, layers: Iterable[AttentionLayer]) -> None:
         rank_zero_warn(f"{monitor} on {listed(names)}: {reason}")
 
 
-def warn_of_own_maps(monitor: object, layers: Iterable[AttentionLayer], told: set[type]) -> None:
-    """Warn, once a mechanism, of what does not mix values by softmax(q kᵀ), which the monitor shows all the same.
+def warn_of_no_map(
+    monitor: object, layer: str, mechanism: AttentionMechanism, error: NoMapError, told: set[type]
+) -> None:
+    """Warn, once a mechanism, of one that has no map to show.
 
     Args:
-        monitor: who shows it.
-        layers: what it watches.
-        told: the mechanisms that it has warned of, to which new ones are added.
+        monitor: who would show it.
+        layer: name of the layer.
+        mechanism: what acts in it.
+        error: why there is no map.
+        told: the mechanisms that it has warned of, to which a new one is added.
     """
-    by_kind: dict[type, dict[str, str]] = {}
-    for layer in layers:
-        mechanism = layer.mechanism
-        if mechanism is not None and not mechanism.softmax_map and type(mechanism) not in told:
-            by_kind.setdefault(type(mechanism), {})[layer.name] = ""
-    told |= by_kind.keys()
-    for kind, names in by_kind.items():
-        rank_zero_warn(
-            f"{type(monitor).__name__} shows softmax(q kᵀ) of what {kind.__name__} is given in {listed(names)}, which "
-            "is not the map by which this mechanism mixes values: its entropy and other statistics may differ"
-        )
+    if type(mechanism) not in told:
+        told.add(type(mechanism))
+        rank_zero_warn(f"{type(monitor).__name__} shows no map of {layer!r} and layers like it: {error}")

@@ -17,10 +17,10 @@ class AttentionDiversification(MapPenalty):
     """Adds weight · the mean over layers of the attention diversification loss to the loss (Guo et al., ICCV 2023).
 
     Of each layer's attention map, averaged over heads, it is the mean cosine between a row and the mean row, after what
-    is at most ``threshold`` times uniform attention became 0 (:func:`.diversification_loss`, of softmax(q kᵀ)). It
-    works against tokens that all attend to the same few. The gradient enters in the backward pass of the loss, where
-    accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not hold
-    it.
+    is at most ``threshold`` times uniform attention became 0 (:func:`.diversification_loss`), of the map that acts
+    where it is softmax of some queries and keys, its rows over their sums. It works against tokens that all attend to
+    the same few. The gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling
+    and DDP treat it as the loss's own; the loss that is logged does not hold it.
 
     In the backward pass it computes every attention map once more, and holds the N × N map of the mean over heads of
     each sample, of one layer at a time: unlike other callbacks it costs memory that grows with N², and time.
@@ -40,9 +40,9 @@ class AttentionDiversification(MapPenalty):
 
     Raises:
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
-            ``AttentionDiversification``, the strategy is FSDP1 or DeepSpeed, or a mechanism's logits are not q kᵀ; in
-            the first step, if a layer's queries and keys take no gradient (with manual optimization, or beside a
-            ``BaseFinetuning`` of Lightning, a warning).
+            ``AttentionDiversification``, or the strategy is FSDP1 or DeepSpeed; in the first step, if a mechanism's map
+            is no softmax of queries and keys, or a layer's queries and keys take no gradient (with manual optimization,
+            or beside a ``BaseFinetuning`` of Lightning, a warning).
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -17,10 +17,12 @@ class EntropyRegularizer(MapPenalty):
     """Adds weight · Σ over layers and heads of max(0, floor - h)², or (h - target)², to the loss.
 
     h is a head's mean normalized entropy H_i / ln n_i over the rows that see n_i ≥ 2 keys, from 0 (each row attends to
-    one key) to 1 (uniform); the square is averaged over the samples of a batch. The form is our reading; entropy
-    collapse is what it works against (Zhai et al., ICML 2023). The gradient enters in the backward pass of the loss,
-    where accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not
-    hold it. No map is held (:func:`attention_modules.stabilizers.entropy.row_entropy`).
+    one key) to 1 (uniform), of the map that acts where it is softmax of some queries and keys, its rows over their sums
+    (:func:`attnswap.attention_maps`); the mechanism's Parameters take the gradient too. The square is averaged over the
+    samples of a batch. The form is our reading; entropy collapse is what it works against (Zhai et al., ICML 2023). The
+    gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling and DDP treat it as
+    the loss's own; the loss that is logged does not hold it. No map is held
+    (:func:`attention_modules.stabilizers.entropy.row_entropy`).
 
     With manual optimization it enters whole, in the first ``manual_backward`` through a forward pass: a loss that is
     divided for accumulation does not divide it (divide ``weight``), and a ``zero_grad()`` after that pass throws it
@@ -40,9 +42,10 @@ class EntropyRegularizer(MapPenalty):
 
     Raises:
         ValueError: if a number is out of its limits, or both ``floor`` and ``target`` are given; when the fit starts,
-            if no layer matches, the trainer has a second ``EntropyRegularizer``, the strategy is FSDP1 or DeepSpeed, or
-            a mechanism's logits are not q kᵀ; in the first step, if a layer's queries and keys take no gradient (with
-            manual optimization, or beside a ``BaseFinetuning`` of Lightning, a warning).
+            if no layer matches, the trainer has a second ``EntropyRegularizer``, or the strategy is FSDP1 or DeepSpeed;
+            in the first step, if a mechanism's map is no softmax of queries and keys (``sigmoid``, ``entmax``,
+            ``twicing``), or a layer's queries and keys take no gradient (with manual optimization, or beside a
+            ``BaseFinetuning`` of Lightning, a warning).
 
     Example:
         >>> from lightning.pytorch import Trainer

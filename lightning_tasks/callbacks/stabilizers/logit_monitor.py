@@ -33,9 +33,9 @@ class LogitMonitor(QueryKeyObserver):
     :class:`~lightning_tasks.callbacks.QKClip` limits them.
 
     Plain layers are observed by putting plain softmax attention into them while the trainer runs, which changes no
-    output. A mechanism with other logits than q kᵀ (``own_logits``) is named when training starts: what is logged of it
-    is q kᵀ all the same. A firing costs about one product of queries and keys, and runs without ``torch.compile``.
-    Under several processes the values are those of the first one's batch.
+    output. The logits are q kᵀ · scale of the q and k that the mechanism is given, not those of its own map: a
+    mechanism with others (``own_logits``) is named when training starts. A firing costs about one product of queries
+    and keys, and runs without ``torch.compile``. Under several processes the values are those of the first one's batch.
 
     Args:
         every_n_steps: optimizer steps from one observed batch to the next.

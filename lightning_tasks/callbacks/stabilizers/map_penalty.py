@@ -1,29 +1,44 @@
-"""What penalties of attention maps share: they enter the loss through the queries or keys that they are made of."""
+"""What penalties of attention maps share: they enter the loss through what queries and keys of a map are made of."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
+from attention_modules import AttentionMechanism, NoMapError
+from attention_modules.kernels import has_autocast
+from attention_modules.mechanisms.shared.acting import FactorMap
+from attention_modules.mechanisms.shared.probe import acting_map, other_parameters
 from lightning_tasks.callbacks.stabilizers.loss_penalty import LossPenalty
-from lightning_tasks.callbacks.stabilizers.observer import layers_with_own_logits
 
 
 class MapPenalty(LossPenalty, shared=True):
-    """Adds weight · Σ over layers and calls of :meth:`_penalty` to the loss of each training batch."""
+    """Adds weight · Σ over layers and calls of :meth:`_penalty` to the loss of each training batch.
+
+    The map is the one that acts, where that is softmax of some queries and keys, its rows over their sums. What these
+    are made of takes the gradient: the layer's queries and keys, its input where the mechanism reads it, and the
+    mechanism's Parameters.
+    """
 
     of = "neither queries nor keys"
 
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self._taken: set[int] = set()  # layers that have such a map
+
     @abstractmethod
     def _penalty(self, query: Tensor, key: Tensor, given: dict[str, Any]) -> Tensor:
-        """Of one layer's call, a scalar, without the weight."""
+        """Of one layer's call, a scalar, without the weight; the map is softmax(query keyᵀ), by the logits' rest."""
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if own := layers_with_own_logits(self._chosen(pl_module)):
-            raise ValueError(f"{type(self).__name__} is of softmax(q kᵀ), which is not the map of {own}; exclude= them")
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._taken.clear()
 
     def _see(
         self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: tuple[Any, dict[str, Any]]
@@ -31,10 +46,66 @@ class MapPenalty(LossPenalty, shared=True):
         if not query.numel():
             return None
         args, kwargs = call
-        if given["attn_mask"] is not None:
-            given = {**given, "attn_mask": given["attn_mask"].detach()}
-        if query is key:  # without a query, or one tensor for both
-            attached = self._attach(index, lambda both: self._penalty(both, both, given), key)
-            return None if attached is None else (tuple(attached[0] if part is key else part for part in args), kwargs)
-        attached = self._attach(index, lambda query, key: self._penalty(query, key, given), query, key)
-        return None if attached is None else ((*attached, *args[2:]), kwargs)
+        mechanism = self._mechanism(self._layers[index])
+        if index not in self._taken:
+            with torch.no_grad():
+                self._factors(index, mechanism, args, kwargs)
+            self._taken.add(index)
+        owned = {name: each for name, each in mechanism.named_parameters() if each.requires_grad}
+        x = [] if kwargs.get("x") is None else [kwargs["x"]]
+        parts = list({id(part): part for part in (query, key, *x, *owned.values())}.values())
+        as_now = _autocast_as_now(query.device)
+
+        def penalty(*given: Tensor) -> Tensor:
+            now = {id(part): new for part, new in zip(parts, given, strict=True)}
+            parameters = {name: now[id(each)] for name, each in owned.items()}
+            with as_now, other_parameters(mechanism, parameters):
+                factors = self._factors(index, mechanism, *_exchanged(args, kwargs, now))
+            mask = factors.attn_mask
+            logits = {"attn_mask": mask, "is_causal": factors.is_causal, "scale": factors.scale}
+            return self._penalty(factors.q, factors.k, logits)
+
+        attached = self._attach(index, penalty, *parts)
+        if attached is None:
+            return None
+        now = {id(part): new for part, new in zip(parts, attached, strict=True)}
+        return _exchanged(args, kwargs, now, detach=False)
+
+    def _factors(
+        self, index: int, mechanism: AttentionMechanism, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FactorMap:
+        """The queries and keys of which the map's rows, over their sums, are softmax.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        try:
+            found, why = acting_map(mechanism, *args, **kwargs), ""
+        except NoMapError as error:
+            found, why = None, f" ({error})"
+        if not isinstance(found, FactorMap) or found.weight is not None:
+            raise ValueError(
+                f"{type(self).__name__} is of maps that are softmax of some queries and keys, and that of "
+                f"{type(mechanism).__name__} in {self._layers[index].name!r} is none{why}; exclude= it"
+            )
+        return found.normalized()
+
+
+def _exchanged(
+    args: Sequence[Any], kwargs: Mapping[str, Any], now: Mapping[int, Tensor], detach: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with other tensors in place of some; what stays is detached, if asked."""
+
+    def new(value: Any) -> Any:
+        if id(value) in now:
+            return now[id(value)]
+        return value.detach() if detach and isinstance(value, Tensor) else value
+
+    return tuple(map(new, args)), {name: new(value) for name, value in kwargs.items()}
+
+
+def _autocast_as_now(device: torch.device) -> AbstractContextManager[Any]:
+    """A context with the autocast that is here, for the backward pass, which has none."""
+    if not has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, torch.get_autocast_dtype(device.type))

@@ -192,6 +192,7 @@ Of timm {version}'s models, {number} are of families in which a model has attent
 {symmetric}, RPC into {rpc}. A number in brackets is that of the family's
 models for which the reason holds, where it is not all. [timm_models.csv](timm_models.csv) has a row per model, made by
 `python -m tests.attention_modules.hosts.timm.models`, which builds each on the meta device and swaps all its layers.
+In {maps} models {{func}}`~attnswap.attention_maps` gives what the layers write out without fused kernels, to 1e-5.
 `pytest -m slow tests/attention_modules/hosts` counts anew, and runs every kind of layer of every model at its true
 size, and a small model of each family whole, forward and backward, on real tensors.
 """
@@ -251,6 +252,7 @@ def timm_section() -> str:
             version=timm_models.VERSION,
             number=len(rows),
             by_name=sum(row.by_name for row in rows),
+            maps=sum(row.same_maps for row in rows),
             **timm_models.totals(rows),
         )
         + "\n"

@@ -2,7 +2,8 @@
 
 ``python -m tests.attention_modules.hosts.huggingface.breadth [FOLDER ...]`` tries the folders that
 docs/hosts_huggingface.csv has no line for (or those given) and adds them to it; a folder takes some seconds, all of
-them about half an hour.
+them about half an hour. With ``--maps`` first it makes the column of maps anew, where softmax goes in: how far
+`attention_maps` is from transformers' eager implementation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import multiprocessing
 import sys
 import traceback
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ class Line:
     compared: str = ""
     symmetric: str = ""
     reason: str = ""
+    maps: str = ""
+
+    @property
+    def same_maps(self) -> bool:
+        """Whether every map is the eager implementation's, to 1e-5."""
+        try:
+            return float(self.maps) <= 1e-5
+        except ValueError:
+            return False
 
 
 def tried(folder: str) -> Line:
@@ -91,29 +101,41 @@ def short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _child(folder: str, found: Any) -> None:
+def _maps(folder: str) -> str:
+    from tests.attention_modules.hosts.huggingface.maps import maps_of
+
+    return short(maps_of(folder))
+
+
+def _child(folder: str, found: Any, work: Any = tried) -> None:
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        found.put(tried(folder))
+        found.put(work(folder))
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        found.put(Line(folder, "fault", reason=short(said)))
+        found.put(Line(folder, "fault", reason=short(said)) if work is tried else short(said))
 
 
 def line_of(folder: str) -> Line:
     """As :func:`tried`, in a process of its own."""
+    late = f"took more than {SECONDS} seconds, or the process ended"
+    return _alone(tried, folder, Line(folder, "not tried", reason=late))
+
+
+def _alone(work: Any, folder: str, late: Any) -> Any:
+    """What ``work`` gives of a folder in a process of its own."""
     context = multiprocessing.get_context("fork")
     found = context.Queue()
-    process = context.Process(target=_child, args=(folder, found), daemon=True)
+    process = context.Process(target=_child, args=(folder, found, work), daemon=True)
     process.start()
     try:
         return found.get(timeout=SECONDS)
     except Exception:
-        return Line(folder, "not tried", reason=f"took more than {SECONDS} seconds, or the process ended")
+        return late
     finally:
         process.kill()
         process.join()
@@ -144,6 +166,12 @@ def main(asked: list[str]) -> None:
     from tests.attention_modules.hosts.huggingface.tiny import folders
 
     lines = read()
+    if asked[:1] == ["--maps"]:
+        for folder in asked[1:] or [each for each in lines if lines[each].result == "equal"]:
+            lines[folder] = replace(lines[folder], maps=_alone(_maps, folder, "took too long"))
+            write(lines)
+            print(folder, lines[folder].maps, flush=True)
+        return
     for folder in asked or [each for each in folders() if each not in lines]:
         lines[folder] = line_of(folder)
         write(lines)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.discovery import survey
 from tests.attention_modules.hosts.huggingface import breadth, exercise, tiny
+from tests.attention_modules.hosts.huggingface.maps import maps_of
 from tests.lightning_tasks.programs import ROOT
 
 LINES = breadth.read()
@@ -60,6 +61,19 @@ def test_what_the_swapped_model_alone_cannot_write_is_a_fault(fails, said, monke
 def test_every_line_is_what_its_folder_shows(folder):
     found, line = breadth.line_of(folder), LINES[folder]
     assert (found.result, found.swapped) == (line.result, line.swapped), found.reason
+
+
+@OF_ANOTHER_VERSION
+def test_maps_are_those_of_the_eager_implementation():
+    assert sum(line.same_maps for line in LINES.values()) >= 300
+    assert all(line.maps for line in LINES.values() if line.result == "equal")
+
+
+@OF_ANOTHER_VERSION
+@pytest.mark.parametrize("folder", ["bert", "llama", "gpt_oss", "t5", "swin"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_few_folders_have_the_maps_that_were_counted(folder):
+    assert float(maps_of(folder)) <= 1e-5
 
 
 @OF_ANOTHER_VERSION

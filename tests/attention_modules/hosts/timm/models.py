@@ -43,6 +43,15 @@ class Row:
     symmetric: str
     rpc: str
     left: str
+    maps: str = ""
+
+    @property
+    def same_maps(self) -> bool:
+        """Whether every map is the one that its layer writes out without fused kernels, to 1e-5."""
+        try:
+            return float(self.maps) <= 1e-5
+        except ValueError:
+            return False
 
     @property
     def by_name(self) -> bool:

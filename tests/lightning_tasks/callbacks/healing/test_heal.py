@@ -57,6 +57,17 @@ def by_hand(match, x, labels, **stage):
             error, size = ((part.square().sum((1, 2))) for part in (given_layer - seen[name][1], seen[name][1]))
             losses.append((error / size).mean())
         loss = torch.stack(losses).sum()
+    elif match == "maps":
+        for name in LAYERS:
+            maps = []
+            for network in (student, teacher):
+                attention = network.get_submodule(name)
+                projected = seen[name][0] @ attention.in_proj_weight.T + attention.in_proj_bias
+                *q, k, _ = (x.unflatten(-1, (2, DIM // 2)).transpose(1, 2) for x in projected.split(DIM, -1))
+                maps.append(((q[0] if q else k) @ k.mT * (DIM // 2) ** -0.5).softmax(-1))
+            error, size = (part.square().sum((1, 2, 3)) for part in (maps[0] - maps[1].detach(), maps[1].detach()))
+            losses.append((error / size).mean())
+        loss = torch.stack(losses).sum()
     elif match == "output":
         loss = ((given - wanted).square().sum(1) / wanted.square().sum(1)).mean()
     else:
@@ -70,7 +81,12 @@ def by_hand(match, x, labels, **stage):
 
 @pytest.mark.parametrize(
     "stage",
-    [{"match": "layers"}, {"match": "output", "task_weight": 0.3}, {"match": "logits", "temperature": 3.0}],
+    [
+        {"match": "maps"},
+        {"match": "layers"},
+        {"match": "output", "task_weight": 0.3},
+        {"match": "logits", "temperature": 3.0},
+    ],
     ids=lambda stage: stage["match"],
 )
 def test_the_loss_and_its_gradients_are_those_written_down(stage):
@@ -83,8 +99,9 @@ def test_the_loss_and_its_gradients_are_those_written_down(stage):
     loss, wanted = by_hand(x=loader_x, labels=labels, **stage)
     assert trainer.callback_metrics["heal/loss"].item() == pytest.approx(loss.item(), rel=1e-6)  # logged in fp32
     (found,) = gradients.steps
-    if stage["match"] == "layers":
-        wanted = {name: grad for name, grad in wanted.items() if "self_attn" in name}
+    if stage["match"] in ("maps", "layers"):
+        part = "self_attn.in_proj" if stage["match"] == "maps" else "self_attn"
+        wanted = {name: grad for name, grad in wanted.items() if part in name}
     assert found.keys() == wanted.keys()
     for name, grad in found.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
@@ -119,6 +136,22 @@ def test_it_heals():
     for name in ("val/drift/relative_error/layer_00", "val/drift/relative_error/layer_01", "val/drift/output_error"):
         assert last[name] < 0.8 * first[name]
     assert last["val/drift/cosine"] > first["val/drift/cosine"]
+
+
+@pytest.mark.parametrize("mechanism", ["symmetric", "gated", "sink", "sigmoid", "qk_norm"])
+def test_maps_that_are_matched_come_nearer(mechanism):
+    monitor, callback = DriftMonitor(maps=True), Heal([{"match": "maps"}])
+    first = heal(monitor, mechanism, module=Task(lr=0.0), max_epochs=1)[1].callback_metrics
+    last = heal(callback, mechanism, module=Task(lr=0.05), max_epochs=20)[1].callback_metrics
+    for line in ("layer_00", "layer_01", "mean"):
+        assert 0 < last[f"val/drift/map_error/{line}"] < 0.9 * first[f"val/drift/map_error/{line}"]
+
+
+def test_maps_without_a_gradient_are_refused():
+    with pytest.raises(ValueError, match=r"the map of 'encoder.layers.0.self_attn' has no gradient.*match 'layers'"):
+        heal(Heal([{"match": "maps"}]), "twicing")
+    with pytest.raises(ValueError, match="they cannot be compared"):
+        heal(Heal([{"match": "maps"}]), "differential", options={"pairs": "heads"})
 
 
 def test_its_drift_is_that_of_a_copy_taken_apart():

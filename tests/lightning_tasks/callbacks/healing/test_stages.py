@@ -31,7 +31,7 @@ def test_the_stage_of_a_step():
         (["layers"], "a stage is a mapping with match"),
         ([{"steps": 3}], "a stage is a mapping with match"),
         ([{"match": "layers", "step": 3}], "got {'match': 'layers', 'step': 3}"),
-        ([{"match": "maps"}], "match must be one of layers, output, logits, task"),
+        ([{"match": "map"}], "match must be one of maps, layers, output, logits, task"),
         ([{"match": "layers"}, {"match": "task"}], "stage 1 of 2 has no steps="),
         ([{"match": "task", "steps": 0}], "steps must be an integer of at least 1, got 0"),
         ([{"match": "task", "steps": True}], "steps must be an integer"),

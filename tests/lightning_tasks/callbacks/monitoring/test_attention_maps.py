@@ -72,7 +72,7 @@ def test_token_maps_of_text_are_those_of_the_layer(tmp_path, drawn):
     maps, rows, columns, title = drawn[0]
     torch.testing.assert_close(maps, first_layer_map(TinyLM(), tokens)[:, [1]][:, :, [0, -1], :4])
     assert (rows, columns) == ([0, TOKENS - 1], ["head 1"])
-    assert title == "step 3, net.encoder.layers.0.self_attn: softmax(q kᵀ) of the q and k given to SoftmaxAttention"
+    assert title == "step 3, net.encoder.layers.0.self_attn: the map of SoftmaxAttention"
 
 
 def test_training_is_untouched_and_nothing_stays_hooked():

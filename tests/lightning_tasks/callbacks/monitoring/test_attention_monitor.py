@@ -8,10 +8,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from attention_modules.analysis import STATISTICS, attention_row_sums, attention_statistics, token_similarity
+from attention_modules.analysis import STATISTICS, attention_statistics, token_similarity
+from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
+from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from lightning_tasks.callbacks.attention_monitor import OBSERVABLES
 from tests.lightning_tasks.callbacks import modules
 from tests.lightning_tasks.callbacks.modules import (
@@ -154,11 +155,11 @@ def test_hooks_are_gone_after_an_error():
 
 def count_observations(monkeypatch):
     calls = []
-    target = "lightning_tasks.callbacks.attention_monitor.attention_row_sums"
+    target = "lightning_tasks.callbacks.attention_monitor.acting_sums"
 
     def counting(*args, **kwargs):
         calls.append(args)
-        return attention_row_sums(*args, **kwargs)
+        return acting_sums(*args, **kwargs)
 
     monkeypatch.setattr(target, counting)
     return calls
@@ -397,3 +398,35 @@ def test_sinks_are_not_looked_for_among_few_keys():
     metrics = fit(TinyLM(), [AttentionMonitor(every_n_steps=1)], max_steps=1).callback_metrics
     assert "attention/token_similarity/layer_01" in metrics
     assert not any("sink" in name for name in metrics)
+
+
+def written_out(q, k, v, attn_mask=None, is_causal=False):
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    weights = (3 * (q @ k.mT)).masked_fill(hidden, -torch.inf).softmax(-1)
+    written_out.seen.append(torch.special.entr(weights).sum(-1).mean().item())
+    return weights @ v
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_entropy_is_that_of_the_weights_that_act(inference_mode):
+    written_out.seen = []
+    module, callbacks = TinyLM(lr=0.0), [AttentionMonitor(statistics=["entropy"])]
+    swap_attention(module, written_out, layers=[0])
+    trainer = fit(module, callbacks, val_loader=batches(1), inference_mode=inference_mode)
+    found = trainer.callback_metrics["val/attention/entropy/layer_00"].item()
+    assert found == pytest.approx(written_out.seen[-1], rel=1e-4)
+
+
+def squared(q, k, v, attn_mask=None, is_causal=False):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal).square()
+
+
+def test_a_mechanism_without_a_map_is_named_once_and_left_out():
+    module = TinyLM(lr=0.0)
+    swap_attention(module, squared, layers=[0])
+    with pytest.warns(UserWarning, match=r"AttentionMonitor shows no map of .*0.self_attn.*squared has"):
+        trainer = fit(module, [AttentionMonitor(), AttentionMapLogger()], val_loader=batches(1))
+    logged = trainer.callback_metrics
+    assert "val/attention/entropy/layer_00" not in logged or logged["val/attention/entropy/layer_00"].isnan()
+    assert logged["val/attention/entropy/layer_01"] > 0
+    assert logged["val/attention/token_similarity/layer_00"] < 1

@@ -11,7 +11,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
 
+from attention_modules import symmetric_attention
 from attention_modules.analysis import attention_statistics, qk_spectrum
+from attention_modules.mechanisms.pursuit import clip, next_input
+from attention_modules.mechanisms.rpc import pursuit_threshold
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
@@ -58,9 +61,13 @@ def expected_entropy():
     module, tokens = TinyLM(), torch.cat([tokens for tokens, _ in batches(2)])
     with torch.no_grad():
         attention = module.net["encoder"].layers[0].self_attn
-        _, keys, _ = (module.net["embed"](tokens) @ attention.in_proj_weight.T + attention.in_proj_bias).chunk(3, -1)
-        keys = keys.unflatten(-1, (HEADS, DIM // HEADS)).transpose(1, 2)
-        return attention_statistics(keys, keys, is_causal=True)["entropy"].mean(0).numpy()
+        projected = module.net["embed"](tokens) @ attention.in_proj_weight.T + attention.in_proj_bias
+        _, keys, values = (x.unflatten(-1, (HEADS, DIM // HEADS)).transpose(1, 2) for x in projected.chunk(3, -1))
+        limit = pursuit_threshold(keys, is_causal=True)
+        first = clip(keys, limit)
+        low_rank = symmetric_attention(first, values, is_causal=True)
+        _, last, _ = next_input(keys, limit, first, low_rank)  # what asks in the second pass, the last
+        return attention_statistics(last, last, is_causal=True)["entropy"].mean(0).numpy()
 
 
 def test_heads_in_the_table(run):

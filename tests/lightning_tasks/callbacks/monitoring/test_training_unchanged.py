@@ -18,7 +18,7 @@ from lightning_tasks.callbacks import (
     SpectrumMonitor,
 )
 from tests.attention_modules.hosts.cases import HOSTS, padding_mask
-from tests.lightning_tasks.callbacks.modules import fit
+from tests.lightning_tasks.callbacks.modules import TOKENS, TinyLM, batches, fit, weights_of
 
 MONITORS = {
     "AttentionMonitor": lambda: AttentionMonitor(every_n_steps=1),
@@ -106,3 +106,18 @@ def check_same(plain, watched, name):
     for key, value in plain[1].items():
         assert torch.equal(watched[1][key], value), (name, key)
     assert torch.equal(watched[2], plain[2]), f"{name} draws random numbers"
+
+
+@pytest.mark.parametrize("mechanism", ["dam", "gated", "twicing", "talking_heads", "rpc", "differential"])
+def test_mechanisms_that_draw_or_are_called_again_for_their_map(mechanism):
+    """What a call of a mechanism for its map draws and adds is gone before the call that trains."""
+    found = []
+    for watched in (True, False):
+        module = TinyLM()
+        torch.manual_seed(0)
+        swap_attention(module, mechanism, **({"num_tokens": TOKENS} if mechanism == "dam" else {}))
+        monitors = [AttentionMonitor(every_n_steps=1), AttentionMapLogger()] if watched else []
+        fit(module, monitors, val_loader=batches(1), max_epochs=2)
+        found.append((weights_of(module), torch.get_rng_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

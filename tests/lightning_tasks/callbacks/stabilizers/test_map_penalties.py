@@ -216,11 +216,49 @@ def test_a_mechanism_without_a_query_is_penalized_at_its_keys():
     assert (weights[0] - weights[1]).abs().max() > 1e-3
 
 
+class OwnEntropyInLoss(EntropyInLoss):
+    """Of ssmax's map, whose factor s is trained too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        swap_attention(self, "ssmax")
+        for layer in self.net["encoder"].layers:
+            layer.self_attn.mechanism.register_forward_pre_hook(self.see)
+
+    def see(self, mechanism, args):
+        q, k = args[:2]
+        number = torch.arange(1, q.shape[2] + 1).view(-1, 1)
+        self.seen.append((q * mechanism.s.view(1, -1, 1, 1) * number.log(), k))
+
+
+def test_the_map_that_acts_is_penalized_and_the_mechanisms_own_parameters_learn_of_it():
+    written, attached, plain = OwnEntropyInLoss(), TinyLM(), TinyLM()
+    for module in (attached, plain):
+        swap_attention(module, "ssmax")
+    fit(written)
+    fit(attached, [entropy()])
+    fit(plain)
+    torch.testing.assert_close(weights_of(attached), weights_of(written), atol=1e-5, rtol=1e-5)
+    starts = [module.net["encoder"].layers[0].self_attn.mechanism.s for module in (attached, written, plain)]
+    torch.testing.assert_close(starts[0], starts[1])
+    assert (starts[0] - starts[2]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("mechanism", ["l2", "forgetting", "sink", "rpc", "elliptical", "gated"])
+def test_other_softmax_maps_are_penalized(mechanism):
+    modules = TinyLM(), TinyLM()
+    for module, callbacks in zip(modules, ([entropy()], []), strict=True):
+        swap_attention(module, mechanism)
+        fit(module, callbacks, precision="bf16-mixed")
+    assert (weights_of(modules[0]) - weights_of(modules[1])).abs().max() > 1e-3
+
+
 def test_layers_that_it_cannot_penalize_are_refused():
-    module = TinyLM()
-    swap_attention(module, "l2", layers=[0])
-    with pytest.raises(ValueError, match=r"not the map of 'net.encoder.layers.0.self_attn' \(L2Attention"):
-        fit(module, [entropy()])
+    for mechanism, name in (("sigmoid", "SigmoidAttention"), ("twicing", "TwicingAttention")):
+        module = TinyLM()
+        swap_attention(module, mechanism, layers=[0])
+        with pytest.raises(ValueError, match=rf"of {name}\w* in 'net.encoder.layers.0.self_attn' is none.*exclude="):
+            fit(module, [entropy()])
     module = TinyLM()
     module.requires_grad_(False)
     module.net["head"].requires_grad_(True)

@@ -1,0 +1,234 @@
+"""The attention maps of a model: what each layer gave the values in one forward pass."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from attention_modules.analysis.maps import attention_rollout
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts import AttentionLayer, describe
+from attention_modules.hosts.discovery import select, survey
+from attention_modules.mechanisms.shared.acting import ActingMap
+from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
+from attention_modules.swap import make_observable, make_plain
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Layers = int | str | Sequence[int] | Sequence[str]
+
+
+@overload
+def attention_maps(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Layers | None = None,
+    heads: int | Sequence[int] | None = None,
+    rows: int | Sequence[int] | None = None,
+    rollout: Literal[False] = False,
+    passes: bool = False,
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def attention_maps(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Layers | None = None,
+    heads: int | Sequence[int] | None = None,
+    rows: int | Sequence[int] | None = None,
+    *,
+    rollout: Literal[True],
+) -> Tensor: ...
+
+
+def attention_maps(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Layers | None = None,
+    heads: int | Sequence[int] | None = None,
+    rows: int | Sequence[int] | None = None,
+    rollout: bool = False,
+    passes: bool = False,
+) -> dict[str, Tensor] | Tensor:
+    """The weights that each attention layer gives the values for these inputs, whatever its mechanism.
+
+    The model runs once, without gradients and as in evaluation (no dropout), and is as before afterwards. Layers may be
+    plain or swapped, with fused kernels: a map is made beside the layer's own pass. For a mechanism it is what acts,
+    not softmax(q kᵀ): map · values is what the mechanism gives (for ``rpc`` in its last pass). It need not sum to 1 in
+    a row (``sigmoid``, ``sink``, ``gated``), nor be positive (``twicing``, ``scaled``, ``differential``). Three say
+    what theirs is: ``differential`` the difference of the two maps, before its norm (``[B, H/2, N, M]`` where heads are
+    pairs); ``neutreno`` and ``value_residual`` the softmax, beside what they add to output and values.
+
+    Args:
+        model: any model with layers of a known host.
+        inputs: what the model takes: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        layers: numbers among the self-attention layers of each network (negative: from the end), or patterns of names,
+            as ``layers`` and ``where`` of :func:`attnswap.swap_attention`; all self-attention where None. A pattern
+            that spells the last part of its name takes cross-attention.
+        heads: which; all where None.
+        rows: numbers of the queries wanted (negative: from the end); all where None. No other row is held.
+        rollout: give the attention rollout over these layers instead (:func:`attnswap.analysis.attention_rollout`, of
+            the mean over these heads).
+        passes: give every pass of a mechanism that makes several, as ``"NAME/pass_1"`` and so on (``rpc``).
+
+    Returns:
+        By name of the layer, in module order, ``[B, H, R, M]``, float32 (float64 where the model is), on the model's
+        device; windows count as samples. Of a layer that is called several times it is the last call; one that is not
+        called is missing. With ``rollout`` one tensor, ``[B, R, N]``.
+
+    Raises:
+        AttentionSwapError: if no layer matches, or the model is wrapped (DDP, FSDP1).
+        NoMapError: if a mechanism is not linear in the values, and does not say what its map is; it is named.
+        MemoryError: if the maps would not fit into the device's memory; before they are made.
+        ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout.
+
+    Example:
+        >>> import attnswap, torch
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> maps = attnswap.attention_maps(model, torch.randn(1, 5, 16))
+        >>> maps["self_attn"].shape
+        torch.Size([1, 2, 5, 5])
+        >>> report = attnswap.swap_attention(model, "sigmoid")
+        >>> attnswap.attention_maps(model, torch.randn(1, 5, 16), layers=0, rows=[0, -1])["self_attn"].shape
+        torch.Size([1, 2, 2, 5])
+    """
+    names = _names(model, layers)
+    collected = _Collected(_listed(heads), None if rollout else _listed(rows), rollout, passes)
+    with _observed(model, names, collected), torch.no_grad():
+        _call(model, inputs)
+    maps = {name: collected.found[name] for name in names if name in collected.found}
+    if not maps:
+        raise ValueError(f"none of the layers {', '.join(map(repr, names[:4]))} was called for these inputs")
+    if rollout:
+        rolled = attention_rollout([each for of in maps.values() for each in of.values()])
+        return rolled if rows is None else rolled[:, _places(_listed(rows) or [], rolled.shape[1], "the rollout")]
+    return {name + suffix: each for name, of in maps.items() for suffix, each in of.items()}
+
+
+def _listed(chosen: int | Sequence[int] | None) -> list[int] | None:
+    return None if chosen is None else [chosen] if isinstance(chosen, int) else [int(each) for each in chosen]
+
+
+def _names(model: nn.Module, layers: Layers | None) -> list[str]:
+    found = survey(model)
+    by_name = isinstance(layers, str) or (
+        isinstance(layers, Sequence) and any(isinstance(each, str) for each in layers)
+    )
+    where: Any = layers if by_name else None
+    numbers: Any = None if by_name else layers
+    chosen, _ = select(found, where, numbers, ())
+    return [layer.name for layer in chosen if by_name or not layer.cross]
+
+
+class _Collected:
+    """Takes the map of each layer as it is called."""
+
+    def __init__(self, heads: list[int] | None, rows: list[int] | None, mean: bool, passes: bool) -> None:
+        self.heads, self.rows, self.mean, self.passes = heads, rows, mean, passes
+        self.found: dict[str, dict[str, Tensor]] = {}
+
+    def take(
+        self,
+        layer: AttentionLayer,
+        alike: int,
+        mechanism: AttentionMechanism,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """A forward pre-hook of a layer's mechanism; ``alike`` layers have maps of this size."""
+        several = acting_passes(mechanism, *args, **kwargs) if self.passes else [acting_map(mechanism, *args, **kwargs)]
+        number = alike * len(several)
+        size = 8 if args[2].dtype == torch.float64 else 4
+        maps = [self._dense(each, layer.name, number, size) for each in several]
+        suffixes = [f"/pass_{place + 1}" for place in range(len(maps))] if len(maps) > 1 else [""]
+        self.found[layer.name] = dict(zip(suffixes, maps, strict=True))
+
+    def _dense(self, acting: ActingMap, name: str, number: int, size: int) -> Tensor:
+        if self.heads is not None:
+            acting = acting.of_heads(_places(self.heads, acting.shape[1], name, "head"))
+        batch, heads, tokens, columns = acting.shape
+        rows = None
+        if self.rows is not None:
+            rows = torch.tensor(_places(self.rows, tokens, name), dtype=torch.long, device=acting.device)
+        shape = (batch, 1 if self.mean else heads, tokens if rows is None else len(rows), columns)
+        _check_memory((size, *shape), number, acting.device, name)
+        if not self.mean:
+            return acting.dense(rows)
+        found = torch.zeros(batch, tokens, columns, device=acting.device)
+        for place, column, part in acting.blocks():
+            found[:, place, column] = part.mean(1)
+        return found
+
+
+def _places(chosen: list[int], number: int, name: str, what: str = "row") -> list[int]:
+    for each in chosen:
+        if not -number <= each < number:
+            raise ValueError(f"there is no {what} {each} in {name!r}, which has {number}, counted from 0")
+    return [each % number for each in chosen]
+
+
+def _check_memory(shape: tuple[int, ...], number: int, device: torch.device, name: str) -> None:
+    needed = number * math.prod(shape)  # the first is the bytes of a number
+    free = _free_bytes(device)
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"attention maps {list(shape[1:])} of {number} layers, {name!r} first, take {needed:,} bytes, and {free:,} "
+            "are free: ask for some rows (rows=[0]), some layers (layers=[-1]) or some heads"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What is free on a device, or None where nothing says so."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kilobytes[0] * 1024 if kilobytes and device.type == "cpu" else None
+
+
+@contextmanager
+def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iterator[None]:
+    """Have the layers of these names give their maps, in evaluation and without compiled code."""
+    training = [(module, module.training) for module in model.modules()]
+    found = survey(model)
+    wanted = [layer for layer in found.layers if layer.name in names]
+    plain = [layer.name for layer in wanted if describe(found, layer).mechanism is None]
+    with ExitStack() as back:
+        if plain:
+            make_observable(model, plain)
+            back.callback(make_plain, model, plain)
+            found = survey(model)
+        back.callback(_set_training, training)
+        model.eval()
+        described = [describe(found, layer) for layer in found.layers if layer.name in names]
+        sizes = [(layer.spec.num_heads, layer.spec.dim) for layer in described]
+        for layer, size in zip(described, sizes, strict=True):
+            mechanism = layer.mechanism
+            if mechanism is not None:
+                hook = partial(collected.take, layer, sizes.count(size))
+                back.callback(mechanism.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if "torch._dynamo" in sys.modules:
+            back.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, flag in flags:
+        module.training = flag
+
+
+def _call(model: nn.Module, inputs: Inputs) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs) if isinstance(inputs, Tensor) else model(*inputs)

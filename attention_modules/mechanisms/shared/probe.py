@@ -1,0 +1,311 @@
+"""What a mechanism mixes values with: one call of it that keeps what it gives its kernel, and computes no attention."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from attention_modules.base import AttentionMechanism
+from attention_modules.kernels import taken_by
+from attention_modules.mechanisms.shared.acting import (
+    TOLERANCE,
+    ActingMap,
+    ChunkedMap,
+    DenseMap,
+    FactorMap,
+    LinearMap,
+    quasi_random,
+)
+from attention_modules.mechanisms.shared.chunks import attend_by
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOT_OF_THE_MAP = ("weights", "dropout_p")  # arguments of a call
+
+
+class _SeveralCalls(BaseException):
+    """More than one call of a kernel: its result is needed."""
+
+
+class _Call:
+    """A call of a kernel: what its map is made of, its values, and what it gave, or a token for that."""
+
+    def __init__(self, found: ActingMap, value: Tensor, out: Tensor) -> None:
+        self.found, self.value, self.out = found, value, out
+
+
+class _Capture(TorchFunctionMode):
+    """Keeps what attention is called with.
+
+    Args:
+        token: which numbers a single call gives in place of its output, as large as values are; 0 for attention.
+    """
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token = token
+        self.calls: list[_Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._kernel(partial(func, *args, **kwargs), *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _kernel(
+        self,
+        compute: Callable[[], Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        return self._keep(FactorMap(query, key, attn_mask, is_causal, scale), value, compute)
+
+    def chunked(self, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        """Take a call of :func:`.attend_by`."""
+        attn_mask, is_causal, scale = rest
+
+        def compute() -> Tensor:
+            with taken_by(None):
+                return attend_by(weights, q, k, v, attn_mask, is_causal, 0.0, scale)
+
+        return self._keep(ChunkedMap(weights, q, k, attn_mask, is_causal, scale), v, compute)
+
+    def _keep(self, found: ActingMap, value: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        if not self.token:
+            out = compute()
+        elif self.calls:
+            raise _SeveralCalls
+        else:
+            with torch.no_grad():
+                size = value.abs().amax() if value.numel() else value.new_ones(())
+                place = value.new_empty(*found.q.shape[:-1], value.shape[-1])  # type: ignore[attr-defined]
+                out = quasi_random(place, self.token) * torch.where(size.isfinite() & (size > 0), size, 1.0)
+        self.calls.append(_Call(found, value, out))
+        return out
+
+
+@contextmanager
+def unobserved(module: nn.Module) -> Iterator[None]:
+    """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights."""
+    with ExitStack() as back:
+        for part in list(module.modules()):
+            for name in _HOOKS:
+                before = getattr(part, name)
+                if before:
+                    made = [(at, hook) for at, hook in before.items() if type(hook).__module__.startswith("torch.nn.")]
+                    setattr(part, name, OrderedDict(made))
+                    back.callback(setattr, part, name, before)
+        yield
+
+
+@contextmanager
+def other_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module has other tensors as its Parameters of these names."""
+    with ExitStack() as back:
+        for name, new in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            held = module.get_submodule(path)._parameters
+            back.callback(held.__setitem__, leaf, held[leaf])
+            held[leaf] = new  # type: ignore[assignment]
+        yield
+
+
+@contextmanager
+def _repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Gives what sets random states to those of the start, as they are at the end again."""
+    on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
+    host, other = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+
+    def again() -> None:
+        torch.set_rng_state(host)
+        if other is not None:
+            torch.cuda.set_rng_state(other, device)
+
+    try:
+        yield again
+    finally:
+        again()
+
+
+def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any) -> ActingMap:
+    """The map by which a mechanism mixes these values; its arguments are those of its ``forward``.
+
+    Where it calls a kernel once, for softmax or in chunks of rows, the kernel's arguments are kept and nothing is
+    computed: if its output is the mechanism's, and its values are the mechanism's, but for one number per row and per
+    key, the map is known. Elsewhere it is the matrix of the mechanism as a function of the values, column by column.
+    What a mechanism says itself (``own_map``) comes first. Hooks see nothing of it, and random states stay.
+
+    Returns:
+        The map, of which some rows or columns are made at a time.
+
+    Raises:
+        NoMapError: if output and values show, when the map is made, that there is none.
+    """
+    given = _of_the_map(args, given)
+    with unobserved(mechanism), _repeatable(q.device):
+        own = mechanism.own_map(q, k, v, **given)
+    if own is None:
+        found = probe(partial(mechanism.forward, q, k), v, given, type(mechanism).__name__, mechanism)
+    else:
+        found = DenseMap(own) if isinstance(own, Tensor) else own
+    without = getattr(v, "keys_without_value", 0)  # which a layer has put behind its own
+    return found.of_first_keys(v.shape[2] - without) if without else found
+
+
+def probe(
+    function: Callable[..., Tensor],
+    v: Tensor,
+    given: Mapping[str, Any],
+    name: str,
+    module: nn.Module | None = None,
+) -> ActingMap:
+    """The map of a function of values, as :func:`acting_map` finds it.
+
+    Args:
+        function: of values ``[B, H, M, d]`` and ``given``.
+        v: the values.
+        given: further arguments.
+        name: for errors.
+        module: whose hooks are not to see it.
+    """
+    module = nn.Module() if module is None else module
+    call = partial(function, v, **given)
+    with unobserved(module), _repeatable(v.device) as again:
+        out, calls = _calls(call, again)
+        found = _known(out, calls, v) if calls else None
+        if isinstance(found, FactorMap) and found.gain is not None and len(calls) == 1:
+            again()
+            other = _known(*_captured(call, token=2), v)
+            if not isinstance(other, FactorMap) or not _alike(found.gain, other.gain):
+                again()  # one number per row, but another for other outputs: a norm
+                found = _known(*_captured(call, token=0), v)
+        if found is not None:
+            return found
+
+    def mix(values: Tensor) -> Tensor:
+        with torch.no_grad(), unobserved(module), _repeatable(v.device):
+            return function(values, **given)
+
+    def slope(above: Tensor) -> Tensor | None:
+        with torch.inference_mode(False), torch.enable_grad(), unobserved(module), _repeatable(v.device):
+            of, values = _ordinary(function), torch.zeros_like(v, requires_grad=True)
+            out = of(values, **{name: _ordinary(value) for name, value in given.items()})
+            if not out.requires_grad:
+                return None
+            return torch.autograd.grad(out, values, _ordinary(above), allow_unused=True)[0]
+
+    return LinearMap(mix, slope, v.detach(), mix(torch.zeros_like(v)), name)
+
+
+def _ordinary(given: Any) -> Any:
+    """A tensor of inference mode as one that autograd takes, also among the arguments of a partial function."""
+    if isinstance(given, partial):
+        return partial(given.func, *map(_ordinary, given.args), **given.keywords)
+    return given.clone() if isinstance(given, Tensor) and given.is_inference() else given
+
+
+def acting_passes(
+    mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any
+) -> list[ActingMap]:
+    """The map of each pass over the values of a mechanism that makes several, first to last; else its map alone."""
+    given = _of_the_map(args, given)
+    with unobserved(mechanism), _repeatable(q.device) as again:
+        own = mechanism.own_map(q, k, v, **given)
+        calls = [] if own is not None else _calls(partial(mechanism.forward, q, k, v, **given), again)[1]
+    over = [call.found for call in calls if call.value.shape == v.shape and bool((call.value == v).all())]
+    return over if len(over) > 1 and len(over) == len(calls) else [acting_map(mechanism, q, k, v, **given)]
+
+
+def _of_the_map(args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call after q, k and v that its map depends on, by name."""
+    named = dict(zip(("attn_mask", "is_causal", "dropout_p", "scale"), args, strict=False))
+    return {name: value for name, value in {**named, **given}.items() if name not in _NOT_OF_THE_MAP}
+
+
+def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> list[ActingMap]:
+    """The map of each call that a mechanism makes of a kernel, whatever becomes of values and outputs.
+
+    Arguments as :func:`acting_map`; a mechanism that scales or adds to what its map has mixed states its map by it.
+    """
+    with unobserved(mechanism), _repeatable(q.device) as again:
+        return [call.found for call in _calls(partial(mechanism.forward, q, k, v, **given), again)[1]]
+
+
+def _calls(function: Callable[[], Tensor], again: Callable[[], None]) -> tuple[Tensor, list[_Call]]:
+    """The output, with a token in it where a single kernel is called, and the calls."""
+    try:
+        return _captured(function, token=1)
+    except _SeveralCalls:
+        again()
+        return _captured(function, token=0)
+
+
+def _alike(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and bool(torch.isclose(x, y, rtol=TOLERANCE[x.dtype], equal_nan=True).all())
+
+
+def _captured(function: Callable[[], Tensor], token: int) -> tuple[Tensor, list[_Call]]:
+    with _Capture(token) as capture, taken_by(capture.chunked):
+        out = function()
+    return out, capture.calls
+
+
+def _known(out: Tensor, calls: list[_Call], v: Tensor) -> ActingMap | None:
+    """The map of the last call, if the mechanism does nothing else with values and output than to scale them."""
+    last = calls[-1]
+    token, value, found = last.out, last.value, last.found
+    if out is token and value is v:  # without looking at numbers, for which a device would be waited for
+        return found
+    if token.dim() != 4 or value.dim() != 4 or out.dim() != 4 or token.shape[:2] != out.shape[:2]:
+        return None
+    (rows, width), keys = out.shape[2:], v.shape[2]
+    before, extra = token.shape[2] - rows, value.shape[2] - keys
+    if min(before, extra, token.shape[3] - width, value.shape[3] - v.shape[3]) < 0 or v.shape[:2] != value.shape[:2]:
+        return None
+    inside = value[:, :, extra:, : v.shape[3]]
+    if before != (extra if isinstance(found, FactorMap) and found.is_causal else 0):
+        return None
+    if extra and bool(value[:, :, :extra].any()):
+        return None
+    gain, weight = _ratio(out, token[:, :, before:, :width]), _ratio(inside, v)
+    if isinstance(gain, bool) or isinstance(weight, bool):
+        return None
+    if not isinstance(found, FactorMap):
+        return found if gain is weight is None and not extra else None
+    q, mask = found.q, found.attn_mask
+    if before:
+        q = q[:, :, before:]
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+            mask = mask[..., before:, :]
+    weight = None if weight is None else weight.squeeze(-1)
+    return FactorMap(q, found.k, mask, found.is_causal, found.scale, extra, gain, weight)
+
+
+def _ratio(x: Tensor, y: Tensor) -> Tensor | bool | None:
+    """None where x is y, one number per row ``[..., 1]`` where it is y times that, else False."""
+    y = y.to(x.dtype)
+    if bool(((x == y) | (x.isnan() & y.isnan())).all()):
+        return None
+    if x.shape[-1] == 1:
+        return False
+    rounding, wide = TOLERANCE[x.dtype] / 10, torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    number = (x * y).sum(-1, keepdim=True) / y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
+    with torch.no_grad():
+        miss = torch.linalg.vector_norm(x - number * y, dim=-1)
+        return number if bool((miss <= rounding * torch.linalg.vector_norm(x, dim=-1)).all()) else False

@@ -1,0 +1,194 @@
+"""The maps of whole models against those that other libraries give, and models that stay as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import attnswap
+from attention_modules.analysis.model_maps import _free_bytes
+from attnswap import AttentionSwapError, NoMapError, attention_maps, restore_attention, swap_attention
+from tests.attention_modules.mechanisms.test_acting import squared
+
+TOKENS = 7
+
+
+def encoder(layers=2, **options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, layers)
+
+
+def test_torch():
+    model, x = encoder().eval(), torch.randn(3, TOKENS, 16)
+    padding = torch.arange(TOKENS).expand(3, -1) >= 5
+    maps = attention_maps(model, {"src": x, "src_key_padding_mask": padding})
+    assert list(maps) == ["layers.0.self_attn", "layers.1.self_attn"]
+    for layer, found in zip(model.layers, maps.values(), strict=True):
+        _, wanted = layer.self_attn(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        x = layer(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+        found = attention_maps(model, (torch.randn(1, TOKENS, 16), causal))["layers.0.self_attn"]
+    assert (found.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
+def test_timm(name):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    x = torch.randn(1, 3, 224, 224)
+    maps = attention_maps(model, x)
+    seen = {}
+    for layer in maps:
+        attention = model.get_submodule(layer)
+        attention.fused_attn = False
+        attention.attn_drop.register_forward_pre_hook(lambda _, args, layer=layer: seen.__setitem__(layer, args[0]))
+    with torch.no_grad():
+        model(x)
+    for layer, found in maps.items():
+        torch.testing.assert_close(found, seen[layer], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Llama", "GPT2", "GptOss"])
+def test_hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    if kind in ("Llama", "GptOss"):
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
+    if kind == "GptOss":
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)).eval()
+    if kind == "GptOss":
+        for layer in model.layers:
+            nn.init.normal_(layer.self_attn.sinks)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": torch.randint(0, 50, (2, TOKENS)), "attention_mask": mask}
+    maps = attention_maps(model, inputs)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        eager = model(**inputs, output_attentions=True).attentions
+    assert len(maps) == len(eager) == 2
+    for found, wanted in zip(maps.values(), eager, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_part_is_a_part_of_the_whole():
+    model, x = encoder(3).double(), torch.randn(2, TOKENS, 16).double()
+    for mechanism in ("softmax", "sigmoid", "twicing", "differential", "rpc"):
+        swap_attention(model, mechanism)
+        whole = attention_maps(model, x)
+        some = attention_maps(model, x, layers=[0, -1], heads=1, rows=[-1, 2])
+        assert list(some) == ["layers.0.self_attn", "layers.2.self_attn"]
+        for name, found in some.items():
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, whole[name][:, [1]][:, :, [-1, 2]])
+        assert list(attention_maps(model, x, layers="layers.1.*", rows=0)) == ["layers.1.self_attn"]
+
+
+def test_cross_attention_by_its_name():
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), 1)
+    inputs = torch.randn(2, TOKENS, 16), torch.randn(2, 3, 16)
+    assert list(attention_maps(model, inputs)) == ["layers.0.self_attn"]
+    maps = attention_maps(model, inputs, layers=["*.multihead_attn"])
+    assert {name: tuple(found.shape) for name, found in maps.items()} == {"layers.0.multihead_attn": (2, 2, TOKENS, 3)}
+
+
+def test_rollout():
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    maps = [found.mean(1) for found in attention_maps(model, x).values()]
+    rolled = attention_maps(model, x, rollout=True)
+    torch.testing.assert_close(rolled, attnswap.analysis.attention_rollout(maps))
+    torch.testing.assert_close(attention_maps(model, x, rollout=True, rows=[3]), rolled[:, [3]])
+
+
+def test_every_pass_on_request():
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    swap_attention(model, "rpc", layers=[0], iterations=3)
+    maps = attention_maps(model, x, passes=True)
+    last = "layers.0.self_attn/pass_3"
+    assert list(maps) == [*(f"layers.0.self_attn/pass_{place}" for place in (1, 2, 3)), "layers.1.self_attn"]
+    torch.testing.assert_close(maps[last], attention_maps(model, x)["layers.0.self_attn"])
+
+
+def state(model):
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()]
+    kinds = [(type(part), part.training) for part in model.modules()]
+    own = {name: dict.fromkeys(part.__dict__) for name, part in model.named_modules()}
+    return hooks, kinds, own, list(model.state_dict())
+
+
+@pytest.mark.parametrize("mechanism", [None, "rpc", "talking_heads", "sink"])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_is_as_it_was(mechanism, training):
+    model, x = encoder(dropout=0.5), torch.randn(2, TOKENS, 16)
+    if mechanism is not None:
+        swap_attention(model, mechanism)
+    model.train(training)
+    model.layers[0].linear1.eval()
+    called = []
+    model.layers[1].self_attn.register_forward_hook(lambda *_: called.append(1))
+    before, weights = state(model), copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    first = attention_maps(model, x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert called == [1]
+    assert state(model) == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    for name, found in attention_maps(model, x).items():
+        assert torch.equal(found, first[name])
+        assert not found.requires_grad
+    with pytest.raises(TypeError):
+        attention_maps(model, {"unknown": x})
+    assert state(model) == before
+    if mechanism is not None:
+        restore_attention(model)
+
+
+def test_a_shared_layer_gives_its_last_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = encoder(1)
+
+        def forward(self, x):
+            return self.layer(self.layer(x))
+
+    model, x = Twice().eval(), torch.randn(2, TOKENS, 16)
+    (found,) = attention_maps(model, x).values()
+    (wanted,) = attention_maps(model.layer, model.layer(x)).values()
+    torch.testing.assert_close(found, wanted)
+
+
+def test_bad_input(monkeypatch):
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    with pytest.raises(ValueError, match=r"no row 9 in 'layers.0.self_attn', which has 7"):
+        attention_maps(model, x, rows=[9])
+    with pytest.raises(ValueError, match=r"no head 2 in 'layers.0.self_attn', which has 2"):
+        attention_maps(model, x, heads=2)
+    with pytest.raises(AttentionSwapError, match=r"out of range|no layer"):
+        attention_maps(model, x, layers=[5])
+    with pytest.raises(AttentionSwapError):
+        attention_maps(model, x, layers="encoder.*")
+    with pytest.raises(AttentionSwapError):
+        attention_maps(nn.Linear(16, 16), x)
+    swap_attention(model, squared, layers=[1])
+    with pytest.raises(NoMapError, match="squared has no attention map"):
+        attention_maps(model, x)
+    assert list(attention_maps(model, x, layers=0)) == ["layers.0.self_attn"]
+
+
+def test_what_does_not_fit_is_refused_with_its_bytes(monkeypatch):
+    assert (_free_bytes(torch.device("cpu")) or 10**9) > 2**20
+    monkeypatch.setattr("attention_modules.analysis.model_maps._free_bytes", lambda device: 1000)
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    with pytest.raises(MemoryError, match=r"take 1,568 bytes, and 1,000 are free.*rows=\[0\].*layers=\[-1\]"):
+        attention_maps(model, x)
+    attention_maps(model, x, rows=[0])
+    attention_maps(model, x, layers=0)

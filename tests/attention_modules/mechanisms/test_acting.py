@@ -1,0 +1,309 @@
+"""The map of every mechanism: map · v is what it gives, rows sum to what it promises, and what has none says so."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attention_modules import (
+    AttentionMechanism,
+    AttentionSpec,
+    NoMapError,
+    available_mechanisms,
+    build_mechanism,
+    mechanism_class,
+)
+from attention_modules.analysis.acting import acting_sums
+from attention_modules.mechanisms.shared.acting import ChunkedMap, DenseMap, FactorMap, LinearMap, SumMap
+from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
+from attention_modules.testing import Subject
+
+TOKENS = 9
+SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
+CHUNKED = ("dam", "entmax", "hard", "position_bias", "sigmoid")
+LINEAR = ("scaled", "talking_heads", "twicing")
+STATED = ("differential", "neutreno", "value_residual")  # which change values or output beside what the map mixes
+OURS = [name for name in available_mechanisms() if mechanism_class(name).__module__.startswith("attention_modules")]
+CASES = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "padding": {"attn_mask": (torch.arange(TOKENS) < 6).view(1, 1, 1, TOKENS)},
+    "tree": {
+        "attn_mask": (torch.rand(2, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) > 0.4)
+        | torch.eye(TOKENS, dtype=torch.bool)
+    },
+    "bias": {"attn_mask": torch.randn(2, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(4)).double()},
+    "scale": {"scale": 0.7},
+}
+SUMS = {  # of rows, where they are not 1
+    "sink": (0.0, 1.0),
+    "gated": (0.0, 1.0),
+    "sigmoid": (0.0, float(TOKENS)),
+    "differential": (-9.0, 9.0),
+    "rkde": (0.5, 1.5),
+    "scaled": (-9.0, 9.0),
+    "talking_heads": (-9.0, 9.0),
+}
+
+
+def subject(name, dtype=torch.float64, **options):
+    found = Subject(name, SPEC, options)
+    module = found.build(TOKENS, dtype)
+    return module, {of: value.detach() for of, value in found.inputs(TOKENS, dtype).items()}
+
+
+def taken(module, case):
+    return module.row_masks or case in ("nothing", "padding", "scale")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OURS)
+def test_map_times_values_is_the_output(name, subtests):
+    module, inputs = subject(name)
+    for case in CASES:
+        if not taken(module, case):
+            continue
+        with subtests.test(case):
+            given = CASES[case]
+            acting = acting_map(module, **inputs, **given)
+            found, out = acting.dense(), module(**inputs, **given)
+            kind = SumMap if name == "differential" else ChunkedMap if name in CHUNKED else FactorMap
+            kind = LinearMap if name in LINEAR else kind
+            assert isinstance(acting, ChunkedMap if (name, case) in FORGETTING_IN_CHUNKS else kind)
+            assert found.shape == (2, 2, TOKENS, TOKENS)
+            torch.testing.assert_close(expected(name, module, inputs, found), out, atol=1e-6, rtol=0)
+            lowest, highest = SUMS.get(name, (1 - 1e-9, 1 + 1e-9))
+            assert lowest <= found.sum(-1).min() <= found.sum(-1).max() <= highest
+            rows = torch.tensor([7, 0, 8, 3])
+            torch.testing.assert_close(acting.dense(rows), found[:, :, rows])
+            torch.testing.assert_close(acting.of_heads([1]).dense(), found[:, [1]])
+
+
+FORGETTING_IN_CHUNKS = {("forgetting", "tree"), ("forgetting", "bias")}
+
+
+def expected(name, module, inputs, found):
+    v = inputs["v"]
+    if name == "neutreno":
+        return found @ v + module.alpha * (inputs["first_value"] - v)
+    if name == "value_residual":
+        return found @ v.lerp(inputs["first_value"], module.weight)
+    if name == "differential":
+        return F.rms_norm(found @ v, v.shape[-1:], module.norm.weight, module.norm.eps) * (1 - module.lambda_init)
+    return found @ v
+
+
+def test_every_mechanism_is_tried_and_24_need_no_word():
+    assert len(OURS) - len(STATED) >= 24
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_finite(dtype, subtests):
+    for name in OURS:
+        with subtests.test(name):
+            module, inputs = subject(name, dtype)
+            found, out = acting_map(module, **inputs).dense(), module(**inputs)
+            assert found.dtype == torch.float32
+            assert found.isfinite().all()
+            if name not in STATED:
+                torch.testing.assert_close((found @ inputs["v"].float()).to(dtype), out, atol=5e-2, rtol=5e-2)
+
+
+@torch.no_grad()
+def test_cross_attention():
+    for name in ("softmax", "sink", "entmax", "l2", "talking_heads", "sigmoid"):
+        module, inputs = subject(name)
+        q = inputs.pop("q")[:, :, :4]
+        found = acting_map(module, q, **inputs).dense()
+        assert found.shape == (2, 2, 4, TOKENS)
+        torch.testing.assert_close(found @ inputs["v"], module(q, **inputs), atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_gates_of_elements_and_pairs_of_heads():
+    module, inputs = subject("gated", gate="element")
+    found = acting_map(module, **inputs).dense()
+    gate = module.tensors(inputs["k"], inputs["x"])[0].sigmoid()
+    torch.testing.assert_close(found @ inputs["v"] * gate, module(**inputs))
+    module, inputs = subject("differential", pairs="heads")
+    found = acting_map(module, **inputs).dense()
+    assert found.shape == (2, 1, TOKENS, TOKENS)
+    pair = torch.cat(inputs["v"].chunk(2, 1), -1)
+    mixed = F.rms_norm(found @ pair, pair.shape[-1:], None, module.norm.eps) * (1 - module.lambda_init)
+    torch.testing.assert_close(mixed.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2), module(**inputs))
+
+
+@torch.no_grad()
+def test_every_pass_of_a_pursuit():
+    module, inputs = subject("rpc")
+    passes = acting_passes(module, **inputs)
+    assert len(passes) == module.iterations
+    torch.testing.assert_close(passes[-1].dense() @ inputs["v"], module(**inputs))
+    torch.testing.assert_close(acting_map(module, **inputs).dense(), passes[-1].dense())
+    for name in ("sink", "twicing", "differential"):
+        module, inputs = subject(name)
+        assert len(acting_passes(module, **inputs)) == 1
+
+
+def cosine(q, k, v, temperature=0.1, **options):
+    q = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5 / temperature
+    return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, **options)
+
+
+def written_out(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def with_a_learned_value(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v + 1.0
+
+
+def halved(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, k, v, **options) / 2
+
+
+def squared(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v).square()
+
+
+def normed(q, k, v):
+    return F.normalize(F.scaled_dot_product_attention(q, k, v), dim=-1)
+
+
+def clamped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v).clamp(-0.5, 0.5)
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("function", "kind", "constant"),
+    [
+        (cosine, FactorMap, 0.0),
+        (halved, FactorMap, 0.0),
+        (written_out, LinearMap, 0.0),
+        (with_a_learned_value, LinearMap, 1.0),
+    ],
+)
+def test_functions_of_ones_own(function, kind, constant):
+    module = build_mechanism(function, SPEC)
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8, dtype=torch.float64)
+    acting = acting_map(module, q, k, v)
+    assert isinstance(acting, kind)
+    torch.testing.assert_close(acting.dense() @ v + constant, module(q, k, v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [squared, grouped, clamped])
+def test_what_is_not_linear_is_refused_by_name(function):
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8)
+    acting = acting_map(build_mechanism(function, SPEC), q, k, v)
+    with pytest.raises(NoMapError, match=rf"{function.__name__} has no attention map.*not linear.*own_map"):
+        acting.dense()
+
+
+@torch.no_grad()
+def test_a_norm_of_the_output_is_a_gain_of_rows():
+    """What it was in this call is exact: the norm is one number per row."""
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8, dtype=torch.float64)
+    module = build_mechanism(normed, SPEC)
+    torch.testing.assert_close(acting_map(module, q, k, v).dense() @ v, module(q, k, v))
+
+
+class Stated(AttentionMechanism):
+    def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+        return squared(q, k, v)
+
+    def own_map(self, q, k, v, **given):
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+
+
+def test_a_class_says_what_its_map_is():
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8)
+    acting = acting_map(Stated(SPEC), q, k, v)
+    assert isinstance(acting, DenseMap)
+    torch.testing.assert_close(acting.dense(), (q @ k.mT * 8**-0.5).softmax(-1))
+
+
+@torch.no_grad()
+def test_nobody_notices():
+    """Random states stay, hooks see nothing, and what is drawn is what the call itself draws."""
+    module, inputs = subject("dam", start=0.0)
+    seen = []
+    module.drawn.register_forward_hook(lambda *_: seen.append(1))
+    module.register_forward_hook(lambda *_: seen.append(2))
+    module.train()
+    before = torch.get_rng_state()
+    found = acting_map(module, **inputs).dense()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seen
+    torch.testing.assert_close(found @ inputs["v"], module(**inputs))
+    assert seen == [1, 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OURS)
+def test_statistics_are_those_of_the_dense_map(name, subtests):
+    module, inputs = subject(name)
+    for case in CASES:
+        if not taken(module, case):
+            continue
+        with subtests.test(case):
+            acting, given = acting_map(module, **inputs, **CASES[case]), CASES[case]
+            mask = {of: given[of] for of in ("attn_mask", "is_causal") if of in given}
+            sums, sink = acting_sums(acting, **mask, sink_rows=0)
+            size = acting.dense().abs()
+            share = size / size.sum(-1, keepdim=True)
+            entropy = -torch.special.xlogy(share, share).sum(-1)
+            expected = {
+                "entropy": entropy.sum(-1),
+                "effective_support": (1 / share.square().sum(-1)).sum(-1),
+                "largest_probability": size.amax(-1).sum(-1),
+            }
+            for of, wanted in expected.items():
+                assert (sums[of][1] == TOKENS).all()
+                torch.testing.assert_close(sums[of][0].double(), wanted, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(sink.double(), share.mean(-2).amax(-1), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_without_weights_do_not_count():
+    q, k, v = torch.randn(3, 1, 2, TOKENS, 8)
+    v[:] = 1.0
+
+    def some_rows(q, k, v):
+        keep = (torch.arange(TOKENS) > 3).view(-1, 1)
+        return (q @ k.mT).softmax(-1) @ v * keep
+
+    sums, sink = acting_sums(acting_map(build_mechanism(some_rows, SPEC), q, k, v), sink_rows=0)
+    assert (sums["entropy"][1] == TOKENS - 4).all()
+    share = (q @ k.mT).softmax(-1)[:, :, 4:]
+    torch.testing.assert_close(sink, share.mean(-2).amax(-1))
+    torch.testing.assert_close(sums["entropy"][0], -(share * share.log()).sum((-2, -1)))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_few_rows_come_from_a_gradient(name, mode):
+    spec = AttentionSpec(dim=16, num_heads=2, head_dim=8)
+    found = Subject(name, spec)
+    module = found.build(80, torch.float64)
+    with mode():
+        inputs = {of: value.clone() for of, value in found.inputs(80, torch.float64).items()}
+        acting = acting_map(module, **inputs, is_causal=True)
+        rows = torch.tensor([0, 79, 5])
+        whole = acting.dense()
+        torch.testing.assert_close(acting.dense(rows), whole[:, :, rows])
+        sums, sink = acting_sums(acting, is_causal=True, sink_rows=0)
+        chosen = acting.some_rows()
+        share = whole[:, :, chosen].abs()
+        share = share / share.sum(-1, keepdim=True)
+        assert len(chosen) == 8
+        assert (sums["entropy"][1] == 8).all()
+        entropy = -torch.special.xlogy(share, share).sum(-1)
+        torch.testing.assert_close(sums["entropy"][0].double(), entropy.sum(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sink.double(), share.mean(-2).amax(-1), rtol=1e-4, atol=1e-5)
+    assert all(parameter.grad is None for parameter in module.parameters())
