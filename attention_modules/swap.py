@@ -29,7 +29,7 @@ from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
-from attention_modules.hosts.sdpa.record import Record, knowing, record_of
+from attention_modules.hosts.sdpa.record import Record, knowing, known, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import wrapped_by_peft
@@ -166,10 +166,18 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
     _refuse_wrapped(model, compiled=False)
     if not names:
         return
-    _commit(model, _prepare(model, "softmax", list(names), None, (), {}))
+    with knowing(_needed_record(model, names)):
+        _commit(model, _prepare(model, "softmax", list(names), None, (), {}))
     for layer in survey(model).layers:
         if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them
             layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
+
+
+def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
+    """What is known; of a LightningModule's example, where the sizes of one of these layers cannot be told else."""
+    example, found = getattr(model, "example_input_array", None), survey(model)
+    described = (describe(found, layer) for layer in found.layers if layer.name in names)
+    return known() if example is None or all(layer.spec.told for layer in described) else record_of(model, example)
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from attention_modules.analysis.maps import attention_rollout
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, describe
+from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.discovery import select, survey
+from attention_modules.hosts.sdpa.layer import SDPAHost
+from attention_modules.hosts.sdpa.record import Record, arguments, knowing, record_of
 from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from attention_modules.swap import make_observable, make_plain
@@ -100,10 +103,12 @@ def attention_maps(
         >>> attnswap.attention_maps(model, torch.randn(1, 5, 16), layers=0, rows=[0, -1])["self_attn"].shape
         torch.Size([1, 2, 2, 5])
     """
-    names = _names(model, layers)
     collected = _Collected(_listed(heads), None if rollout else _listed(rows), rollout, passes)
-    with _observed(model, names, collected), torch.no_grad():
-        _call(model, inputs)
+    with knowing(_record(model, inputs)):
+        names = _names(model, layers)
+        with _observed(model, names, collected), torch.no_grad():
+            args, kwargs = arguments(inputs)
+            model(*args, **kwargs)
     maps = {name: collected.found[name] for name in names if name in collected.found}
     if not maps:
         raise ValueError(f"none of the layers {', '.join(map(repr, names[:4]))} was called for these inputs")
@@ -115,6 +120,17 @@ def attention_maps(
 
 def _listed(chosen: int | Sequence[int] | None) -> list[int] | None:
     return None if chosen is None else [chosen] if isinstance(chosen, int) else [int(each) for each in chosen]
+
+
+def _record(model: nn.Module, inputs: Inputs) -> Record:
+    """What a pass of a copy shows, where layers have no host of their own; nothing where it fails, as this one will."""
+    found = survey(model)
+    if found.layers and not found.others and not any(isinstance(layer.host, SDPAHost) for layer in found.layers):
+        return Record()
+    try:
+        return record_of(model, inputs)
+    except AttentionSwapError:
+        return Record()
 
 
 def _names(model: nn.Module, layers: Layers | None) -> list[str]:
@@ -212,7 +228,7 @@ def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iter
         back.callback(_set_training, training)
         model.eval()
         described = [describe(found, layer) for layer in found.layers if layer.name in names]
-        sizes = [(layer.spec.num_heads, layer.spec.dim) for layer in described]
+        sizes = [(layer.spec.num_heads, layer.spec.dim) if layer.spec.told else None for layer in described]
         for layer, size in zip(described, sizes, strict=True):
             mechanism = layer.mechanism
             if mechanism is not None:
@@ -226,9 +242,3 @@ def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iter
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
     for module, flag in flags:
         module.training = flag
-
-
-def _call(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(inputs) if isinstance(inputs, Tensor) else model(*inputs)

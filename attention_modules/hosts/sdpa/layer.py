@@ -254,7 +254,17 @@ class SDPAHost(Host):
         return self._undeclared(layer)
 
     def limits(self, layer: Any) -> Limits:
-        return Limits(of=self._uneven(layer), without_query=self._undeclared(layer))
+        return Limits(of=self._uneven(layer), with_input=self._inputless(layer), without_query=self._undeclared(layer))
+
+    def _inputless(self, layer: nn.Module) -> str | None:
+        """Why mechanisms that need the layer's input have none, where that is known before the call."""
+        seam = self.seam(layer)
+        if seam.heads is None or seam.dim is not None:
+            return None
+        return (
+            "it is not given the tokens [B, N, C] of which its queries are made; declare the layer around it "
+            "(attnswap.declare_host), or choose a mechanism that needs none"
+        )
 
     def _uneven(self, layer: nn.Module) -> Callable[[AttentionMechanism], str | None]:
         """What refuses mechanisms that need a query for each key, where there is none."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from tests.attention_modules.hosts.cases import features
@@ -278,6 +279,21 @@ def test_an_example_that_does_not_run(example: Any) -> None:
     with pytest.raises(AttentionSwapError, match="the example does not run: Sequential raised"):
         swap_attention(model, "softmax", example=example)
     assert type(model[0]) is Joint
+
+
+def test_maps_of_layers_that_only_a_pass_shows() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(NanoAttention(), Outer(), ByTable()), features()
+    maps = attention_maps(model, x)
+    assert list(maps) == ["0", "1.attend", "2"]
+    q, k, _ = (_heads(part) for part in model[0].c_attn(x).chunk(3, 2))
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(maps["0"], (q @ k.mT / 2).masked_fill(hidden, -torch.inf).softmax(-1))
+    assert [type(part) for part in model] == [NanoAttention, Outer, ByTable]
+    swap_attention(model, "sink", example=x)
+    assert all((rows.sum(-1) < 1).all() for rows in attention_maps(model, x).values())
+    with pytest.raises(AttentionSwapError, match="not given the tokens"):
+        swap_attention(model, "gated", where="1.attend", example=x)
 
 
 def test_a_cache_is_no_query_for_each_key() -> None:
