@@ -274,7 +274,7 @@ def _used(module: Any) -> None:
 def _python(content: dict[str, Any], folder: Path) -> None:
     import lightning_tasks
 
-    images = "other_attention" in content["hyper_parameters"]
+    images = "model_options" in content["hyper_parameters"]
     task = lightning_tasks.ImageClassificationTask if images else lightning_tasks.LanguageModelingTask
     torch.save(content, folder / "evil.ckpt")
     _used(task.load_from_checkpoint(folder / "evil.ckpt"))
@@ -305,7 +305,7 @@ def _command(content: dict[str, Any], folder: Path) -> None:
         "--data",
         "attnswap.datamodules.DigitsDataModule",
     ]
-    task = "ImageClassification" if "other_attention" in content["hyper_parameters"] else "LanguageModeling"
+    task = "ImageClassification" if "model_options" in content["hyper_parameters"] else "LanguageModeling"
     arguments += ["--model", f"lightning_tasks.{task}Task"]
     cli = _command_line(_ParsingCLI, arguments, ())
     _used(_built(cli))
