@@ -56,7 +56,7 @@ def register_host(host: Host) -> None:
         >>> class MixerHost(Host):
         ...     name, mixin = "Mixer", SwappedMixer
         ...     def understands(self, module):
-        ...         return type(module) is Mixer
+        ...         return type(module).__name__ == "Mixer"
         ...     def spec(self, layer, layer_index):
         ...         return AttentionSpec(8, num_heads=1, head_dim=8, layer_index=layer_index)
         ...     def query_parts(self, layer):
