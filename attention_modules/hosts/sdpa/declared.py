@@ -137,11 +137,12 @@ class DeclaredHost(SDPAHost):
         if isinstance(layer, SwappedSDPA):
             return layer.seam
         widths = self._widths(layer)
-        calls = known().inside.get(layer) or tried(layer).inside.get(layer, [])
-        if len(calls) != 1 or calls[0].source(layer) is None:
+        record = known() if layer in known().inside else tried(layer)
+        calls, times = record.inside.get(layer, []), record.each_forward(layer)
+        if times != 1 or calls[0].source(layer) is None:
             raise AttentionSwapError(
                 f"the declaration of {self.kind.__name__} cannot be checked, as "
-                + (f"it calls scaled_dot_product_attention {len(calls)} times" if calls else "it does not run alone")
+                + (f"it calls scaled_dot_product_attention {times} times" if calls else "it does not run alone")
                 + ": pass example=, what the model takes, to swap_attention (in Lightning: example_input_array)"
             )
         return self._checked(layer, calls[0], widths)
