@@ -152,8 +152,12 @@ class DeclaredHost(SDPAHost):
         apart: dict[str, float] = {}
         close = torch.finfo(x.dtype).eps ** 0.5
         for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
-            with torch.no_grad():
-                q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
+            try:
+                with torch.no_grad():
+                    q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
+            except RuntimeError:  # its features cannot be split into these heads
+                apart = apart or dict.fromkeys("qkv", float("inf"))
+                continue
             assert q is not None  # no query is dropped yet
             found = {"q": _apart(q, call.q), "k": _apart(k, call.k), "v": _apart(v, call.v)}
             turned = max(found["q"], found["k"]) > close

@@ -94,6 +94,13 @@ def test_a_declaration_that_does_not_fit(names: dict[str, Any], text: str) -> No
     assert not hasattr(model[0], "mechanism")
 
 
+@pytest.mark.parametrize("kv_heads", [None, 1, 3, 4, 8])
+def test_a_wrong_number_of_key_heads(kv_heads: int | None) -> None:
+    kind = declared(own.Grouped, q="q_proj", kv="kv_proj", heads="heads", kv_heads=kv_heads)
+    with pytest.raises(AttentionSwapError, match=r"does not fit: what q_proj, kv_proj gives in 4 heads .*kv_heads="):
+        swap_attention(nn.Sequential(kind()), "sink")
+
+
 @pytest.mark.parametrize(
     ("kind", "names", "error"),
     [
