@@ -90,9 +90,11 @@ def declare_host(
     register_host(DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm))
 
 
-class JointWithoutQuery(WithoutQuery, nn.Linear):
+class JointWithoutQuery(WithoutQuery):
     """A joint projection without its query rows, which gives zeros in their place: the layer's own code splits it."""
 
+    weight: Tensor
+    bias: Tensor | None
     dropped: tuple[int, int]  # features of the query, and the blocks that they lie in
 
     def forward(self, input: Tensor) -> Tensor:
