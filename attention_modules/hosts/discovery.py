@@ -11,6 +11,7 @@ from torch import nn
 
 from attention_modules.hosts.base import AttentionSwapError, Host, Swapped, hook_refusal
 from attention_modules.hosts.networks import Network, are_twins, networks_of
+from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.table import known_hosts, known_refusal, loaded_hosts
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, did_you_mean
@@ -140,13 +141,14 @@ def survey(model: nn.Module) -> Survey:
 
 
 def _attention_like(hosts: _Hosts, strangers: dict[str, nn.Module], understood: list[str]) -> list[Skipped]:
-    """Modules that call themselves attention, are no shell around an understood layer, and that no host knows."""
+    """Modules that call themselves attention, are no mere shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
     refused = {kind: known_refusal(kind) for kind in {type(module) for module in strangers.values()}}
     for name, module in strangers.items():
         reason = _why_not(module, hosts.concerned(module), refused[type(module)])
         prefix = f"{name}." if name else ""
-        if reason is None or any(other.startswith(prefix) for other in understood):
+        shell = any(other.startswith(prefix) for other in understood)
+        if reason is None or (shell and not calls_of(module).sites):
             continue
         if not any(name.startswith(f"{outer.name}.") for outer in skipped):
             skipped.append(Skipped(name, type(module).__name__, reason))

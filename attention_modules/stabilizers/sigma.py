@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.weights import quantized, wrapped_by_peft
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionMechanism
@@ -371,7 +372,7 @@ def projections(layer: AttentionLayer) -> list[tuple[nn.Module, str]]:
 
 def linear_weights(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The weight of every linear layer of a model: module and name."""
-    kinds = (nn.Linear, nn.MultiheadAttention)
+    kinds = (nn.Linear, WithoutQuery, nn.MultiheadAttention)
     known = [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
     return [(module, tensor) for module in known for tensor, _ in _weights(module)]
 

@@ -29,7 +29,8 @@ KERNELS = (
     "sageattn",
 )
 _DEPTH = 5  # of functions that call functions
-_LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_LOADS = {*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def calls_of(module: nn.Module) -> Calls:
     return calls
 
 
+def parts_that_call(module: nn.Module) -> list[str]:
+    """Names of the modules inside it that call the function themselves."""
+    return [name for name, part in module.named_modules() if name and calls_of(part).sites]
+
+
 class _Walk:
     def __init__(self, module: nn.Module, calls: Calls) -> None:
         self.module = module
@@ -111,14 +117,14 @@ class _Walk:
         if isinstance(value, functools.partial):
             value = value.func
         if value is TARGET:
-            site = source.site(line)
+            site = source.site(line, name)
             known = self.calls.sites if site.reached else self.calls.unreached
             if site not in known:
                 known.append(site)
         elif name in KERNELS and callable(value):
             self.calls.kernels.append(f"{getattr(value, '__module__', '')}.{name}".lstrip("."))
         elif name == "softmax" and (value is None or not isinstance(value, nn.Module)):
-            if (site := source.site(line)).reached:
+            if (site := source.site(line, name)).reached:
                 self.calls.softmax.append(site)
         elif isinstance(value, (FunctionType, MethodType)):
             self.function(value, owner, depth - 1)
@@ -132,8 +138,9 @@ class _Walk:
 def _names(code: CodeType) -> list[tuple[str, str, int]]:
     """The names that a code loads, with the instruction and the line of each."""
     found, line = [], code.co_firstlineno
+    lines = dict(dis.findlinestarts(code))
     for step in dis.get_instructions(code):
-        line = (step.positions.lineno if step.positions else None) or line
+        line = lines.get(step.offset) or line
         if step.opname in _LOADS and isinstance(step.argval, str):
             found.append((step.opname, step.argval, line))
     return found
@@ -143,9 +150,10 @@ def _values(kind: str, name: str, function: FunctionType, owner: object, modules
     """What a name that an instruction loads may stand for; None for an attribute of something unknown."""
     if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
         yield function.__globals__.get(name)
-    elif kind in ("LOAD_ATTR", "LOAD_METHOD"):
+    elif kind in _ATTRIBUTES:
         known = [vars(module)[name] for module in modules if name in vars(module)]
-        own = inspect.getattr_static(owner, name, None) if name not in ("forward", "__call__") else None
+        called = name in ("forward", "__call__")  # of a child, unless it is super's
+        own = _above(function, owner, name) if called else inspect.getattr_static(owner, name, None)
         if name == NAME and not known and own is None:  # torch.nn.functional.scaled_dot_product_attention
             known = [TARGET]
         yield from known
@@ -157,6 +165,13 @@ def _values(kind: str, name: str, function: FunctionType, owner: object, modules
                 yield cells[name].cell_contents
             except ValueError:  # not filled yet
                 return
+
+
+def _above(function: FunctionType, owner: object, name: str) -> Any:
+    """What ``super()`` of a method gives; None where it does not ask it."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    kind = cells["__class__"].cell_contents if "__class__" in cells else None
+    return getattr(super(kind, owner), name, None) if kind is not None and isinstance(owner, kind) else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -189,10 +204,10 @@ class _Source:
             return None
         return ast.increment_lineno(tree, first - 1)
 
-    def site(self, line: int) -> Site:
-        """The line as a call."""
+    def site(self, line: int, name: str) -> Site:
+        """The line as a call of what has this name there."""
         sure, again, reached = self.tree is not None, False, True
-        for node, arm in self._around(line):
+        for node, arm in self._around(line, name):
             if isinstance(node, (ast.If, ast.IfExp)):
                 taken = _truth(node.test, self.owner)
                 reached = reached and taken in (None, arm)
@@ -202,25 +217,30 @@ class _Source:
                 sure = sure and not isinstance(node, ast.Try)
         return Site(self.file, line, sure, again, reached)
 
-    def _around(self, line: int) -> Iterator[tuple[ast.AST, bool]]:
-        """The statements around a line; of a condition, whether the line stands where it holds."""
+    def _around(self, line: int, name: str) -> Iterator[tuple[ast.AST, bool]]:
+        """The statements around a name; of a condition, whether the name stands where it holds."""
         for node in ast.walk(self.tree) if self.tree is not None else ():
-            if isinstance(node, (ast.For, ast.While, ast.Try)) and _holds(node, line):
+            if isinstance(node, _SEVERAL) and _holds(node, line, name):
                 yield node, True
             elif isinstance(node, (ast.If, ast.IfExp)):
                 for arm, body in ((True, node.body), (False, node.orelse)):
                     inside = body if isinstance(body, list) else [body]
-                    if any(_holds(part, line) for part in inside):
+                    if any(_holds(part, line, name) for part in inside):
                         yield node, arm
 
 
-def _holds(node: ast.AST, line: int) -> bool:
-    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-    return first is not None and last is not None and first <= line <= last
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SEVERAL = (ast.For, ast.While, ast.Try, *_COMPREHENSIONS)
+
+
+def _holds(node: ast.AST, line: int, name: str) -> bool:
+    """Whether the name is read in this line of the node."""
+    found = (part for part in ast.walk(node) if name in (getattr(part, "id", None), getattr(part, "attr", None)))
+    return any(part.lineno <= line <= (part.end_lineno or line) for part in found)  # type: ignore[attr-defined]
 
 
 def _truth(test: ast.expr, owner: object) -> bool | None:
-    """Whether a condition holds that reads an attribute below ``self`` alone; None for any other."""
+    """Whether a condition holds that reads a setting below ``self`` alone; None for any other."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _truth(test.operand, owner)
         return None if inner is None else not inner
@@ -231,7 +251,7 @@ def _truth(test: ast.expr, owner: object) -> bool | None:
             return None
         return (_read(owner, path) is None) == isinstance(test.ops[0], ast.Is)
     path = _path(test)
-    value = None if path is None else _read(owner, path)
+    value = None if path in (None, ["training"]) else _read(owner, path)
     return value if isinstance(value, bool) else None
 
 

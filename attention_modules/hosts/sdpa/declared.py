@@ -90,9 +90,11 @@ def declare_host(
     register_host(DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm))
 
 
-class JointWithoutQuery(WithoutQuery, nn.Linear):
+class JointWithoutQuery(WithoutQuery):
     """A joint projection without its query rows, which gives zeros in their place: the layer's own code splits it."""
 
+    weight: Tensor
+    bias: Tensor | None
     dropped: tuple[int, int]  # features of the query, and the blocks that they lie in
 
     def forward(self, input: Tensor) -> Tensor:
@@ -137,11 +139,12 @@ class DeclaredHost(SDPAHost):
         if isinstance(layer, SwappedSDPA):
             return layer.seam
         widths = self._widths(layer)
-        calls = known().inside.get(layer) or tried(layer).inside.get(layer, [])
-        if len(calls) != 1 or calls[0].source(layer) is None:
+        record = known() if layer in known().inside else tried(layer)
+        calls, times = record.inside.get(layer, []), record.each_forward(layer)
+        if times != 1 or calls[0].source(layer) is None:
             raise AttentionSwapError(
                 f"the declaration of {self.kind.__name__} cannot be checked, as "
-                + (f"it calls scaled_dot_product_attention {len(calls)} times" if calls else "it does not run alone")
+                + (f"it calls scaled_dot_product_attention {times} times" if calls else "it does not run alone")
                 + ": pass example=, what the model takes, to swap_attention (in Lightning: example_input_array)"
             )
         return self._checked(layer, calls[0], widths)
@@ -151,8 +154,12 @@ class DeclaredHost(SDPAHost):
         apart: dict[str, float] = {}
         close = torch.finfo(x.dtype).eps ** 0.5
         for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
-            with torch.no_grad():
-                q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
+            try:
+                with torch.no_grad():
+                    q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
+            except RuntimeError:  # its features cannot be split into these heads
+                apart = apart or dict.fromkeys("qkv", float("inf"))
+                continue
             assert q is not None  # no query is dropped yet
             found = {"q": _apart(q, call.q), "k": _apart(k, call.k), "v": _apart(v, call.v)}
             turned = max(found["q"], found["k"]) > close

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -12,11 +15,12 @@ from attention_modules.base import AttentionSpec
 from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
-from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of
+from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, parts_that_call
 from attention_modules.hosts.sdpa.record import Seam, known, tried
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
 
+_CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 # Of whose layers other hosts say what fits.
 LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
 
@@ -29,6 +33,7 @@ class _Acting(TorchFunctionMode):
         self.layer = layer
         self.given = given
         self.calls = 0
+        self.trains = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -36,7 +41,26 @@ class _Acting(TorchFunctionMode):
         if func is not TARGET:
             return func(*args, **(kwargs or {}))
         self.calls += 1
+        if self.trains and not torch.compiler.is_compiling() and _runs_again():
+            raise RuntimeError(
+                f"{self.layer._shown()} calls scaled_dot_product_attention inside a checkpoint (or an "
+                "autograd.Function) of its own forward, whose backward would run it again without the mechanism: put "
+                "the checkpoint around the layer, or turn the layer's own off"
+            )
         return self.layer.act(self.given, *args, **(kwargs or {}))
+
+
+def _runs_again() -> bool:
+    """Whether a checkpoint or an autograd.Function stands between the layer's forward and its call."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not SwappedSDPA.forward.__code__:
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_name == "forward" else ()
+        if frame.f_code.co_filename == _CHECKPOINT or (
+            first and isinstance(frame.f_locals.get(first[0]), torch.autograd.function.FunctionCtx)
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class SwappedSDPA(Swapped):
@@ -193,15 +217,15 @@ class SDPAHost(Host):
     def understands(self, module: nn.Module) -> bool:
         if "forward" in module.__dict__:
             return False
-        if calls := known().calls.get(module):
-            return len(calls) == 1
+        if known().calls.get(module):
+            return known().each_forward(module) == 1
         found = calls_of(module)
-        return bool(found.sites) and not found.ambiguous
+        return bool(found.sites) and not found.ambiguous and not parts_that_call(module)
 
     def near_miss(self, module: nn.Module) -> str | None:
         found = calls_of(module)
-        if len(calls := known().calls.get(module, [])) > 1:
-            return f"its forward calls scaled_dot_product_attention {len(calls)} times, and a mechanism stands for one"
+        if known().calls.get(module) and (calls := known().each_forward(module)) > 1:
+            return f"its forward calls scaled_dot_product_attention {calls} times, and a mechanism stands for one"
         if found.sites and "forward" in module.__dict__:
             return "its forward was replaced on the object; give the class that forward"
         if found.unreached and not found.sites:
@@ -215,14 +239,20 @@ class SDPAHost(Host):
                 f"its forward may call scaled_dot_product_attention several times ({lines}), and a mechanism stands "
                 "for one call: pass example=, what the model takes, if one forward calls it once"
             )
+        if found.sites and (parts := parts_that_call(module)):
+            return (
+                f"its forward calls scaled_dot_product_attention beside its part {parts[0]!r}, which does too, and a "
+                "mechanism stands for one call: have a part of its own call it"
+            )
         return _other_kernel(module, found)
 
     def seam(self, layer: nn.Module) -> Seam:
         """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
         if isinstance(layer, SwappedSDPA):
             return layer.seam
-        calls = known().calls.get(layer) or tried(layer).calls.get(layer)
-        return calls[0].seam(layer) if calls else Seam()
+        record = known() if layer in known().calls else tried(layer)
+        calls = record.calls.get(layer)
+        return replace(calls[0].seam(layer), calls=record.each_forward(layer)) if calls else Seam()
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         seam = self.seam(layer)
@@ -254,7 +284,14 @@ class SDPAHost(Host):
         return self._undeclared(layer)
 
     def limits(self, layer: Any) -> Limits:
-        return Limits(of=self._uneven(layer), with_input=self._inputless(layer), without_query=self._undeclared(layer))
+        calls = self.seam(layer).calls
+        several = f"its forward calls scaled_dot_product_attention {calls} times, and a mechanism stands for one"
+        return Limits(
+            every=several if calls > 1 else None,
+            of=self._uneven(layer),
+            with_input=self._inputless(layer),
+            without_query=self._undeclared(layer),
+        )
 
     def _inputless(self, layer: nn.Module) -> str | None:
         """Why mechanisms that need the layer's input have none, where that is known before the call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ class Seam:
         scale: factor on the logits, 1/sqrt(d) where None.
         by_head: whether each head has its query, key and value together in the layer's projection.
         turned: whether positions turn queries and keys after the layer's projections.
+        calls: how many calls one forward makes, its children's too.
     """
 
     dim: int | None = None
@@ -48,6 +49,7 @@ class Seam:
     scale: float | None = None
     by_head: bool = False
     turned: bool = False
+    calls: int = 1
 
 
 @dataclass
@@ -138,12 +140,17 @@ class Record:
     inside: dict[nn.Module, list[Call]] = field(default_factory=dict)
     """Of any module, its children's calls too."""
 
+    def each_forward(self, module: nn.Module) -> int:
+        """How many calls one forward of the module makes, its children's too; it may run several times."""
+        runs = [id(given) for call in self.inside.get(module, []) for outer, given in call.around if outer is module]
+        return max(map(runs.count, runs), default=0)
+
 
 def recorded(model: nn.Module, example: Any) -> Record:
     """The calls of one forward pass of a copy of the model.
 
-    The copy shares Parameters with the model and has buffers of its own, no hooks, and is in evaluation mode: nothing
-    of the model changes, nor does the state of random numbers.
+    The copy shares Parameters with the model and has buffers, lists and dicts of its own, no hooks, and is in
+    evaluation mode: nothing of the model changes, nor does the state of random numbers.
 
     Args:
         model: any module.
@@ -225,7 +232,7 @@ def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn
     if id(module) in known:
         return known[id(module)]
     twin = known[id(module)] = object.__new__(type(module))
-    vars(twin).update({name: copy.copy(value) if _container(value) else value for name, value in vars(module).items()})
+    vars(twin).update({name: _own(value) for name, value in vars(module).items()})
     for name, value in vars(twin).items():
         if isinstance(value, dict) and (name.endswith("_hooks") or "_hooks_" in name):
             vars(twin)[name] = OrderedDict()
@@ -238,8 +245,20 @@ def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn
     return twin
 
 
-def _container(value: object) -> bool:
-    return isinstance(value, (dict, list, set))
+def _own(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same."""
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    own = value
+    if isinstance(value, (dict, list, set, deque)):
+        own = known[id(value)] = copy.copy(value)
+        if isinstance(own, (dict, list)):
+            for key, part in own.items() if isinstance(own, dict) else enumerate(own):
+                own[key] = _own(part, known)
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        own = known[id(value)] = value.clone()
+    return own
 
 
 def tried(layer: nn.Module) -> Record:

@@ -42,7 +42,8 @@ attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanis
   gives the number of heads where a layer takes more than one sequence. A LightningModule's `example_input_array`
   serves where nothing else does.
 - *The layer's own code stays*: its rope, norms, caches and masks. The mechanism stands for the one call, in eager mode,
-  compiled, exported and under activation checkpointing. A forward that makes no call, or two, is an error by name.
+  compiled, exported and with a checkpoint around the layer. A forward that makes no call, or two, is an error by
+  name; so is a checkpoint of the layer's own around the call, which would run it again without the mechanism.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys. It is checked before a swap: the
   projections must give what the call got. In YAML: `SwapAttention` with

@@ -83,8 +83,9 @@ class NanoAttention(nn.Module):
         q = q.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
         v = v.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
         if self.flash:
-            p = self.dropout if self.training else 0
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=p, is_causal=True)
+            y = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
+            )
         else:
             scores = (q @ k.transpose(-2, -1)) * k.size(-1) ** -0.5
             scores = scores.masked_fill(self.bias[:, :, :length, :length] == 0, float("-inf"))

@@ -12,6 +12,7 @@ from attention_modules import AttentionSwapError, SelfAttention, declare_host, r
 from attention_modules.analysis import layer_lipschitz_bound
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.table import loaded_hosts, register_host
+from attention_modules.stabilizers.sigma import linear_weights
 from tests.attention_modules.hosts.cases import features
 from tests.attention_modules.hosts.sdpa import own
 
@@ -92,6 +93,31 @@ def test_a_declaration_that_does_not_fit(names: dict[str, Any], text: str) -> No
     with pytest.raises(AttentionSwapError, match=text):
         swap_attention(model, "symmetric")
     assert not hasattr(model[0], "mechanism")
+
+
+def test_adapters_are_refused_where_the_query_is_dropped() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(own.DeclaredJoint())
+    swap_attention(model, "symmetric")
+    with pytest.raises(ValueError, match="its mechanism uses no query"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn", "c_proj"]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    assert {name.split(".")[3] for name, _ in adapted.named_parameters() if "lora" in name} == {"c_proj"}
+    assert adapted(features()).isfinite().all()
+
+
+def test_sigma_reparam_takes_every_weight() -> None:
+    model = nn.Sequential(own.DeclaredJoint())
+    names = [(id(module), name) for module, name in linear_weights(model)]
+    swap_attention(model, "symmetric")
+    assert [(id(module), name) for module, name in linear_weights(model)] == names
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1, 3, 4, 8])
+def test_a_wrong_number_of_key_heads(kv_heads: int | None) -> None:
+    kind = declared(own.Grouped, q="q_proj", kv="kv_proj", heads="heads", kv_heads=kv_heads)
+    with pytest.raises(AttentionSwapError, match=r"does not fit: what q_proj, kv_proj gives in 4 heads .*kv_heads="):
+        swap_attention(nn.Sequential(kind()), "sink")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,16 @@ from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from tests.attention_modules.hosts.cases import features
-from tests.attention_modules.hosts.sdpa.own import Attend, Causal, Grouped, Joint, NanoAttention, Outer, WithMemory
+from tests.attention_modules.hosts.sdpa.own import (
+    Attend,
+    Causal,
+    DeclaredJoint,
+    Grouped,
+    Joint,
+    NanoAttention,
+    Outer,
+    WithMemory,
+)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -92,7 +101,34 @@ class ByTable(nn.Module):
         return KERNELS["sdpa"](*[_heads(x)] * 3)
 
 
-@pytest.mark.parametrize("kind", [ByAlias, ByHelper, ByMethod, ByProcessor, ByPartial, ByClosure])
+class InOneLine(nn.Module):
+    """As nanoGPT writes it: the dropout's condition stands in the line of the call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*[_heads(x)] * 3, dropout_p=0.1 * 0 if self.training else 0)
+
+
+class WhereItTrains(nn.Module):
+    """The mode that the layer happens to be in is no setting."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return F.scaled_dot_product_attention(*[_heads(x)] * 3, dropout_p=0.0)
+        else:
+            return F.scaled_dot_product_attention(*[_heads(x)] * 3)
+
+
+class BySuper(ByMethod):
+    """A forward of its own around that of its base."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ByAlias, ByHelper, ByMethod, ByProcessor, ByPartial, ByClosure, InOneLine, WhereItTrains, BySuper],
+)
 def test_the_code_names_the_function(kind: type[nn.Module]) -> None:
     model, x = nn.Sequential(kind()), features()
     expected = model(x)
@@ -140,6 +176,106 @@ def test_a_recorded_pass_changes_nothing() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model.training
     assert model[1].training
+
+
+class Remembers(nn.Module):
+    """It keeps what it saw, in a tensor that is no buffer and in lists within dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_v, self.seen, self.kept, self.count = nn.Linear(16, 16), {"x": [torch.zeros(1)]}, torch.zeros(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["x"].append(x)
+        self.seen["x"][0].add_(1)
+        self.kept.add_(1)
+        self.count += 1
+        return F.scaled_dot_product_attention(*[_heads(self.to_v(x))] * 3)
+
+
+@pytest.mark.parametrize("example", [None, features()])
+def test_a_trial_leaves_no_trace(example: Tensor | None) -> None:
+    layer = Remembers()
+    swap_attention(layer, "sink", example=example)
+    assert (layer.count, len(layer.seen["x"]), float(layer.seen["x"][0]), float(layer.kept.sum())) == (0, 1, 0, 0)
+    layer(features())
+    assert (layer.count, len(layer.seen["x"]), float(layer.seen["x"][0]), float(layer.kept.sum())) == (1, 2, 1, 4)
+
+
+def test_an_example_that_runs_a_layer_twice() -> None:
+    for kind in (Joint, DeclaredJoint):
+        layer, x = kind(), features()
+        model = nn.Sequential(layer, layer)
+        expected = model(x)
+        (row,) = swap_attention(model, "softmax", example=x)
+        assert row.name == "0"
+        assert torch.equal(model(x), expected)
+
+
+class Around(Joint):
+    """It calls the function beside a part that does so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Joint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+@pytest.mark.parametrize("example", [None, features()])
+def test_a_layer_in_a_layer(example: Tensor | None) -> None:
+    model = nn.Sequential(Around())
+    report = swap_attention(model, "uniform", example=example)
+    assert [row.name for row in report] == ["0.inner"]
+    assert [row.name for row in report.skipped] == ["0"]
+    alone = Joint()
+    alone.load_state_dict(model[0].inner.state_dict())
+    swap_attention(alone, "uniform")
+    torch.testing.assert_close(model(features()), Joint.forward(model[0], alone(features())))
+
+
+class ByLoopedHelper(nn.Module):
+    """The loop is not in the function that calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_v = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = helper(*[_heads(self.to_v(x))] * 3).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_a_trial_counts_the_calls() -> None:
+    model = nn.Sequential(ByLoopedHelper())
+    with pytest.raises(AttentionSwapError, match="calls scaled_dot_product_attention 2 times"):
+        swap_attention(model, "softmax")
+    assert type(model[0]) is ByLoopedHelper
+
+
+class Checkpointed(Joint):
+    """A checkpoint of its own, around the call."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = {"use_reentrant": self.reentrant}
+        return torch.utils.checkpoint.checkpoint(super().forward, x, **again)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_a_layer_is_an_error_where_it_would_run_again(reentrant: bool) -> None:
+    layer, plain, x = Checkpointed(), Joint(), features().requires_grad_()
+    plain.load_state_dict(layer.state_dict())
+    layer.reentrant = reentrant
+    for each in (layer, plain):
+        swap_attention(each, "uniform", example=features())
+    with torch.no_grad():
+        assert torch.equal(layer(x), plain(x))
+    with pytest.raises(RuntimeError, match="put the checkpoint around the layer"):
+        layer(x)
 
 
 def test_what_a_call_tells() -> None:
@@ -213,6 +349,11 @@ class Looped(nn.Module):
         return y
 
 
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([F.scaled_dot_product_attention(y, y, y) for y in _heads(x).chunk(2, 1)], 1)
+
+
 class Conditional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] > 3:
@@ -246,6 +387,7 @@ class HandwrittenAttention(Handwritten):
     [
         (Twice, r"several times \(.*test_finding.py:\d+, .*test_finding.py:\d+\).*example="),
         (Looped, r"several times \(.*test_finding.py:\d+\)"),
+        (Listed, r"several times \(.*test_finding.py:\d+\)"),
         (partial(NanoAttention, flash=False), r"a setting of its own keeps its forward from .*own.py:\d+"),
         (FlashAttention, "calls .*flash_attn_func, a kernel with no place"),
         (HandwrittenAttention, r"writes its softmax itself \(.*test_finding.py:\d+\).*\n +out = F.scaled_dot_product"),
