@@ -206,7 +206,7 @@ class UnknownSizes(AttentionSpec):
 class SDPAHost(Host):
     """Any module in whose own forward, not a child's, ``scaled_dot_product_attention`` is called."""
 
-    name = "any layer that calls scaled_dot_product_attention"
+    name = "scaled_dot_product_attention"
     mixin = SwappedSDPA
 
     def concerns(self, kind: type[nn.Module]) -> bool:

@@ -45,7 +45,8 @@ attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanis
   compiled, exported and with a checkpoint around the layer. A forward that makes no call, or two, is an error by
   name; so is a checkpoint of the layer's own around the call, which would run it again without the mechanism.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
-  `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys. It is checked before a swap: the
+  `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
+  queries after the projection. It is checked before a swap: the
   projections must give what the call got. In YAML: `SwapAttention` with
   `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap, declare
   the class first.
