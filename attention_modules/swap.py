@@ -29,7 +29,7 @@ from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.report import SwapReport, SwapRow
-from attention_modules.hosts.sdpa.record import Record, knowing, known, record_of
+from attention_modules.hosts.sdpa.record import Record, knowing, known, own_record, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import wrapped_by_peft
@@ -117,22 +117,14 @@ def swap_attention(
     """
     _refuse_wrapped(model)
     try:
-        with knowing(record_of(model, example)):
+        with knowing(known() if example is None else record_of(model, example)):
             return _swap(model, mechanism, where, layers, exclude, mechanism_options)
-    except ValueError as error:
-        with knowing(_own_record(model, example, error)):
+    except ValueError:
+        own = None if example is not None else own_record(model)
+        if own is None:
+            raise
+        with knowing(own):
             return _swap(model, mechanism, where, layers, exclude, mechanism_options)
-
-
-def _own_record(model: nn.Module, example: Any, error: ValueError) -> Record:
-    """What the example of a LightningModule shows, where a swap without one was refused."""
-    own = getattr(model, "example_input_array", None)
-    if example is not None or own is None:
-        raise error
-    try:
-        return record_of(model, own)
-    except AttentionSwapError:
-        raise error from None
 
 
 def _swap(

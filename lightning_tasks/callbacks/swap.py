@@ -13,6 +13,7 @@ from torch import Tensor
 from attention_modules.hosts import AttentionSwapError
 from attention_modules.hosts.discovery import select, survey
 from attention_modules.hosts.sdpa import declare_host
+from attention_modules.hosts.sdpa.record import Record, knowing, own_record
 from attention_modules.mechanism import (
     AttentionMechanism,
     AttentionSpec,
@@ -194,11 +195,12 @@ class SwapAttention(Callback):
                     break  # the module's setup built more
                 self._plan, self._counted = plan, present
                 return
-        self._check_overlap(pl_module)
         self._check_processes(pl_module.trainer)
         _refuse_compiled(pl_module)
         chosen = {"where": self.where, "layers": self.layers, "exclude": self.exclude}
-        with followed_by_cli_optimizer(pl_module):
+        shown = None if self._finds_layers(pl_module) else own_record(pl_module)
+        with knowing(shown or Record()), followed_by_cli_optimizer(pl_module):
+            self._check_overlap(pl_module)
             self.report = swap_attention(pl_module, self._class, **chosen, **self.options)
         self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
         done.append(self._plan)

@@ -64,6 +64,8 @@ class Calls:
     """Lines that a setting of the module leaves out."""
     kernels: list[str] = field(default_factory=list)
     softmax: list[Site] = field(default_factory=list)
+    products: int = 0
+    """How many products of matrices it makes."""
 
     @property
     def ambiguous(self) -> bool:
@@ -109,6 +111,7 @@ class _Walk:
 
     def _code(self, code: CodeType, function: FunctionType, owner: object, depth: int, source: _Source) -> None:
         modules = [value for name in code.co_names if isinstance(value := function.__globals__.get(name), ModuleType)]
+        self.calls.products += _products(code)
         for kind, name, line in _names(code):
             for value in _values(kind, name, function, owner, modules):
                 self._met(name, value, owner, line, depth, source)
@@ -144,6 +147,13 @@ def _names(code: CodeType) -> list[tuple[str, str, int]]:
         if step.opname in _LOADS and isinstance(step.argval, str):
             found.append((step.opname, step.argval, line))
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _products(code: CodeType) -> int:
+    steps = [(step.opname, step.argrepr or "") for step in dis.get_instructions(code)]
+    named = sum(argument.split(" ")[0] in ("matmul", "bmm", "baddbmm", "einsum") for _, argument in steps)
+    return named + sum(name == "BINARY_MATRIX_MULTIPLY" or argument == "@" for name, argument in steps)
 
 
 def _values(kind: str, name: str, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:

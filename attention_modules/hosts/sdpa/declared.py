@@ -144,8 +144,7 @@ class DeclaredHost(SDPAHost):
         if times != 1 or calls[0].source(layer) is None:
             raise AttentionSwapError(
                 f"the declaration of {self.kind.__name__} cannot be checked, as "
-                + (f"it calls scaled_dot_product_attention {times} times" if calls else "it does not run alone")
-                + ": pass example=, what the model takes, to swap_attention (in Lightning: example_input_array)"
+                + (f"it calls scaled_dot_product_attention {times} times" if calls else _no_call(layer))
             )
         return self._checked(layer, calls[0], widths)
 
@@ -172,7 +171,8 @@ class DeclaredHost(SDPAHost):
         raise AttentionSwapError(
             f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not "
             f"what scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number "
-            "of heads (kv_heads= where keys have fewer), and query_norm= where it normalizes queries"
+            "of heads (kv_heads= where keys have fewer), and query_norm= where it normalizes queries; a joint one "
+            "must lie as [q | k | v] or head by head"
         )
 
     def _widths(self, layer: nn.Module) -> Widths:
@@ -282,6 +282,16 @@ class DeclaredHost(SDPAHost):
             owner.__class__ = nn.Linear  # type: ignore[assignment]
             del owner.dropped
         super()._restore_query(layer)
+
+
+def _no_call(layer: nn.Module) -> str:
+    """Why there is no call to check a declaration by."""
+    if known().calls:
+        return "it made no call of scaled_dot_product_attention for this example, nor alone"
+    return (
+        "it does not run alone: pass example=, what the model takes, to swap_attention (in Lightning: "
+        "example_input_array)"
+    )
 
 
 def _apart(mine: Tensor, its: Tensor) -> float:

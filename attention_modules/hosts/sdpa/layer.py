@@ -341,7 +341,7 @@ def _other_kernel(module: nn.Module, found: Calls) -> str | None:
             "scaled_dot_product_attention (most libraries have an option)"
         )
     kind = type(module).__name__
-    if found.softmax and ("Attention" in kind or "Attn" in kind):
+    if found.softmax and (found.products > 1 or "Attention" in kind or "Attn" in kind):
         return (
             f"it writes its softmax itself ({found.softmax[0]}); with\n"
             "    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p if self.training else 0.0)\n"

@@ -191,6 +191,15 @@ def record_of(model: nn.Module, example: Any) -> Record:
         ) from error
 
 
+def own_record(model: nn.Module) -> Record | None:
+    """What the ``example_input_array`` of a LightningModule shows; None where it has none, or does not run it."""
+    example = getattr(model, "example_input_array", None)
+    try:
+        return None if example is None else record_of(model, example)
+    except AttentionSwapError:
+        return None
+
+
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An example as positional and named arguments."""
     if isinstance(example, Mapping):

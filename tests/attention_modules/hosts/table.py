@@ -35,15 +35,15 @@ report = attnswap.swap_attention(model, "sink", example=inputs)  # found by one 
 attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanisms without a query, spectra, LocAteR
 ```
 
-- *By its code.* Nothing of the model runs: the forward, or a function, method or processor that it calls, names the
-  function. To see the sizes, the layer alone is tried on a copy with a short sequence.
+- *By its code.* The call must be visible in the code of the forward, or of what it calls. Nothing of the model runs; to
+  see the sizes, the layer alone is tried on a copy with a short sequence.
 - *By an example*: what the model takes, as a tensor, a tuple of arguments or a dict. A copy without hooks runs it once.
   This finds layers whose code does not name the function (diffusers' Flux and Wan), tells cross-attention apart, and
   gives the number of heads where a layer takes more than one sequence. A LightningModule's `example_input_array`
   serves where nothing else does.
 - *The layer's own code stays*: its rope, norms, caches and masks. The mechanism stands for the one call, in eager mode,
-  compiled, exported and with a checkpoint around the layer. A forward that makes no call, or two, is an error by
-  name; so is a checkpoint of the layer's own around the call, which would run it again without the mechanism.
+  compiled, exported and with a checkpoint around the layer. Each forward must make exactly one call; else an error
+  names the layer. A checkpoint inside the layer, around the call, is an error too: put it around the layer.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
   queries after the projection. It is checked before a swap: the
@@ -66,7 +66,7 @@ NOTES = """\
 ✓ = the mechanism is called, with finite output, in training (where each Parameter gets a gradient),
 evaluation, `no_grad`, `inference_mode`, autocast, with a padding mask (where the host has one) and compiled, and
 restored bitwise. Softmax put in for softmax changes no output beyond 1e-5 (of outputs near 1). A number is a refusal,
-an error that leaves the model as it was; "call" is one at the call, where the layer itself cannot tell. `scaled` is
+an error that leaves the model as it was; "call": the error comes when the model runs. `scaled` is
 tried with `variant='scalar'`, `dam` and `position_bias` with `num_tokens`, as most hosts do not say how many tokens
 there are: ¹ grouped keys: without a query all heads of a group would be identical. ² q/k norm: without a query the
 query's norm would train nothing. ³ reduced keys: more queries than keys, and the mechanism needs one for each. ⁴ rotary
@@ -222,7 +222,7 @@ def own_section() -> str:
     """What is said of layers of one's own, with what was tried."""
     lines = strangers.read()
     counts = {result: sum(line.result == result for line in lines) for result in ("equal", "refused", "not tried")}
-    told = {"models": len(lines), "packages": len({line.package for line in lines if line.version}), **counts}
+    told = {"models": len(lines), "packages": len({line.package for line in lines} - {"own", "nanoGPT"}), **counts}
     return re.sub(r"\{(models|packages|equal|refused|not tried)\}", lambda match: str(told[match[1]]), OWN)
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.data import DataLoader
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
+from lightning_tasks.callbacks import SwapAttention
 from tests.attention_modules.hosts.cases import features
 from tests.attention_modules.hosts.sdpa.own import (
     Attend,
@@ -151,17 +153,28 @@ def test_what_the_code_does_not_name_is_found_by_an_example() -> None:
     assert restore_attention(model) == ["0"]
 
 
+class Example(LightningModule):
+    """A module whose layer only its example shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(ByTable(), nn.Linear(4, 4))
+        self.example_input_array = features()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def validation_step(self, batch: Tensor, _: int) -> None:
+        self(batch)
+
+
 def test_the_example_of_a_lightning_module_serves_where_nothing_else_does() -> None:
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(ByTable())
-            self.example_input_array = features()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-    assert [row.name for row in swap_attention(Module(), "sink")] == ["net.0"]
+    assert [row.name for row in swap_attention(Example(), "sink")] == ["net.0"]
+    module, swap = Example(), SwapAttention("sink")
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[swap])
+    trainer.validate(module, DataLoader(features(), 2), verbose=False)
+    assert swap.report is not None
+    assert [row.name for row in swap.report] == ["net.0"]
 
 
 def test_a_recorded_pass_changes_nothing() -> None:
@@ -390,6 +403,7 @@ class HandwrittenAttention(Handwritten):
         (Listed, r"several times \(.*test_finding.py:\d+\)"),
         (partial(NanoAttention, flash=False), r"a setting of its own keeps its forward from .*own.py:\d+"),
         (FlashAttention, "calls .*flash_attn_func, a kernel with no place"),
+        (Handwritten, r"writes its softmax itself \(.*test_finding.py:\d+\)"),
         (HandwrittenAttention, r"writes its softmax itself \(.*test_finding.py:\d+\).*\n +out = F.scaled_dot_product"),
     ],
 )
