@@ -135,6 +135,7 @@ def _of_blocks(
         mass = mass if some is None else (some / whole[..., kept, None]).sum(-2)
         sink = mass.amax(-1) / counted.sum(-1)
     counts = _seen(acting.shape, attn_mask, is_causal, device)[:, :heads]
+    counts = counts.expand(-1, -1, acting.shape[2])
     return sums_over_rows(found, (counts if chosen is None else counts[..., chosen]) * used, statistics), sink
 
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -172,6 +173,12 @@ def test_bad_input(monkeypatch):
         attention_maps(model, x, rows=[9])
     with pytest.raises(ValueError, match=r"no head 2 in 'layers.0.self_attn', which has 2"):
         attention_maps(model, x, heads=2)
+    for wrong in ([], 1.5, "0", True, [[0]], torch.tensor(1.0)):
+        for name in ("heads", "rows"):
+            with pytest.raises(TypeError, match=f"{name} must be an integer or some of them"):
+                attention_maps(model, x, **{name: wrong})
+    for number in (np.int64(1), torch.tensor(1), [np.int64(1)], torch.tensor([1])):
+        assert attention_maps(model, x, heads=number, rows=number)["layers.0.self_attn"].shape == (2, 1, 1, TOKENS)
     with pytest.raises(AttentionSwapError, match=r"out of range|no layer"):
         attention_maps(model, x, layers=[5])
     with pytest.raises(AttentionSwapError):
