@@ -127,13 +127,12 @@ class _Capture(TorchFunctionMode):
 def unobserved(module: nn.Module) -> Iterator[None]:
     """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
 
-    What calls keep in attributes and buffers is as before at the end.
+    Calls have copies of buffers, and what they keep in attributes is as before at the end.
     """
     with ExitStack() as back:
         for part in list(module.modules()):
             back.callback(_set_state, part, dict(vars(part)), dict(part._buffers))
-            for buffer in part.buffers(recurse=False):
-                back.callback(_set_buffer, buffer, _version(buffer), buffer.clone())
+            part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
             for name in _HOOKS:
                 before = getattr(part, name)
                 if before:
@@ -148,12 +147,6 @@ def _set_state(part: nn.Module, attributes: dict[str, Any], buffers: dict[str, T
         for name in held.keys() - before.keys():
             del held[name]
         held.update(before)
-
-
-@torch.no_grad()
-def _set_buffer(buffer: Tensor, version: int, value: Tensor) -> None:
-    if _version(buffer) != version:
-        buffer.copy_(value)
 
 
 @contextmanager
