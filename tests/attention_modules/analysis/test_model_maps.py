@@ -106,6 +106,7 @@ def test_rollout():
     rolled = attention_maps(model, x, rollout=True)
     torch.testing.assert_close(rolled, attnswap.analysis.attention_rollout(maps))
     torch.testing.assert_close(attention_maps(model, x, rollout=True, rows=[3]), rolled[:, [3]])
+    assert attention_maps(model.double(), x.double(), rollout=True).dtype == torch.float64
 
 
 def test_every_pass_on_request():
@@ -150,6 +151,26 @@ def test_the_model_is_as_it_was(mechanism, training):
     assert state(model) == before
     if mechanism is not None:
         restore_attention(model)
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(16, 48), 2
+
+    def forward(self, x, cache):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        cache.append((k, v))
+        k, v = (torch.cat(parts, 2) for parts in zip(*cache, strict=True))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_cache_grows_once():
+    model, x, cache = nn.ModuleDict({"attn": Cached()}), torch.randn(2, TOKENS, 16), []
+    model.forward = lambda x, cache: model["attn"](x, cache)
+    (found,) = attention_maps(model, {"x": x, "cache": cache}).values()
+    assert found.shape == (2, 2, TOKENS, TOKENS)
+    assert len(cache) == 1
 
 
 def test_a_shared_layer_gives_its_last_call():
