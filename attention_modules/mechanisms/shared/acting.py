@@ -238,6 +238,9 @@ class SumMap(ActingMap):
     def device(self) -> torch.device:
         return self.parts[0][1].device
 
+    def some_rows(self) -> Tensor | None:
+        return _as_many_as_wide(self.parts[0][1].q)
+
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for several in zip(*(part.blocks(rows) for _, part in self.parts), strict=True):
             place, column, _ = several[0]
@@ -273,10 +276,7 @@ class LinearMap(ActingMap):
         return self.values.device
 
     def some_rows(self) -> Tensor | None:
-        number, width = self.like.shape[2:]
-        if number < 8 * width:
-            return None
-        return torch.linspace(0, number - 1, width, device=self.device).round().long()
+        return _as_many_as_wide(self.like)
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         """As in the base; all is given only after map · v was compared with the output.
@@ -336,6 +336,14 @@ class LinearMap(ActingMap):
                 f"{float(error / size):.1g} of its norm, so it is not linear in them; where it has a map all the same, "
                 "define own_map in a subclass of AttentionMechanism"
             )
+
+
+def _as_many_as_wide(given: Tensor) -> Tensor | None:
+    """As many rows as it is wide, evenly from the first to the last, where there are at least 8 times as many."""
+    number, width = given.shape[2:]
+    if number < 8 * width:
+        return None
+    return torch.linspace(0, number - 1, width, device=given.device).round().long()
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

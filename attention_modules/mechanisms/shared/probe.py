@@ -23,6 +23,7 @@ from attention_modules.mechanisms.shared.acting import (
     FactorMap,
     LinearMap,
     quasi_random,
+    softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
 
@@ -76,6 +77,7 @@ class _Capture(TorchFunctionMode):
         super().__init__()
         self.token = token
         self.calls: list[_Call] = []
+        self.drops = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,6 +97,7 @@ class _Capture(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        self.drops = dropout_p > 0.0
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         return self._keep(FactorMap(query, key, attn_mask, is_causal, scale), value, compute)
@@ -121,6 +124,33 @@ class _Capture(TorchFunctionMode):
                 out = quasi_random(place, self.token) * torch.where(size.isfinite() & (size > 0), size, 1.0)
         self.calls.append(_Call(found, value, out))
         return self.calls[-1].given
+
+
+class _FewRows(_Capture):
+    """Lets kernels take the gradient of few rows of their output, for their values, from these rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__(token=0)
+
+    def _keep(self, found: ActingMap, value: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        out = compute()
+        plain = isinstance(found, FactorMap) and out.dim() == 4 and not self.drops
+        return _OfFewRows.apply(found, out, value) if plain else out
+
+
+class _OfFewRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: FactorMap, out: Tensor, value: Tensor) -> Tensor:
+        ctx.found, ctx.dtype = found, value.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Any:
+        rows = above.ne(0).any(-1).flatten(0, 1).any(0).nonzero().squeeze(-1)
+        if 8 * len(rows) > above.shape[2]:
+            return None, above, None
+        weights = softmax_rows(ctx.found, rows)
+        return None, None, (weights.mT @ above[:, :, rows].to(weights.dtype)).to(ctx.dtype)
 
 
 @contextmanager
@@ -196,7 +226,7 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
     with unobserved(mechanism), _repeatable(q.device):
         own = _on_copies(mechanism.own_map, q, k, v, **given)
     if own is None:
-        call = partial(_on_copies, mechanism.forward, q, k, **given)
+        call = partial(_mixed, mechanism, q, k, given)
         found = probe(call, v, type(mechanism).__name__, mechanism)
     else:
         found = DenseMap(own) if isinstance(own, Tensor) else own
@@ -237,7 +267,8 @@ def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn
         with torch.inference_mode(False), torch.enable_grad(), unobserved(module), _repeatable(v.device):
             values = copy_of(v).detach().requires_grad_()
             try:
-                out = function(values.clone())
+                with _FewRows():
+                    out = function(values.clone())
                 return out.detach(), torch.autograd.grad(out, values, copy_of(above))[0]
             except RuntimeError:  # without a gradient, or none of these values
                 return None
@@ -247,8 +278,12 @@ def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn
 
 def _on_copies(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """What a function gives for copies of its arguments, which it may change in place."""
-    copies = {id(value): copy_of(value) for value in (*args, *given.values())}
-    return function(*(copies[id(value)] for value in args), **{name: copies[id(of)] for name, of in given.items()})
+    return function(*map(copy_of, args), **{name: copy_of(value) for name, value in given.items()})
+
+
+def _mixed(mechanism: AttentionMechanism, q: Tensor, k: Tensor, given: Mapping[str, Any], values: Tensor) -> Tensor:
+    """What a mechanism gives for these values themselves, and copies of all else."""
+    return _on_copies(lambda q, k, **given: mechanism.forward(q, k, values, **given), q, k, **given)
 
 
 def acting_passes(
@@ -258,7 +293,7 @@ def acting_passes(
     given = _of_the_map(args, given)
     with unobserved(mechanism), _repeatable(q.device) as again:
         own = _on_copies(mechanism.own_map, q, k, v, **given)
-        call = partial(_on_copies, mechanism.forward, q, k, **given)
+        call = partial(_mixed, mechanism, q, k, given)
         calls = [] if own is not None else _calls(call, v, again)[1]
     over = [call.found for call in calls if call.value.shape == v.shape and bool((call.value == v).all())]
     return over if len(over) > 1 and len(over) == len(calls) else [acting_map(mechanism, q, k, v, **given)]
@@ -276,7 +311,7 @@ def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, 
     Arguments as :func:`acting_map`; a mechanism that scales or adds to what its map has mixed states its map by it.
     """
     with unobserved(mechanism), _repeatable(q.device) as again:
-        call = partial(_on_copies, mechanism.forward, q, k, **given)
+        call = partial(_mixed, mechanism, q, k, given)
         return [each.found for each in _calls(call, v, again)[1]]
 
 

@@ -259,6 +259,13 @@ def test_changes_in_place_are_seen_and_reach_nobody(function, tokens, mode):
         torch.testing.assert_close(found @ given[2], module(q, k, v)[:, :, rows])
 
 
+def test_what_hands_on_its_values_is_known_without_looking(monkeypatch):
+    monkeypatch.setattr("attention_modules.mechanisms.shared.probe._ratio", None)
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8)
+    assert isinstance(acting_map(build_mechanism("softmax", SPEC), q, k, v), FactorMap)
+    assert isinstance(acting_map(build_mechanism("entmax", SPEC), q, k, v), ChunkedMap)
+
+
 class Remembering(AttentionMechanism):
     def __init__(self, spec):
         super().__init__(spec)
@@ -278,6 +285,29 @@ def test_what_calls_keep_is_as_it_was():
     assert not module.norm.running_mean.any()
     assert module.last is None
     assert not hasattr(module, "new")
+
+
+def dropping_in_one_of_two(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5) + F.scaled_dot_product_attention(k, q, v)
+
+
+@torch.no_grad()
+def test_few_rows_with_what_a_kernel_drops():
+    q, k, v = torch.randn(3, 2, 2, 80, 8, dtype=torch.float64)
+    module, rows = build_mechanism(dropping_in_one_of_two, SPEC), torch.tensor([5, 70])
+    acting = acting_map(module, q, k, v)
+    torch.testing.assert_close(acting.dense(rows) @ v, module(q, k, v)[:, :, rows])
+
+
+@torch.no_grad()
+def test_few_rows_of_a_difference():
+    found = Subject("differential", SPEC)
+    module, inputs = found.build(80, torch.float64), found.inputs(80, torch.float64)
+    acting = acting_map(module, **inputs, is_causal=True)
+    sums, _ = acting_sums(acting, is_causal=True, statistics=["entropy"])
+    share = acting.dense()[:, :, acting.some_rows()].abs()
+    share = share / share.sum(-1, keepdim=True)
+    torch.testing.assert_close(sums["entropy"][0].double(), -torch.special.xlogy(share, share).sum((-2, -1)))
 
 
 class WithoutGradient(torch.autograd.Function):
