@@ -6,6 +6,7 @@ import copy
 import math
 import operator
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from attention_modules.swap import make_observable, make_plain
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = int | str | Sequence[int] | Sequence[str]
+_ONE_AT_A_TIME = threading.RLock()  # a model's layers are others meanwhile
 
 
 @overload
@@ -108,7 +110,7 @@ def attention_maps(
     """
     wanted = _listed("rows", rows)
     collected = _Collected(_listed("heads", heads), None if rollout else wanted, rollout, passes)
-    with knowing(_record(model, inputs)):
+    with _ONE_AT_A_TIME, knowing(_record(model, inputs)):
         names = _names(model, layers)
         with _observed(model, names, collected), torch.no_grad():
             args, kwargs = arguments(inputs)

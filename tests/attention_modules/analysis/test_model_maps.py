@@ -1,6 +1,7 @@
 """The maps of whole models against those that other libraries give, and models that stay as they were."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -186,6 +187,14 @@ def test_a_shared_layer_gives_its_last_call():
     (found,) = attention_maps(model, x).values()
     (wanted,) = attention_maps(model.layer, model.layer(x)).values()
     torch.testing.assert_close(found, wanted)
+
+
+def test_threads_wait_for_each_other():
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    wanted = attention_maps(model, x)
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda _: attention_maps(model, x), range(12)):
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_bad_input(monkeypatch):
