@@ -31,8 +31,8 @@ def acting_sums(
     A row whose weights are all 0 does not count. A row that sees n keys is compared with n.
 
     Softmax of other queries and keys costs what they do; any other map is made once, some rows or columns at a time. Of
-    a mechanism that is known as a linear function alone, as many rows are looked at as a head is wide, evenly from the
-    first to the last, where there are at least 8 times as many.
+    a mechanism that is known as a linear function alone, or as a difference of two maps, as many rows are looked at as
+    values or queries are wide, evenly from the first to the last, where there are at least 8 times as many.
 
     Args:
         acting: the map, of :func:`.acting_map`.
@@ -135,6 +135,7 @@ def _of_blocks(
         mass = mass if some is None else (some / whole[..., kept, None]).sum(-2)
         sink = mass.amax(-1) / counted.sum(-1)
     counts = _seen(acting.shape, attn_mask, is_causal, device)[:, :heads]
+    counts = counts.expand(-1, -1, acting.shape[2])
     return sums_over_rows(found, (counts if chosen is None else counts[..., chosen]) * used, statistics), sink
 
 

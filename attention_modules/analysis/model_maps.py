@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ from attention_modules.swap import make_observable, make_plain
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Layers = int | str | Sequence[int] | Sequence[str]
+_ONE_AT_A_TIME = threading.RLock()  # a model's layers are others meanwhile
 
 
 @overload
@@ -91,6 +95,7 @@ def attention_maps(
         AttentionSwapError: if no layer matches, or the model is wrapped (DDP, FSDP1).
         NoMapError: if a mechanism is not linear in the values, and does not say what its map is; it is named.
         MemoryError: if the maps would not fit into the device's memory; before they are made.
+        TypeError: if heads or rows are no integers, or there are none.
         ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout.
 
     Example:
@@ -103,8 +108,9 @@ def attention_maps(
         >>> attnswap.attention_maps(model, torch.randn(1, 5, 16), layers=0, rows=[0, -1])["self_attn"].shape
         torch.Size([1, 2, 2, 5])
     """
-    collected = _Collected(_listed(heads), None if rollout else _listed(rows), rollout, passes)
-    with knowing(_record(model, inputs)):
+    wanted = _listed("rows", rows)
+    collected = _Collected(_listed("heads", heads), None if rollout else wanted, rollout, passes)
+    with _ONE_AT_A_TIME, knowing(_record(model, inputs)):
         names = _names(model, layers)
         with _observed(model, names, collected), torch.no_grad():
             args, kwargs = arguments(inputs)
@@ -114,12 +120,21 @@ def attention_maps(
         raise ValueError(f"none of the layers {', '.join(map(repr, names[:4]))} was called for these inputs")
     if rollout:
         rolled = attention_rollout([each for of in maps.values() for each in of.values()])
-        return rolled if rows is None else rolled[:, _places(_listed(rows) or [], rolled.shape[1], "the rollout")]
+        return rolled if wanted is None else rolled[:, _places(wanted, rolled.shape[1], "the rollout")]
     return {name + suffix: each for name, of in maps.items() for suffix, each in of.items()}
 
 
-def _listed(chosen: int | Sequence[int] | None) -> list[int] | None:
-    return None if chosen is None else [chosen] if isinstance(chosen, int) else [int(each) for each in chosen]
+def _listed(what: str, chosen: int | Sequence[int] | None) -> list[int] | None:
+    if chosen is None:
+        return None
+    several: Any = chosen if isinstance(chosen, Iterable) and getattr(chosen, "ndim", 1) > 0 else [chosen]
+    listed = list(several)
+    try:
+        if not listed or isinstance(chosen, str) or any(isinstance(each, bool) for each in listed):
+            raise TypeError
+        return [operator.index(each) for each in listed]
+    except TypeError:
+        raise TypeError(f"{what} must be an integer or some of them, got {chosen!r}") from None
 
 
 def _record(model: nn.Module, inputs: Inputs) -> Record:
@@ -128,9 +143,17 @@ def _record(model: nn.Module, inputs: Inputs) -> Record:
     if found.layers and not found.others and not any(isinstance(layer.host, SDPAHost) for layer in found.layers):
         return Record()
     try:
-        return record_of(model, inputs)
+        return record_of(model, _copied(inputs))
     except AttentionSwapError:
         return Record()
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    """A copy, as a pass adds to a cache that it is given; where there can be none, the same."""
+    try:
+        return copy.deepcopy(inputs)
+    except Exception:  # whatever an object of somebody's own raises
+        return inputs
 
 
 def _names(model: nn.Module, layers: Layers | None) -> list[str]:
@@ -178,7 +201,8 @@ class _Collected:
         _check_memory((size, *shape), number, acting.device, name)
         if not self.mean:
             return acting.dense(rows)
-        found = torch.zeros(batch, tokens, columns, device=acting.device)
+        wide = torch.float64 if size == 8 else torch.float32
+        found = torch.zeros(batch, tokens, columns, dtype=wide, device=acting.device)
         for place, column, part in acting.blocks():
             found[:, place, column] = part.mean(1)
         return found

@@ -238,6 +238,9 @@ class SumMap(ActingMap):
     def device(self) -> torch.device:
         return self.parts[0][1].device
 
+    def some_rows(self) -> Tensor | None:
+        return _as_many_as_wide(self.parts[0][1].q)
+
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for several in zip(*(part.blocks(rows) for _, part in self.parts), strict=True):
             place, column, _ = several[0]
@@ -251,78 +254,96 @@ class LinearMap(ActingMap):
 
     Args:
         mix: the function of values ``[B, H, M, d]``, without a gradient; a constant may be added to what is linear.
-        slope: the gradient of the values, of that of the output; None where it has none.
+        slope: of a gradient of the output, the output for ``values`` and their gradient; None where they have none.
         values: those for which it shall act, ``[B, H, M, d]``.
-        constant: the output for values of 0, ``[B, H, N, d']``.
+        like: what has the output's shape and dtype, ``[B, H, N, d']``.
         name: of the mechanism, for the error.
     """
 
     mix: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor | None]
+    slope: Callable[[Tensor], tuple[Tensor, Tensor] | None]
     values: Tensor
-    constant: Tensor
+    like: Tensor
     name: str
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, columns, _ = self.values.shape
-        return batch, heads, self.constant.shape[2], columns
+        return batch, heads, self.like.shape[2], columns
 
     @property
     def device(self) -> torch.device:
         return self.values.device
 
     def some_rows(self) -> Tensor | None:
-        number, width = self.constant.shape[2:]
-        if number < 8 * width:
-            return None
-        return torch.linspace(0, number - 1, width, device=self.device).round().long()
+        return _as_many_as_wide(self.like)
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
-        """As in the base; all is given only after map · v was compared with the output of other values.
+        """As in the base; all is given only after map · v was compared with the output.
 
         Raises:
             NoMapError: if they differ.
         """
-        wide = torch.promote_types(self.values.dtype, torch.float32)
-        tried = _beside(self.values)
-        want = self.mix(tried) - self.constant
-        want, tried = (want if rows is None else want[:, :, rows]).to(wide), tried.to(wide)
         columns = self.values.shape[2]
-        if rows is not None and 4 * len(rows) <= columns:
-            parts = [self._rows(part) for part in rows.split(self.constant.shape[-1])]
-            if all(part is not None for part in parts):
-                found = torch.cat([part for part in parts if part is not None], 2).to(wide)
-                self._check(_product(found, tried), want)
-                yield slice(0, len(rows)), slice(0, columns), found
-                return
+        if rows is not None and 4 * len(rows) <= columns and (found := self._by_slope(rows)) is not None:
+            yield slice(0, len(rows)), slice(0, columns), found
+            return
+        wide = torch.promote_types(self.values.dtype, torch.float32)
+        tried, constant = _beside(self.values), self._constant()
+        want = self.mix(tried) - constant
+        want, tried = (want if rows is None else want[:, :, rows]).to(wide), tried.to(wide)
         total = torch.zeros_like(want)
         for first in range(0, columns, self.values.shape[3]):
             last = min(first + self.values.shape[3], columns)
             one = torch.zeros_like(self.values)
             one[..., first:last, : last - first] = torch.eye(last - first, dtype=one.dtype, device=one.device)
-            part = (self.mix(one) - self.constant)[..., : last - first]
+            part = (self.mix(one) - constant)[..., : last - first]
             part = (part if rows is None else part[:, :, rows]).to(wide)
             total += _product(part, tried[..., first:last, :])
             if last == columns:
                 self._check(total, want)
             yield slice(0, want.shape[2]), slice(first, last), part
 
-    def _rows(self, rows: Tensor) -> Tensor | None:
-        """As many rows as outputs are wide, from one gradient."""
-        above = torch.zeros_like(self.constant)
-        above[:, :, rows, torch.arange(len(rows), device=rows.device)] = 1.0
-        slope = self.slope(above)
-        return None if slope is None else slope[..., : len(rows)].mT
+    def _constant(self) -> Tensor:
+        return self.mix(torch.zeros_like(self.values))
+
+    def _by_slope(self, rows: Tensor) -> Tensor | None:
+        """These rows, as many from one gradient as outputs are wide; None where there is no gradient."""
+        found = []
+        for part in rows.split(self.like.shape[-1]):
+            above = torch.zeros_like(self.like)
+            above[:, :, part, torch.arange(len(part), device=part.device)] = 1.0
+            if (given := self.slope(above)) is None:
+                return None
+            out, gradient = given
+            found.append(gradient[..., : len(part)].mT)
+        wide = torch.promote_types(self.values.dtype, torch.float32)
+        weights = torch.cat(found, 2).to(wide)
+        total, want = _product(weights, self.values.to(wide)), out[:, :, rows].to(wide)
+        if not self._fits(total, want):
+            self._check(total, want - self._constant()[:, :, rows].to(wide))
+        return weights
+
+    def _fits(self, total: Tensor, want: Tensor) -> bool:
+        error = (total - want).norm()
+        return not bool(error > TOLERANCE[self.like.dtype] * want.norm() + 1e-30)  # NaN is no error of the mechanism
 
     def _check(self, total: Tensor, want: Tensor) -> None:
-        error, size = (total - want).norm(), want.norm()
-        if bool(error > TOLERANCE[self.constant.dtype] * size + 1e-30):  # NaN is no error of the mechanism
+        if not self._fits(total, want):
+            error, size = (total - want).norm(), want.norm()
             raise NoMapError(
                 f"{self.name} has no attention map: with other values its output differs from map · values by "
                 f"{float(error / size):.1g} of its norm, so it is not linear in them; where it has a map all the same, "
                 "define own_map in a subclass of AttentionMechanism"
             )
+
+
+def _as_many_as_wide(given: Tensor) -> Tensor | None:
+    """As many rows as it is wide, evenly from the first to the last, where there are at least 8 times as many."""
+    number, width = given.shape[2:]
+    if number < 8 * width:
+        return None
+    return torch.linspace(0, number - 1, width, device=given.device).round().long()
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from attention_modules.mechanisms.shared.acting import (
     FactorMap,
     LinearMap,
     quasi_random,
+    softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
 
@@ -39,6 +40,30 @@ class _Call:
 
     def __init__(self, found: ActingMap, value: Tensor, out: Tensor) -> None:
         self.found, self.value, self.out = found, value, out
+        self.given = copy_of(out)  # to the mechanism, which may change it in place
+        self._made_of = [(part, _version(part)) for part in (value, *vars(found).values()) if isinstance(part, Tensor)]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing that the kernel was given was changed afterwards."""
+        return all(_version(part) == version for part, version in self._made_of)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 where inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of a tensor, whose changes in place are counted; of a broadcast one, which takes none, the same."""
+    if not isinstance(value, Tensor) or any(
+        step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
+    ):
+        return value
+    if value.is_inference():
+        with torch.inference_mode(False):
+            return value.clone()
+    return value.clone()
 
 
 class _Capture(TorchFunctionMode):
@@ -52,6 +77,7 @@ class _Capture(TorchFunctionMode):
         super().__init__()
         self.token = token
         self.calls: list[_Call] = []
+        self.drops = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,6 +97,7 @@ class _Capture(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        self.drops = dropout_p > 0.0
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         return self._keep(FactorMap(query, key, attn_mask, is_causal, scale), value, compute)
@@ -96,14 +123,46 @@ class _Capture(TorchFunctionMode):
                 place = value.new_empty(*found.q.shape[:-1], value.shape[-1])  # type: ignore[attr-defined]
                 out = quasi_random(place, self.token) * torch.where(size.isfinite() & (size > 0), size, 1.0)
         self.calls.append(_Call(found, value, out))
-        return out
+        return self.calls[-1].given
+
+
+class _FewRows(_Capture):
+    """Lets kernels take the gradient of few rows of their output, for their values, from these rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__(token=0)
+
+    def _keep(self, found: ActingMap, value: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        out = compute()
+        plain = isinstance(found, FactorMap) and out.dim() == 4 and not self.drops
+        return _OfFewRows.apply(found, out, value) if plain else out
+
+
+class _OfFewRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: FactorMap, out: Tensor, value: Tensor) -> Tensor:
+        ctx.found, ctx.dtype = found, value.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Any:
+        rows = above.ne(0).any(-1).flatten(0, 1).any(0).nonzero().squeeze(-1)
+        if 8 * len(rows) > above.shape[2]:
+            return None, above, None
+        weights = softmax_rows(ctx.found, rows)
+        return None, None, (weights.mT @ above[:, :, rows].to(weights.dtype)).to(ctx.dtype)
 
 
 @contextmanager
 def unobserved(module: nn.Module) -> Iterator[None]:
-    """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights."""
+    """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
+
+    Calls have copies of buffers, and what they keep in attributes is as before at the end.
+    """
     with ExitStack() as back:
         for part in list(module.modules()):
+            back.callback(_set_state, part, dict(vars(part)), dict(part._buffers))
+            part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
             for name in _HOOKS:
                 before = getattr(part, name)
                 if before:
@@ -111,6 +170,13 @@ def unobserved(module: nn.Module) -> Iterator[None]:
                     setattr(part, name, OrderedDict(made))
                     back.callback(setattr, part, name, before)
         yield
+
+
+def _set_state(part: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> None:
+    for held, before in ((vars(part), attributes), (part._buffers, buffers)):
+        for name in held.keys() - before.keys():
+            del held[name]
+        held.update(before)
 
 
 @contextmanager
@@ -158,65 +224,66 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
     """
     given = _of_the_map(args, given)
     with unobserved(mechanism), _repeatable(q.device):
-        own = mechanism.own_map(q, k, v, **given)
+        own = _on_copies(mechanism.own_map, q, k, v, **given)
     if own is None:
-        found = probe(partial(mechanism.forward, q, k), v, given, type(mechanism).__name__, mechanism)
+        call = partial(_mixed, mechanism, q, k, given)
+        found = probe(call, v, type(mechanism).__name__, mechanism)
     else:
         found = DenseMap(own) if isinstance(own, Tensor) else own
     without = getattr(v, "keys_without_value", 0)  # which a layer has put behind its own
     return found.of_first_keys(v.shape[2] - without) if without else found
 
 
-def probe(
-    function: Callable[..., Tensor],
-    v: Tensor,
-    given: Mapping[str, Any],
-    name: str,
-    module: nn.Module | None = None,
-) -> ActingMap:
+def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn.Module) -> ActingMap:
     """The map of a function of values, as :func:`acting_map` finds it.
 
     Args:
-        function: of values ``[B, H, M, d]`` and ``given``.
+        function: of values ``[B, H, M, d]``, which it may change in place.
         v: the values.
-        given: further arguments.
         name: for errors.
         module: whose hooks are not to see it.
     """
-    module = nn.Module() if module is None else module
-    call = partial(function, v, **given)
     with unobserved(module), _repeatable(v.device) as again:
-        out, calls = _calls(call, again)
-        found = _known(out, calls, v) if calls else None
+        out, calls, given = _calls(function, v, again)
+        found = _known(out, calls, v, given) if calls else None
         if isinstance(found, FactorMap) and found.gain is not None and len(calls) == 1:
             again()
-            other = _known(*_captured(call, token=2), v)
+            out, calls, given = _captured(function, v, token=2)
+            other = _known(out, calls, v, given)
             if not isinstance(other, FactorMap) or not _alike(found.gain, other.gain):
                 again()  # one number per row, but another for other outputs: a norm
-                found = _known(*_captured(call, token=0), v)
+                out, calls, given = _captured(function, v, token=0)
+                found = _known(out, calls, v, given)
         if found is not None:
             return found
 
     def mix(values: Tensor) -> Tensor:
         with torch.no_grad(), unobserved(module), _repeatable(v.device):
-            return function(values, **given)
+            return function(copy_of(values))
 
-    def slope(above: Tensor) -> Tensor | None:
+    def slope(above: Tensor) -> tuple[Tensor, Tensor] | None:
+        if getattr(module, "surrogate_gradient", False):
+            return None
         with torch.inference_mode(False), torch.enable_grad(), unobserved(module), _repeatable(v.device):
-            of, values = _ordinary(function), torch.zeros_like(v, requires_grad=True)
-            out = of(values, **{name: _ordinary(value) for name, value in given.items()})
-            if not out.requires_grad:
+            values = copy_of(v).detach().requires_grad_()
+            try:
+                with _FewRows():
+                    out = function(values.clone())
+                return out.detach(), torch.autograd.grad(out, values, copy_of(above))[0]
+            except RuntimeError:  # without a gradient, or none of these values
                 return None
-            return torch.autograd.grad(out, values, _ordinary(above), allow_unused=True)[0]
 
-    return LinearMap(mix, slope, v.detach(), mix(torch.zeros_like(v)), name)
+    return LinearMap(mix, slope, v.detach(), out.detach(), name)
 
 
-def _ordinary(given: Any) -> Any:
-    """A tensor of inference mode as one that autograd takes, also among the arguments of a partial function."""
-    if isinstance(given, partial):
-        return partial(given.func, *map(_ordinary, given.args), **given.keywords)
-    return given.clone() if isinstance(given, Tensor) and given.is_inference() else given
+def _on_copies(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """What a function gives for copies of its arguments, which it may change in place."""
+    return function(*map(copy_of, args), **{name: copy_of(value) for name, value in given.items()})
+
+
+def _mixed(mechanism: AttentionMechanism, q: Tensor, k: Tensor, given: Mapping[str, Any], values: Tensor) -> Tensor:
+    """What a mechanism gives for these values themselves, and copies of all else."""
+    return _on_copies(lambda q, k, **given: mechanism.forward(q, k, values, **given), q, k, **given)
 
 
 def acting_passes(
@@ -225,8 +292,9 @@ def acting_passes(
     """The map of each pass over the values of a mechanism that makes several, first to last; else its map alone."""
     given = _of_the_map(args, given)
     with unobserved(mechanism), _repeatable(q.device) as again:
-        own = mechanism.own_map(q, k, v, **given)
-        calls = [] if own is not None else _calls(partial(mechanism.forward, q, k, v, **given), again)[1]
+        own = _on_copies(mechanism.own_map, q, k, v, **given)
+        call = partial(_mixed, mechanism, q, k, given)
+        calls = [] if own is not None else _calls(call, v, again)[1]
     over = [call.found for call in calls if call.value.shape == v.shape and bool((call.value == v).all())]
     return over if len(over) > 1 and len(over) == len(calls) else [acting_map(mechanism, q, k, v, **given)]
 
@@ -243,34 +311,47 @@ def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, 
     Arguments as :func:`acting_map`; a mechanism that scales or adds to what its map has mixed states its map by it.
     """
     with unobserved(mechanism), _repeatable(q.device) as again:
-        return [call.found for call in _calls(partial(mechanism.forward, q, k, v, **given), again)[1]]
+        call = partial(_mixed, mechanism, q, k, given)
+        return [each.found for each in _calls(call, v, again)[1]]
 
 
-def _calls(function: Callable[[], Tensor], again: Callable[[], None]) -> tuple[Tensor, list[_Call]]:
-    """The output, with a token in it where a single kernel is called, and the calls."""
+_Captured = tuple[Tensor, list[_Call], Tensor]
+
+
+def _calls(function: Callable[[Tensor], Tensor], v: Tensor, again: Callable[[], None]) -> _Captured:
+    """As :func:`_captured`, with a token in the output where a single kernel is called."""
     try:
-        return _captured(function, token=1)
+        return _captured(function, v, token=1)
     except _SeveralCalls:
         again()
-        return _captured(function, token=0)
+        return _captured(function, v, token=0)
 
 
 def _alike(x: Tensor, y: Tensor | None) -> bool:
     return y is not None and bool(torch.isclose(x, y, rtol=TOLERANCE[x.dtype], equal_nan=True).all())
 
 
-def _captured(function: Callable[[], Tensor], token: int) -> tuple[Tensor, list[_Call]]:
-    with _Capture(token) as capture, taken_by(capture.chunked):
-        out = function()
-    return out, capture.calls
+def _captured(function: Callable[[Tensor], Tensor], v: Tensor, token: int) -> _Captured:
+    """The output, the calls of kernels, and the values that the function was given, a copy."""
+    given, grad = copy_of(v), torch.is_grad_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        _Capture(token) as capture,
+        taken_by(capture.chunked),
+    ):
+        out = function(given)
+    return out, capture.calls, given
 
 
-def _known(out: Tensor, calls: list[_Call], v: Tensor) -> ActingMap | None:
+def _known(out: Tensor, calls: list[_Call], v: Tensor, given: Tensor) -> ActingMap | None:
     """The map of the last call, if the mechanism does nothing else with values and output than to scale them."""
     last = calls[-1]
     token, value, found = last.out, last.value, last.found
-    if out is token and value is v:  # without looking at numbers, for which a device would be waited for
-        return found
+    if not last.is_kept:
+        return None
+    if out is last.given and value is given and _version(out) == _version(given) == 0:
+        return found  # without looking at numbers, for which a device would be waited for
     if token.dim() != 4 or value.dim() != 4 or out.dim() != 4 or token.shape[:2] != out.shape[:2]:
         return None
     (rows, width), keys = out.shape[2:], v.shape[2]

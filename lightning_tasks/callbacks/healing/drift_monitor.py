@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
 from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
-from lightning_tasks.callbacks.monitoring.names import layer_label
+from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.eager import eager
@@ -53,7 +54,8 @@ class DriftMonitor(Callback):
         logits: whether that output is logits; by default, where it is named so (``output.logits``).
         maps: also log ``val/drift/map_error/layer_00``, ‖student - teacher‖ / ‖teacher‖ of the maps that act
             (:func:`attnswap.attention_maps`), where the student's layer is given the teacher's input, and their mean.
-            Each map is held whole, of one layer at a time for the student, and of all for the teacher.
+            Each map is held whole, of one layer at a time for the student, and of all for the teacher. Layers without
+            one of the teacher's shape are named by a warning.
 
     Raises:
         ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers or is
@@ -77,6 +79,7 @@ class DriftMonitor(Callback):
         self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
         self._sums = EpochSums()
         self._resumed: str | None = None
+        self._told = False  # of layers without a map
 
     def state_dict(self) -> dict[str, Any]:
         return {"teacher": self.teacher.digest if self.teacher else None}
@@ -171,7 +174,11 @@ class DriftMonitor(Callback):
         with eager(), trainer.precision_plugin.val_step_context():
             self._forget()
             lesson = teacher.show(args, kwargs)
-            compared, maps = lesson.examine(network, args, kwargs)
+            without: dict[str, str] = {}
+            compared, maps = lesson.examine(network, args, kwargs, without)
+        if without and not self._told:
+            self._told = True
+            rank_zero_warn(f"{type(self).__name__} compares no map of {listed(without)}")
         for what, by_layer in (("relative_error", compared), ("map_error", maps if self.maps else {})):
             for name, (error, size) in by_layer.items():
                 self._sums.add(_line(what, name), error.sum(), size.sum())

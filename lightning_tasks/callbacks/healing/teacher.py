@@ -204,9 +204,15 @@ class Lesson:
         return tuple(each.flatten(1).sum(1) for each in squares)  # type: ignore[return-value]
 
     def examine(
-        self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], without: dict[str, str]
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tensor]]]:
-        """By layer, the squares of error and size of the student's output, and map, on the teacher's input."""
+        """By layer, the squares of error and size of the student's output, and map, on the teacher's input.
+
+        Args:
+            network: the student.
+            args, kwargs: what it is called with.
+            without: takes the layers that have no map to compare, and why.
+        """
         compared: dict[str, tuple[Tensor, Tensor]] = {}
         maps: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -219,27 +225,36 @@ class Lesson:
         def of_map(name: str, found: Tensor) -> None:
             maps.setdefault(name, self.compare_map(name, found))
 
+        def missing(name: str, error: ValueError) -> None:
+            without[name] = str(error)
+
         with hooks() as add:
             for name in self.inputs:
                 layer = network.get_submodule(name)
                 add(layer.register_forward_pre_hook(self.give_inputs(name), with_kwargs=True))
                 add(layer.register_forward_hook(after(name)))
                 if name in self.maps:
-                    add(hook_map(layer, partial(of_map, name)))
+                    add(hook_map(layer, partial(of_map, name), partial(missing, name)))
             network(*args, **kwargs)
         return compared, maps
 
 
-def hook_map(layer: Any, take: Callable[[Tensor], Any]) -> Any:
+def hook_map(layer: Any, take: Callable[[Tensor], Any], missing: Callable[[ValueError], None] | None = None) -> Any:
     """Have ``take`` called with the map ``[B, H, N, M]`` of a swapped layer's every call; returns the hook's handle.
 
-    The map has a gradient where it is not known as a linear function alone.
+    The map has a gradient where it is not known as a linear function alone. ``missing``, if given, is called in place
+    of an error where there is no map, or none that ``take`` takes.
     """
     mechanism = acting_mechanism(layer.mechanism)
     assert mechanism is not None
 
     def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(acting_map(mechanism, *args, **kwargs).dense())
+        try:
+            take(acting_map(mechanism, *args, **kwargs).dense())
+        except ValueError as error:
+            if missing is None:
+                raise
+            missing(error)
 
     return mechanism.register_forward_pre_hook(hook, with_kwargs=True)
 

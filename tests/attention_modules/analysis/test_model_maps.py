@@ -1,7 +1,9 @@
 """The maps of whole models against those that other libraries give, and models that stay as they were."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,7 @@ def test_rollout():
     rolled = attention_maps(model, x, rollout=True)
     torch.testing.assert_close(rolled, attnswap.analysis.attention_rollout(maps))
     torch.testing.assert_close(attention_maps(model, x, rollout=True, rows=[3]), rolled[:, [3]])
+    assert attention_maps(model.double(), x.double(), rollout=True).dtype == torch.float64
 
 
 def test_every_pass_on_request():
@@ -151,6 +154,26 @@ def test_the_model_is_as_it_was(mechanism, training):
         restore_attention(model)
 
 
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(16, 48), 2
+
+    def forward(self, x, cache):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        cache.append((k, v))
+        k, v = (torch.cat(parts, 2) for parts in zip(*cache, strict=True))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_cache_grows_once():
+    model, x, cache = nn.ModuleDict({"attn": Cached()}), torch.randn(2, TOKENS, 16), []
+    model.forward = lambda x, cache: model["attn"](x, cache)
+    (found,) = attention_maps(model, {"x": x, "cache": cache}).values()
+    assert found.shape == (2, 2, TOKENS, TOKENS)
+    assert len(cache) == 1
+
+
 def test_a_shared_layer_gives_its_last_call():
     class Twice(nn.Module):
         def __init__(self):
@@ -166,12 +189,26 @@ def test_a_shared_layer_gives_its_last_call():
     torch.testing.assert_close(found, wanted)
 
 
+def test_threads_wait_for_each_other():
+    model, x = encoder(), torch.randn(2, TOKENS, 16)
+    wanted = attention_maps(model, x)
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda _: attention_maps(model, x), range(12)):
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_bad_input(monkeypatch):
     model, x = encoder(), torch.randn(2, TOKENS, 16)
     with pytest.raises(ValueError, match=r"no row 9 in 'layers.0.self_attn', which has 7"):
         attention_maps(model, x, rows=[9])
     with pytest.raises(ValueError, match=r"no head 2 in 'layers.0.self_attn', which has 2"):
         attention_maps(model, x, heads=2)
+    for wrong in ([], 1.5, "0", True, [[0]], torch.tensor(1.0)):
+        for name in ("heads", "rows"):
+            with pytest.raises(TypeError, match=f"{name} must be an integer or some of them"):
+                attention_maps(model, x, **{name: wrong})
+    for number in (np.int64(1), torch.tensor(1), [np.int64(1)], torch.tensor([1])):
+        assert attention_maps(model, x, heads=number, rows=number)["layers.0.self_attn"].shape == (2, 1, 1, TOKENS)
     with pytest.raises(AttentionSwapError, match=r"out of range|no layer"):
         attention_maps(model, x, layers=[5])
     with pytest.raises(AttentionSwapError):

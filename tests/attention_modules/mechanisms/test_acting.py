@@ -213,6 +213,129 @@ def test_a_norm_of_the_output_is_a_gain_of_rows():
     torch.testing.assert_close(acting_map(module, q, k, v).dense() @ v, module(q, k, v))
 
 
+def doubling_queries(q, k, v):
+    return F.scaled_dot_product_attention(q.mul_(2.0), k, v)
+
+
+def doubling_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v.mul_(2.0))
+
+
+def doubling_values_of_its_own_softmax(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v.mul_(2.0)
+
+
+def halving_the_output(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v).mul_(0.5)
+
+
+def clearing_keys_afterwards(q, k, v):
+    k = k * 2.0
+    out = F.scaled_dot_product_attention(q, k, v)
+    k.zero_()
+    return out
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("tokens", [TOKENS, 80])
+@pytest.mark.parametrize(
+    "function",
+    [
+        doubling_queries,
+        doubling_values,
+        doubling_values_of_its_own_softmax,
+        halving_the_output,
+        clearing_keys_afterwards,
+    ],
+)
+def test_changes_in_place_are_seen_and_reach_nobody(function, tokens, mode):
+    given = torch.randn(3, 2, 2, tokens, 8, dtype=torch.float64)
+    with mode():
+        q, k, v = (each.clone() for each in given)
+        rows = torch.tensor([3, 0])
+        module = build_mechanism(function, SPEC)
+        found = acting_map(module, q, k, v).dense(rows)
+        assert torch.equal(torch.stack([q, k, v]), given)
+        torch.testing.assert_close(found @ given[2], module(q, k, v)[:, :, rows])
+
+
+def test_what_hands_on_its_values_is_known_without_looking(monkeypatch):
+    monkeypatch.setattr("attention_modules.mechanisms.shared.probe._ratio", None)
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8)
+    assert isinstance(acting_map(build_mechanism("softmax", SPEC), q, k, v), FactorMap)
+    assert isinstance(acting_map(build_mechanism("entmax", SPEC), q, k, v), ChunkedMap)
+
+
+class Remembering(AttentionMechanism):
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last, self.norm = None, torch.nn.BatchNorm1d(8)
+
+    def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+        self.calls += 1
+        self.last, self.new = q, v
+        return (q @ self.norm(k.flatten(0, 2)).view_as(k).mT).softmax(-1) @ v
+
+
+def test_what_calls_keep_is_as_it_was():
+    module, (q, k, v) = Remembering(SPEC), torch.randn(3, 2, 2, 80, 8)
+    acting_map(module, q, k, v).dense(torch.tensor([0]))
+    assert module.calls == 0
+    assert not module.norm.running_mean.any()
+    assert module.last is None
+    assert not hasattr(module, "new")
+
+
+def dropping_in_one_of_two(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5) + F.scaled_dot_product_attention(k, q, v)
+
+
+@torch.no_grad()
+def test_few_rows_with_what_a_kernel_drops():
+    q, k, v = torch.randn(3, 2, 2, 80, 8, dtype=torch.float64)
+    module, rows = build_mechanism(dropping_in_one_of_two, SPEC), torch.tensor([5, 70])
+    acting = acting_map(module, q, k, v)
+    torch.testing.assert_close(acting.dense(rows) @ v, module(q, k, v)[:, :, rows])
+
+
+@torch.no_grad()
+def test_few_rows_of_a_difference():
+    found = Subject("differential", SPEC)
+    module, inputs = found.build(80, torch.float64), found.inputs(80, torch.float64)
+    acting = acting_map(module, **inputs, is_causal=True)
+    sums, _ = acting_sums(acting, is_causal=True, statistics=["entropy"])
+    share = acting.dense()[:, :, acting.some_rows()].abs()
+    share = share / share.sum(-1, keepdim=True)
+    torch.testing.assert_close(sums["entropy"][0].double(), -torch.special.xlogy(share, share).sum((-2, -1)))
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def test_rows_without_a_gradient_come_by_columns():
+    q, k, v = torch.randn(3, 2, 2, 80, 8)
+    module = build_mechanism(lambda q, k, v: WithoutGradient.apply(q, k, v), SPEC)
+    found = acting_map(module, q, k, v).dense(torch.tensor([5]))
+    torch.testing.assert_close(found, (q @ k.mT).softmax(-1)[:, :, 5:6])
+
+
+@torch.no_grad()
+def test_padding_where_few_rows_are_looked_at():
+    spec, keys = AttentionSpec(dim=16, num_heads=2, head_dim=8), torch.arange(80)
+    module, (q, k, v) = build_mechanism("twicing", spec), torch.randn(3, 2, 2, 80, 8)
+    mask = torch.stack([keys < 80, keys < 40]).view(2, 1, 1, 80)
+    sums, _ = acting_sums(acting_map(module, q, k, v, attn_mask=mask), attn_mask=mask, sink_rows=0)
+    assert (sums["normalised_entropy"][1] == 8).all()
+    total, rows = sums["normalised_entropy"]
+    torch.testing.assert_close(
+        total / rows * torch.tensor([80.0, 40.0]).log().view(2, 1), sums["entropy"][0] / sums["entropy"][1]
+    )
+
+
 class Stated(AttentionMechanism):
     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
         return squared(q, k, v)

@@ -154,6 +154,19 @@ def test_maps_without_a_gradient_are_refused():
         heal(Heal([{"match": "maps"}]), "differential", options={"pairs": "heads"})
 
 
+def squashed(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).tanh()
+
+
+@pytest.mark.parametrize("mechanism", [squashed, "differential"])
+def test_drift_names_layers_without_a_map_and_goes_on(mechanism):
+    options = {"pairs": "heads"} if mechanism == "differential" else {}
+    with pytest.warns(UserWarning, match="DriftMonitor compares no map of 'encoder.layers.0.self_attn'"):
+        _, trainer = heal(DriftMonitor(maps=True), mechanism, options=options, max_epochs=1)
+    assert "val/drift/output_error" in trainer.callback_metrics
+    assert not any("map_error" in name for name in trainer.callback_metrics)
+
+
 def test_its_drift_is_that_of_a_copy_taken_apart():
     _, trainer = heal(DriftMonitor(logits=True), module=Task(lr=0.0), limit_val_batches=1)
     x = data().dataset.tensors[0][:4]
