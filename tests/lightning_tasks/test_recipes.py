@@ -310,7 +310,10 @@ def test_what_scripts_gather_is_checked_of_comparisons_that_there_are():
     assert {*CHECKS} <= {*COMPARISONS}
 
 
-OF_NUMBERS = ("locater/compare_weight_decay", "rpc/compare_lam", "rpc/compare_sparse_part")  # two variants tell
+OF_NUMBERS = (  # two variants tell
+    *("locater/compare_small_vocabulary", "locater/compare_weight_decay", "rpc/compare_classification_exploratory"),
+    *("rpc/compare_lam", "rpc/compare_sparse_part"),
+)
 SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
 
 

@@ -30,8 +30,8 @@ MONITORS = {
     "LogitMonitor": lambda: LogitMonitor(every_n_steps=1),
     "PursuitMonitor": PursuitMonitor,
 }
-# Its keys come from a reduced image: no function of tokens, whose constant could be taken.
-UNFIT = {("mmseg-segformer-reduced", "LipschitzMonitor")}
+# Keys of a reduced image are no function of tokens, whose constant could be taken; and projections that nobody told.
+UNFIT = {("mmseg-segformer-reduced", "LipschitzMonitor"), ("sdpa", "SpectrumMonitor"), ("sdpa", "LocAteR")}
 
 
 class Host(pl.LightningModule):
