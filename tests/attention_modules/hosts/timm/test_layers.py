@@ -306,13 +306,17 @@ def test_what_is_left_says_why(name: str) -> None:
     assert text in report.skipped[0].reason
 
 
-def test_a_subclass_with_its_own_forward_is_no_host() -> None:
+def test_a_subclass_with_its_own_forward_is_a_layer_of_ones_own() -> None:
     plain = type(layer("beit"))
 
     class Loud(plain):  # type: ignore[misc, valid-type]
         def forward(self, x: Tensor, **kwargs: object) -> Tensor:
             return 2 * super().forward(x, **kwargs)
 
-    report = swap_attention(nn.ModuleDict({"a": Loud(16), "b": plain(16)}), "softmax")
-    assert [row.name for row in report] == ["b"]
-    assert "forward of its own" in report.skipped[0].reason
+    model, x = nn.ModuleDict({"a": Loud(16), "b": plain(16)}), torch.randn(2, 5, 16)
+    expected = model["a"](x)
+    assert [row.host for row in swap_attention(model, "softmax")] == [
+        "scaled_dot_product_attention",
+        "timm beit Attention",
+    ]
+    torch.testing.assert_close(model["a"](x), expected)

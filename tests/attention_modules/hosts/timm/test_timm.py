@@ -106,10 +106,10 @@ def test_rope_makes_symmetric_logits_of_rotated_keys() -> None:
 
 
 class Whispering(attention.Attention):
-    """A subclass with a forward of its own."""
+    """A subclass with a forward of its own, which calls no kernel."""
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return 0.5 * super().forward(x, *args, **kwargs)
+        return 0.5 * self.proj(x)
 
 
 def test_subclasses_with_their_own_forward_are_refused_by_name() -> None:
