@@ -47,12 +47,12 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' $$($(OLDEST))
 	$(TEST_ENV) .venv-oldest/bin/python -m pytest $(PYTEST_ARGS) tests/attention_modules tests/lightning_tasks/callbacks
 
-# The same with the newest that pip finds, whatever constraints.txt says; `FAST=1` leaves out the costly tests.
+# The same with the newest that pip finds, whatever constraints.txt says; `FAST=1` leaves out callbacks and the costly tests.
 test-newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade --editable '.[test]'
-	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PYTEST_ARGS) $(if $(FAST),--fast) tests/attention_modules \
-		tests/lightning_tasks/callbacks
+	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PYTEST_ARGS) tests/attention_modules \
+		$(if $(FAST),--fast,tests/lightning_tasks/callbacks)
 
 # The site in build/docs. `make docs DOCS_ARGS="-D nb_execution_mode=off"` leaves the tutorials as they are written.
 docs: $(VENV)/.installed-docs
