@@ -42,8 +42,8 @@ attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanis
   gives the number of heads where a layer takes more than one sequence. A LightningModule's `example_input_array`
   serves where nothing else does.
 - *The layer's own code stays*: its rope, norms, caches and masks. The mechanism stands for the one call, in eager mode,
-  compiled (as one graph: tried with PyTorch 2.14 and 2.15; 2.9 breaks it where a layer calls `Tensor.unflatten`), exported
-  and with a checkpoint around the layer. Each forward must make exactly one call; else an error
+  compiled, exported and with a checkpoint around the layer. (As one graph it compiles with PyTorch 2.14 and 2.15; 2.9
+  breaks the graph where a layer calls `Tensor.unflatten`.) Each forward must make exactly one call; else an error
   names the layer. A checkpoint inside the layer, around the call, is an error too: put it around the layer.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
