@@ -151,9 +151,9 @@ def _names(code: CodeType) -> list[tuple[str, str, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _products(code: CodeType) -> int:
-    steps = [(step.opname, step.argrepr or "") for step in dis.get_instructions(code)]
-    named = sum(argument.split(" ")[0] in ("matmul", "bmm", "baddbmm", "einsum") for _, argument in steps)
-    return named + sum(name == "BINARY_MATRIX_MULTIPLY" or argument == "@" for name, argument in steps)
+    named = sum(name in ("matmul", "bmm", "baddbmm", "einsum") for _, name, _ in _names(code))
+    steps = ((step.opname, step.argrepr) for step in dis.get_instructions(code))
+    return named + sum(name == "BINARY_MATRIX_MULTIPLY" or shown == "@" for name, shown in steps)
 
 
 def _values(kind: str, name: str, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:

@@ -118,9 +118,8 @@ class SwappedSDPA(Swapped):
         mechanism, shape = self.mechanism, query.shape
         q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = _with_heads(
-                attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]) if len(shape) > 4 else attn_mask
-            )
+            outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
+            attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
         if (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
         if q.shape[2] != k.shape[2] and not (mechanism.uses_query and not mechanism.one_query_per_key):

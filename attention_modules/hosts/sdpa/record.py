@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,16 @@ class Call:
     def source(self, module: nn.Module) -> Tensor | None:
         """What the module was given as a sequence ``[B, N, C]`` of the queries' length, if it was."""
         given = next(given for outer, given in self.around if outer is module)
-        return next((x for x in given if x.dim() == 3 and x.shape[1] == self.q.shape[-2]), None)
+        return next((x for x in given if x.dim() == 3 and x.shape[1] == self.q.shape[-2] and self._has_batch(x)), None)
+
+    def _has_batch(self, x: Tensor) -> bool:
+        """Whether the first dimension of ``[n, n, C]`` are samples, which queries keep apart."""
+        if x.shape[0] != x.shape[1] or x.shape[0] == 1 or self.q.dim() != 4 or not self.q.requires_grad:
+            return True
+        with torch.inference_mode(False), torch.enable_grad():
+            first = self.q[0].float().sum()
+            (slope,) = torch.autograd.grad(first, x, allow_unused=True, retain_graph=True)
+        return slope is None or not bool(slope[1:].any())
 
     def seam(self, module: nn.Module) -> Seam:
         """What it says of one of the modules around it."""
@@ -139,6 +149,8 @@ class Record:
     """Of the innermost module whose forward ran."""
     inside: dict[nn.Module, list[Call]] = field(default_factory=dict)
     """Of any module, its children's calls too."""
+    alone: dict[nn.Module, Record] = field(default_factory=dict)
+    """What trials of layers showed meanwhile."""
 
     def each_forward(self, module: nn.Module) -> int:
         """How many calls one forward of the module makes, its children's too; it may run several times."""
@@ -271,7 +283,14 @@ def _own(value: Any, known: dict[int, Any] | None = None) -> Any:
 
 
 def tried(layer: nn.Module) -> Record:
-    """The record of a layer that runs alone on a sequence; empty where it needs more than that."""
+    """The record of a layer that runs alone on a sequence, once in a swap; empty where it needs more than that."""
+    record = known()
+    if layer not in record.alone:
+        record.alone[layer] = _tried(layer)
+    return record.alone[layer]
+
+
+def _tried(layer: nn.Module) -> Record:
     width = next((part.in_features for part in layer.modules() if isinstance(part, nn.Linear)), None)
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
@@ -285,20 +304,19 @@ def tried(layer: nn.Module) -> Record:
         return Record()
 
 
-_record = Record()  # while a swap with an example looks at its model
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)  # while a swap looks at its model
 
 
 @contextmanager
 def knowing(record: Record) -> Iterator[None]:
-    """Let hosts know what a forward pass of the model called."""
-    global _record
-    before, _record = _record, record
+    """Let hosts know what a forward pass of the model called; in this thread, and inside."""
+    token = _RECORD.set(record)
     try:
         yield
     finally:
-        _record = before
+        _RECORD.reset(token)
 
 
 def known() -> Record:
-    """What a forward pass of the model called, where one was recorded."""
-    return _record
+    """What a forward pass of the model called, where one was recorded; a new, empty one elsewhere."""
+    return _RECORD.get() or Record()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from attention_modules import AttentionSwapError, restore_attention, swap_attent
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
+from attention_modules.hosts.sdpa import record
+from attention_modules.hosts.sdpa.record import known
 from lightning_tasks.callbacks import SwapAttention
 from tests.attention_modules.hosts.cases import features
 from tests.attention_modules.hosts.sdpa.own import (
@@ -461,16 +464,66 @@ def test_a_cache_is_no_query_for_each_key() -> None:
         model[0](q, k, k)
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 8), (2, 4, 6, 8), (3, 2, 4, 6, 8)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_any_number_of_dimensions(shape: tuple[int, ...], masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "masks"),
+    [
+        ((2, 6, 8), [(6, 6), (2, 6, 6), (1, 6, 6)]),
+        ((4, 4, 6, 8), [(6, 6), (1, 6), (4, 6, 6), (4, 4, 6, 6), (4, 1, 1, 6)]),  # as many samples as heads
+        ((3, 2, 4, 6, 8), [(6, 6), (4, 6, 6), (2, 4, 6, 6), (3, 1, 4, 6, 6)]),
+    ],
+)
+def test_any_number_of_dimensions(shape: tuple[int, ...], masks: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
     q, k, v = torch.randn(3, *shape)
-    mask = torch.rand(6, 6) > 0.3 if masked else None
-    mask = None if mask is None else mask | torch.eye(6, dtype=torch.bool)
-    layer = ByTensors()
-    expected = layer(q, k, v, mask)
-    swap_attention(layer, "softmax")
-    torch.testing.assert_close(layer(q, k, v, mask), expected)
+    plain, layer = ByTensors(), ByTensors()
+    swap_attention(layer, "ssmax", start=1.0, example=(q, k, v))
+    for mask in [None, *(torch.rand(each) > 0.4 for each in masks), *(torch.randn(each) for each in masks)]:
+        if mask is not None and mask.dtype == torch.bool:
+            mask[..., 0] = True
+        boolean = torch.ones(6) if mask is None or mask.dtype != torch.bool else mask
+        seen = boolean.expand(*shape[:-2], 6, 6).sum(-1)  # keys of each row
+        torch.testing.assert_close(layer(q, k, v, mask), plain(q * seen.log().unsqueeze(-1), k, v, mask))
+
+
+def test_a_sequence_first_layer_is_not_taken_for_another() -> None:
+    class SequenceFirst(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:  # [N, B, C]
+            heads = _heads(x.transpose(0, 1))
+            return F.scaled_dot_product_attention(heads, heads, heads)
+
+    for batch in (2, 6):  # of 6 tokens
+        with pytest.raises(AttentionSwapError, match="not given the tokens"):
+            swap_attention(nn.Sequential(SequenceFirst()), "gated", example=torch.randn(6, batch, 16))
+
+
+def test_threads_know_of_their_own_models_alone() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(ByTable):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert done.wait(20)
+            return super().forward(x)
+
+    slow, found = nn.Sequential(Slow()), []
+    thread = threading.Thread(target=lambda: found.append(swap_attention(slow, "softmax", example=features())))
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(AttentionSwapError, match="no attention layer"):
+        swap_attention(nn.Sequential(ByTable()), "softmax")
+    done.set()
+    thread.join()
+    assert len(found[0]) == 1
+    assert known().calls == {}
+
+
+def test_a_layer_is_tried_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+    once = record._tried
+    monkeypatch.setattr(record, "_tried", lambda layer: (tried.append(layer), once(layer))[1])
+    model = nn.Sequential(Joint(), Joint())
+    swap_attention(model, "sink")
+    assert tried == list(model)
 
 
 class ByTensors(nn.Module):
