@@ -1,0 +1,111 @@
+"""Layers of one's own in other people's tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from attention_modules import swap_attention
+from lightning_tasks import load_swapped
+from lightning_tasks.callbacks import SwapAttention
+from tests.attention_modules.hosts.cases import features, padding_mask
+from tests.attention_modules.hosts.sdpa.own import ByHead, DeclaredJoint, Joint
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mechanism", ["softmax", "sink", "symmetric", "sigmoid", "gated", "forgetting"])
+def test_half_precision_with_a_mask(mechanism: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = DeclaredJoint().eval()
+    swap_attention(model, mechanism)
+    mask = ~padding_mask()[:, None, None, :]
+    expected = model(features(), mask)
+    half = DeclaredJoint().eval()
+    swap_attention(half, mechanism)
+    half.load_state_dict(model.state_dict())
+    x = features().clone()
+    x[padding_mask()] = 1e4  # nobody sees it
+    out = half.to(dtype)(x.to(dtype), mask).float()
+    seen = ~padding_mask()
+    torch.testing.assert_close(out[seen], expected[seen], atol=3e-2, rtol=3e-2)
+    assert out.isfinite().all()
+
+
+def test_frozen_stays_frozen_and_hooks_fire() -> None:
+    model, seen = nn.Sequential(Joint(), Joint()), []
+    model[0].requires_grad_(False)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+        layer.c_proj.register_forward_hook(lambda *_: seen.append("projection"))
+    new = swap_attention(model, "sink").new
+    assert new == ("0.mechanism.sink", "1.mechanism.sink")
+    assert [value.requires_grad for value in map(dict(model.named_parameters()).get, new)] == [False, True]
+    model(features()).sum().backward()
+    assert seen == ["projection", "SwappedJoint"] * 2
+
+
+def test_the_trainer_of_transformers_goes_on_with_the_best_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(Joint(), DeclaredJoint())
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            out = self.net(x)
+            return {"loss": (out - labels).square().mean(), "logits": out}
+
+    torch.manual_seed(0)
+    model, data = Model(), [{"x": x, "labels": x.roll(1, 0)} for x in torch.randn(8, 6, 16)]
+    swap_attention(model, "sink", where="net.0")
+    swap_attention(model, "symmetric", where="net.1")
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "logging_steps": 1, "max_steps": 3}
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            **{"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "disable_tqdm": True},
+            **{"load_best_model_at_end": True, "learning_rate": 0.05, **often},
+        ),
+        train_dataset=data,
+        eval_dataset=data,
+    )
+    trainer.train()
+    best = trainer.state.best_metric
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-5)
+    assert bool(model.net[0].mechanism.sink.any())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+class Module(LightningModule):
+    """With a layer that the callback declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(ByHead())
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_declared_layer_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    declaration = {"kind": f"{ByHead.__module__}.ByHead", "qkv": "query_key_value", "heads": "heads"}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    swap = SwapAttention("rpc", options={"iterations": 2}, declare=[declaration])
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", max_steps=2, callbacks=[swap], **quiet)
+    module = Module()
+    trainer.fit(module, DataLoader(torch.randn(4, 6, 16), 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = load_swapped(Module, tmp_path / "a.ckpt")
+    assert torch.equal(loaded.net.eval()(features()), module.net.eval()(features()))
+    assert loaded.net[0].query_key_value.weight.shape == (32, 16)
