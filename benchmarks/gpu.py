@@ -248,7 +248,7 @@ PARTS: dict[str, Callable[[Rows, Bench], None]] = {
 
 def about() -> dict[str, str]:
     """What the numbers were measured with."""
-    found = {"machine": machine(), "system": platform.platform()}
+    found = {"machine": machine(), "system": platform.platform(), "GPU": "none"}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {"GPU": properties.name, "GPU memory": f"{properties.total_memory / 2**30:.0f} GiB"}

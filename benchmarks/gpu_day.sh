@@ -120,7 +120,7 @@ part() {
 
 tests() {
     local workers=()
-    if [ -z "$dry" ] && "$PYTHON" -c "import xdist" 2>/dev/null; then workers=(-n 6 --dist worksteal); fi
+    if [ -z "$dry" ] && "$PYTHON" -c "import xdist" 2>/dev/null; then workers=(-n "${GPU_DAY_WORKERS:-6}" --dist worksteal); fi
     local some=()
     # A dry run takes one test of each file and kind.
     if [ -n "$dry" ]; then some=(-k "rpc or mha or boolean or spectrum or LocAteR"); fi
@@ -144,8 +144,8 @@ bench() { part "$1" "$2" "$PYTHON" -m benchmarks.gpu "$1" --output "$out" ${dry:
 
 part about 60 "$PYTHON" -m benchmarks.gpu about --output "$out" ${dry:+--dry}
 # Nothing here is timed closely, so it shares the device.
-locater locater_penalty locater/wikitext2 660 &
-locater locater_mean locater/wikitext2/mean 660 &
+locater locater_mean locater/wikitext2 660 &
+locater locater_free locater/wikitext2/free 660 &
 locater locater_baseline locater/wikitext2/baseline 660 &
 tests 660
 wait

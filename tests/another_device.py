@@ -73,6 +73,8 @@ class AnotherDevice(TorchFunctionMode):
             self._may_wait(func, any(self._is_here(each) for each in tensors))
         if func is Tensor.__getitem__ and self._is_here(args[0]):
             self._may_wait(func, any(map(self._selects, args[1] if isinstance(args[1], tuple) else (args[1],))))
+        if func is Tensor.__setitem__ and self._is_here(args[0]):  # a number is copied to one place
+            self._may_wait(func, not isinstance(args[2], Tensor) and args[0][args[1]].ndim == 0)
         asked = self._asked(func, args, kwargs)
         args, kwargs = tree_map(self._real, (args, kwargs))
         found = func(*args, **kwargs)

@@ -222,18 +222,32 @@ class Folder:
                 rows.append([choice.variant, f"{mark}`{written(each.overrides)}`{mark}", score])
         return markdown(["configuration", "tried", "score"], rows)
 
-    def show(self, name: str, columns: Mapping[str, str], digits: int = 2) -> str:
-        """Columns of a raw table, by the names that the page gives them; `a over b` is the ratio of two."""
+    def show(
+        self, name: str, columns: Mapping[str, str], digits: int = 2, where: Mapping[str, str] | None = None
+    ) -> str:
+        """Columns of a raw table, by the names that the page gives them, and the rows that have some values.
+
+        `a over b` is the ratio of two columns.
+        """
+        rows = self._rows(name, where or {})
+        texts = [[_cell(row, key, digits) for key in columns] for row in rows or ()]
+        return markdown([*columns.values()], [[NOTHING, *[""] * (len(columns) - 1)]] if rows is None else texts)
+
+    def count(self, name: str, where: Mapping[str, str]) -> str:
+        """How many rows of a raw table have some values."""
+        rows = self._rows(name, where)
+        return NOTHING if rows is None else str(len(rows))
+
+    def _rows(self, name: str, where: Mapping[str, str]) -> list[dict[str, Any]] | None:
         path = self.path / f"{name}.parquet"
         if not path.is_file() and not path.with_suffix(".csv").is_file():
-            return markdown([*columns.values()], [[NOTHING, *[""] * (len(columns) - 1)]])
-        rows = tables.read(path).to_pylist()
-        return markdown([*columns.values()], [[_cell(row, key, digits) for key in columns] for row in rows])
+            return None
+        return [row for row in tables.read(path).to_pylist() if where.items() <= row.items()]
 
     def column(self, name: str, key: str, digits: int = 1, scale: float = 1.0) -> str:
-        """The least and the largest value of a column of a raw table."""
-        values = tables.read(self.path / f"{name}.parquet").column(key).to_pylist()
-        return least_to_most((value * scale for value in values), digits)
+        """The least and the largest value of a column of a raw table; `a over b` is the ratio of two."""
+        values = [value for row in self._rows(name, {}) or () if (value := _value(row, key)) is not None]
+        return least_to_most((value * scale for value in values), digits) if values else NOTHING
 
     def fact(self, name: str, key: str, absent: str = NOTHING) -> str:
         """A value of a JSON file; `absent` where there is no such file."""
@@ -249,9 +263,13 @@ class Folder:
         return markdown(["configuration", *keys[1:]], [[row[key] for key in keys] for row in rows])
 
 
-def _cell(row: Mapping[str, Any], key: str, digits: int) -> str:
+def _value(row: Mapping[str, Any], key: str) -> Any:
     of, _, to = key.partition(" over ")
-    if to:
-        return number(float(row[of]) / float(row[to]), digits) if row.get(of) and float(row.get(to) or 0) else ""
-    value = row[key]
+    if not to:
+        return row[key]
+    return float(row[of]) / float(row[to]) if row.get(of) and float(row.get(to) or 0) else None
+
+
+def _cell(row: Mapping[str, Any], key: str, digits: int) -> str:
+    value = _value(row, key)
     return number(value, digits) if isinstance(value, float) else "" if value is None else str(value).replace("|", "/")

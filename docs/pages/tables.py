@@ -64,14 +64,14 @@ def _column(texts: Sequence[str]) -> pa.Array:
 
 
 def read(path: Path) -> pa.Table:
-    """A raw table; where it is not packed yet, its CSV file.
+    """A raw table; where a CSV file is beside it, which is newer and not packed yet, that.
 
     Raises:
         PageError: there is none, or it is damaged.
     """
+    if (unpacked := path.with_suffix(".csv")).is_file():
+        return _of_csv(unpacked)
     if not path.is_file():
-        if (unpacked := path.with_suffix(".csv")).is_file():
-            return _of_csv(unpacked)
         raise PageError(f"{path} is missing, and a page is made from it")
     try:
         return pq.read_table(path)

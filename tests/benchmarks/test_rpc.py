@@ -22,3 +22,9 @@ def test_peak_memory_sees_a_tensor_of_64_mebibytes():
     if peak is None:
         pytest.skip("Linux' memory counters are missing")
     assert 60 <= peak <= 80
+
+
+def test_each_form_runs_on_another_device():
+    case = rpc.Case("tiny", (1, 2, 16, 8), False, 1)
+    for call in rpc.calls(case, True, rpc.attentions_of(case, compiled=False), "meta").values():
+        call()

@@ -107,8 +107,8 @@ def dam_penalty(gates: Tensor) -> Tensor:
         tensor(7.)
     """
     longest = gates.shape[-1]
-    pairs = 2 * torch.arange(longest, 0, -1, device=gates.device)  # of each distance
-    pairs[0] = longest
+    distance = torch.arange(longest, device=gates.device)
+    pairs = torch.where(distance == 0, longest, 2 * (longest - distance))
     return (gates.to(torch.promote_types(gates.dtype, torch.float32)).abs() * pairs).sum()
 
 

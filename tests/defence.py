@@ -1,4 +1,4 @@
-"""Which share of the code's lines refuses, checks or handles errors: `python -m benchmarks.defence`.
+"""Which share of the code's lines refuses, checks or handles errors: `python -m tests.defence`.
 
 Counted are lines of code, without comments and docstrings: those of `raise`, `assert` and `except` with what
 belongs to them, of conditions that only lead to one, and of functions that are named for refusing or checking.
