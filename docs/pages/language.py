@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -182,28 +181,6 @@ class Folder:
             rows.append([row.config, mean, row.reference, difference, *(drawn if over else []), *paired])
         return markdown([*heads, "p, corrected", "verdict"], rows)
 
-    def paired(self, metrics: Mapping[str, str], pairs: Mapping[str, Pair], digits: int = 1, scale: float = 1.0) -> str:
-        """Differences: a row for each metric, a column for each pair; bold where a verdict is lower or higher."""
-        rows = []
-        for head, metric in metrics.items():
-            texts = [self.diff(metric, pair[0], "".join(pair[1:]), digits, scale) for pair in pairs.values()]
-            bold = [self.verdict(metric, *pair) in OPPOSITE for pair in pairs.values()]
-            known = metric in self.comparison.record.metrics
-            rows.append(
-                [
-                    head,
-                    *(f"**{text}**" if known and is_bold else text for text, is_bold in zip(texts, bold, strict=True)),
-                ]
-            )
-        return markdown(["difference", *pairs], rows)
-
-    def means(self, metrics: Mapping[str, Sequence], configs: Sequence[str] = ()) -> str:
-        """Mean ± standard deviation: a row per configuration, a column for each `head: [metric, digits, scale]`."""
-        rows = [
-            [name, *(self.spread(how[0], name, *how[1:]) for how in metrics.values())] for name in self._of(configs)
-        ]
-        return markdown(["configuration", *metrics], rows)
-
     def course(self, metric: str, steps: Sequence[int], digits: int = 1, configs: Sequence[str] = ()) -> str:
         """The mean over seeds at some steps."""
         rows = [[name, *(self.mean(metric, name, digits, step=step) for step in steps)] for name in self._of(configs)]
@@ -253,14 +230,6 @@ class Folder:
         """A value of a JSON file; `absent` where there is no such file."""
         path = self.path / f"{name}.json"
         return str(json.loads(path.read_text(encoding="utf-8"))[key]) if path.is_file() else absent
-
-    def cost(self, name: str) -> str:
-        """Time and peak memory of a training step, as `benchmarks/results/NAME.csv` has them."""
-        root = next(parent for parent in self.path.parents if (parent / "benchmarks").is_dir())
-        with (root / "benchmarks/results" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-            rows = [*csv.DictReader(file)]
-        keys = ["variant", "CPU time per step", "to the first", "peak memory of a step"]
-        return markdown(["configuration", *keys[1:]], [[row[key] for key in keys] for row in rows])
 
 
 def _value(row: Mapping[str, Any], key: str) -> Any:
