@@ -15,7 +15,7 @@ from attention_modules.mechanisms.pursuit import pursue
 from attention_modules.mechanisms.shared.options import MOST_REPEATS, as_float, check_integer
 from attention_modules.mechanisms.symmetric import check_self_attention, keys_and_values
 
-Threshold = Literal["released", "ratio"]
+Threshold = Literal["released", "head", "ratio"]
 _THRESHOLDS = get_args(Threshold)  # here, as torch.compile of torch 2.6 cannot look into `typing`
 RELEASED_LAM = 4.0
 # Below this sum of |k| a row's keys count as zero: its threshold is beyond every key, and its slope would overflow.
@@ -87,6 +87,7 @@ def pursuit_threshold(
 
     ``"released"``: t = lam·mu, ``mu = |V|·H·d/(4 Σ‖k‖₁)``, as in the released code; lam is 4 where None. H is
     ``num_heads``, the heads of the whole layer, of which k may hold some (tensor parallelism); those of k where None.
+    ``"head"``: the same without H, the width of one head in place of the layer's (our reading).
     ``"ratio"``: t = lam/mu, ``mu = |V|·d/(4 Σ‖k‖₁)``, the threshold of standard Principal Component Pursuit
     (our reading); lam is ``1/√max(|V|, d)`` where None. V are the keys that the row sees (masks and
     causality: our reading).
@@ -105,7 +106,8 @@ def pursuit_threshold(
         return factor * 4 * total / (count.clamp(min=1) * head_dim)
     lam = RELEASED_LAM if lam is None else lam
     empty = total <= ZERO_NORM
-    limit = lam * count * (heads * head_dim / 4) / total.masked_fill(empty, 1.0)
+    width = head_dim if threshold == "head" else heads * head_dim
+    limit = lam * count * (width / 4) / total.masked_fill(empty, 1.0)
     return limit.masked_fill(empty, math.inf)
 
 
@@ -136,7 +138,7 @@ def rpc_attention(
         iterations: number of softmax passes, at least 1.
         lam: factor of the threshold, at least 0; None for the default of :func:`pursuit_threshold`; with
             inf nothing is sparse, and one pass is symmetric attention.
-        threshold: ``"released"`` or ``"ratio"``, see :func:`pursuit_threshold`.
+        threshold: ``"released"``, ``"head"`` or ``"ratio"``, see :func:`pursuit_threshold`.
         num_heads: heads of the whole layer where k holds some of them only, see :func:`pursuit_threshold`.
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
         is_causal: row i sees keys 0 to i only.
@@ -174,8 +176,9 @@ class RPCAttention(AttentionMechanism):
     Args:
         spec: the layer that it serves.
         iterations: number of softmax passes, at least 1.
-        lam: factor of the threshold, at least 0; None for 4 (``"released"``) or 1/√max(N, d) (``"ratio"``).
-        threshold: ``"released"`` (t = lam·mu) or ``"ratio"`` (t = lam/mu, our reading).
+        lam: factor of the threshold, at least 0; None for 1/√max(N, d) with ``"ratio"``, else 4.
+        threshold: ``"released"`` (t = lam·mu), ``"head"`` (the same with a head's width) or ``"ratio"`` (t = lam/mu).
+            The last two are our reading.
 
     Raises:
         ValueError: if an option is out of its limits, or the layer's values are not as wide as its keys.

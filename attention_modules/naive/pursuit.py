@@ -31,9 +31,9 @@ def naive_rpc(
         count = seen.sum(-1, keepdim=True).to(k.dtype)
         norm = torch.where(seen, k.abs().sum(-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
     mu = count * width * (heads if threshold == "released" else 1) / (4 * norm)
-    weight: float | Tensor = 4.0 if threshold == "released" else count.clamp(min=width) ** -0.5
+    weight: float | Tensor = count.clamp(min=width) ** -0.5 if threshold == "ratio" else 4.0
     weight = weight if lam is None else lam
-    t = weight * mu if threshold == "released" else weight / mu
+    t = weight / mu if threshold == "ratio" else weight * mu
     low_rank = dual = torch.zeros_like(k)
     for _ in range(iterations):
         sparse = soft(k - low_rank + dual / mu, t)

@@ -89,7 +89,7 @@ def draw(number: int, seed: int = 0) -> Case:
         options = {
             "iterations": choose.choice((1, 2, 3, 4)),
             "lam": choose.choice((None, 0.0, 0.3, 4.0, float("inf"))),
-            "threshold": choose.choice(("released", "ratio")),
+            "threshold": choose.choice(("released", "head", "ratio")),
         }
     elif mechanism == "scaled":
         options = {"variant": choose.choice(("matrix", "scalar"))}

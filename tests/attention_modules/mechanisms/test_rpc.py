@@ -18,7 +18,7 @@ from attention_modules import (
 )
 from attention_modules.mechanisms.pursuit import FusedPursuit
 from attention_modules.mechanisms.rpc import pursuit_threshold
-from attention_modules.naive import naive_rpc, soft
+from attention_modules.naive import naive_attention, naive_rpc, soft
 from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
 from tests.rows import each_row, pairwise
 
@@ -29,6 +29,7 @@ SETTINGS = {
     "one pass": {"iterations": 1, "lam": 0.2},
     "two passes": {"iterations": 2, "lam": 3.0},
     "ratio": {"threshold": "ratio"},
+    "head": {"threshold": "head"},
     "ratio, lam 3": {"threshold": "ratio", "lam": 3.0, "iterations": 2},
 }
 # Four passes amplify what rounding leaves: gradients reach 1e3 and agree to 1e-12 of that.
@@ -85,6 +86,37 @@ def test_default_lam_is_that_of_the_threshold():
     ratio = rpc_attention(k, v, threshold="ratio")
     assert torch.allclose(ratio, rpc_attention(k, v, threshold="ratio", lam=1 / math.sqrt(9)))
     assert not torch.allclose(ratio, rpc_attention(k, v, threshold="released"))
+
+
+def pursued(k, v, order="S first", sign=-1.0, heads=3):
+    """Two passes of the released form, or of one that differs in one thing."""
+    mu = k[0, 0].numel() * heads / (4 * k.abs().sum((-2, -1), keepdim=True))
+    low = dual = sparse = torch.zeros_like(k)
+    for _ in range(2):
+        if order == "S first":
+            sparse = soft(k - low + dual / mu, 4 * mu)
+        keys = k - sparse + sign * dual / mu
+        low = naive_attention(keys, keys, v)
+        if order == "L first":
+            sparse = soft(k - low + dual / mu, 4 * mu)
+        dual = dual + mu * (k - low - sparse)
+    return low
+
+
+def test_other_readings_lie_as_far_apart_as_its_page_says():
+    far = {}
+    for seed in range(5):
+        k, v = torch.randn(2, 1, 3, 197, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        released = rpc_attention(k, v, iterations=2)
+        assert torch.allclose(pursued(k, v), released)
+        head = rpc_attention(k, v, iterations=2, threshold="head")
+        assert torch.allclose(pursued(k, v, heads=1), head)
+        others = {"order": pursued(k, v, order="L first"), "sign": pursued(k, v, sign=1.0), "head": head}
+        others["ratio"] = rpc_attention(k, v, iterations=2, threshold="ratio")
+        for name, other in others.items():
+            far.setdefault(name, []).append(float((other - released).abs().max()))
+    told = {name: f"{min(each):.1f} to {max(each):.1f}" for name, each in far.items()}
+    assert told == {"order": "2.3 to 2.9", "sign": "2.8 to 3.6", "head": "2.2 to 2.7", "ratio": "3.8 to 4.9"}
 
 
 @pytest.mark.parametrize("threshold", ["released", "ratio"])
@@ -267,7 +299,7 @@ def test_a_layer_whose_values_are_not_as_wide_as_its_keys_is_refused():
         ({"lam": -1.0}, "lam.*at least 0.*got -1.0"),
         ({"lam": "4"}, "lam.*got '4'"),
         ({"lam": math.nan}, "lam.*got nan"),
-        ({"threshold": "median"}, "'released', 'ratio', got 'median'"),
+        ({"threshold": "median"}, "'released', 'head', 'ratio', got 'median'"),
     ],
 )
 def test_options_out_of_their_limits_are_errors(options, message):
