@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from attention_modules.extras import needed_for
-from attention_modules.masks import combine_masks, visible
+from attention_modules.masks import combine_masks, hide, visible
+from attention_modules.mechanism import AttentionMechanism
+from attention_modules.mechanisms.scaled import ScaledAttention, scaled_values
 from attention_modules.precision import to_float64
 
 
@@ -118,6 +120,26 @@ class KernelPCA:
     eigenvalues: Tensor
     vectors: Tensor
     values: Tensor
+
+
+def mixed_values(
+    mechanism: AttentionMechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The values that softmax mixes: (I - S) v of scaled attention, v of any other mechanism, ``[B, H, N, d_v]``.
+
+    Arguments are those of a call of the mechanism.
+    """
+    if not isinstance(mechanism, ScaledAttention):
+        return v
+    attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k, scale)
+    return scaled_values(k, v, mechanism.s_of(k), hide(attn_mask), is_causal, scale)
 
 
 def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None = None) -> KernelPCA:
@@ -235,21 +257,42 @@ def gamma_constancy(k: Tensor, v: Tensor, *, scale: float | None = None) -> dict
         >>> gamma_constancy(k, v)["eigen_residual"].shape
         torch.Size([1, 3])
     """
-    _check(k=k, v=v)
-    kernel, log_g = _kernel(to_float64(k), scale)
-    # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
-    a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * to_float64(v)
-    a = _unit(a - a.mean(-2, keepdim=True), dim=-2)
-    image = _centered(kernel) @ a
-    rayleigh = (a * image).sum(-2, keepdim=True)
-    residual = (image - rayleigh * a).norm(dim=-2) / image.norm(dim=-2).clamp(min=_tiny(image))
+    a, image = _coefficients(k, v, scale)
     gamma = image / (a.shape[-2] * a)
     absolute, relative = zip(*(_pairwise(column) for column in gamma.unbind(-1)), strict=True)
     return {
         "gamma_absolute": torch.stack(absolute, -1).mean(-1),
         "gamma_relative": torch.stack(relative, -1).mean(-1),
-        "eigen_residual": residual.mean(-1),
+        "eigen_residual": _residual(a, image),
     }
+
+
+def eigen_residual(k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    """That of :func:`gamma_constancy` alone, ``[B, H]``, without pairs of tokens; arguments and errors are the same.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import eigen_residual
+        >>> k, v = torch.randn(2, 1, 3, 10, 8)
+        >>> eigen_residual(k, v).shape
+        torch.Size([1, 3])
+    """
+    return _residual(*_coefficients(k, v, scale))
+
+
+def _coefficients(k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Â, its columns of unit norm, and its image under the centered K_φ."""
+    _check(k=k, v=v)
+    kernel, log_g = _kernel(to_float64(k), scale)
+    # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
+    a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * to_float64(v)
+    a = _unit(a - a.mean(-2, keepdim=True), dim=-2)
+    return a, _centered(kernel) @ a
+
+
+def _residual(a: Tensor, image: Tensor) -> Tensor:
+    rayleigh = (a * image).sum(-2, keepdim=True)
+    return ((image - rayleigh * a).norm(dim=-2) / image.norm(dim=-2).clamp(min=_tiny(image))).mean(-1)
 
 
 def _scale(k: Tensor, scale: float | None) -> float:

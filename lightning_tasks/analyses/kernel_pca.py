@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from attention_modules import AttentionMechanism, ScaledAttention, softmax_attention, swap_attention
+from attention_modules import AttentionMechanism, softmax_attention, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
+from attention_modules.analysis.kernel_pca import mixed_values
 from attention_modules.base import described
 from attention_modules.hosts import attention_layers
-from attention_modules.masks import combine_masks, hide
-from attention_modules.mechanisms.scaled import scaled_values
 from lightning_tasks.analyses.inputs import add_arguments, add_mechanism, described_weights, read_inputs, read_subject
 from lightning_tasks.analyses.kernel_pca_report import (
     DRAWS,
@@ -105,9 +104,7 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
     ) -> None:
         q, k, v = args[:3]
         mask, causal, scale = kwargs.get("attn_mask"), bool(kwargs.get("is_causal", False)), kwargs.get("scale")
-        if isinstance(mechanism, ScaledAttention):
-            seen_mask, is_causal = combine_masks(mask, causal, q, k, scale)
-            v = scaled_values(k, v, mechanism.s_of(k), hide(seen_mask), is_causal, scale)
+        v = mixed_values(mechanism, q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
         seen[name] = Seen(x, described(mechanism), q if mechanism.uses_query else k, k, v, out, mask, causal, scale)

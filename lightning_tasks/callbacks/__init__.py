@@ -7,6 +7,7 @@ from lightning_tasks.callbacks.configure_hook import swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
+from lightning_tasks.callbacks.kernel_pca_monitor import KernelPCAMonitor
 from lightning_tasks.callbacks.lipschitz_monitor import LipschitzMonitor
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
@@ -38,6 +39,7 @@ __all__ = [
     "ExactResume",
     "FreezeQK",
     "Heal",
+    "KernelPCAMonitor",
     "LipschitzMonitor",
     "LocAteR",
     "LogitMonitor",

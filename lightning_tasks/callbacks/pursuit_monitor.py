@@ -16,26 +16,23 @@ from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import AttentionLayer
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
-from lightning_tasks.callbacks.monitoring.charts import LayerCharts
+from lightning_tasks.callbacks.monitoring.first_batch import FirstBatchObserver
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed, to_numbers
-from lightning_tasks.callbacks.monitoring.observer import LayerObserver
 from lightning_tasks.callbacks.monitoring.warnings import (
     FEWEST_KEYS,
     IDLE_PURSUIT,
     NOT_FINITE,
     PURSUIT_SIGNS,
     CollapseWarnings,
-    warn_without_validation,
 )
 from lightning_tasks.runs.loggers import current_step
-from lightning_tasks.runs.metric_names import MetricName, in_stage
-from lightning_tasks.training.distributed import EpochSums, log_joined
+from lightning_tasks.runs.metric_names import MetricName
 
 STATISTICS = ("sparsity", "residual", "entropy", "self_probability")
 OF_ALL_PASSES = ("mean_abs_key", "threshold")
 
 
-class PursuitMonitor(LayerObserver):
+class PursuitMonitor(FirstBatchObserver):
     """Logs what each pass of each RPC layer does, on the first batch of every validation and test.
 
     Names are ``val/pursuit/sparsity/layer_00/pass_1`` and likewise ``residual``, ``entropy`` and ``self_probability``,
@@ -67,6 +64,8 @@ class PursuitMonitor(LayerObserver):
         >>> trainer = Trainer(callbacks=[PursuitMonitor(num_samples=8)], logger=False)
     """
 
+    group = "pursuit"
+
     def __init__(
         self, num_samples: int = 32, where: Where = None, layers: list[int] | None = None, exclude: Sequence[str] = ()
     ) -> None:
@@ -78,59 +77,19 @@ class PursuitMonitor(LayerObserver):
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._bad: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
-        self._joined = EpochSums()
-        self._charts = LayerCharts("PursuitMonitor")
         self._said_none = False
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
         self._sparsity: dict[str, float] = {}  # of each layer that has a threshold, its largest of any pass, newest
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pursuing(pl_module)  # warned of here, or refused where no layer matches, before anything is written
-        warn_without_validation(trainer, self)
-        self._charts.restart()
+        super().on_fit_start(trainer, pl_module)
         self._sparsity = {}
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._charts.after_validation(trainer, ("val/pursuit",))
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._charts.log(trainer)
+        super().on_train_end(trainer, pl_module)
         idle = {(IDLE_PURSUIT.statistic, name): share for name, share in self._sparsity.items()}
         self._idleness.look(idle, "when training ended")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pursuing(pl_module)
-        self._joined = EpochSums()
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pursuing(pl_module)
-        self._joined = EpochSums()
-
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking:
-            self._open(pl_module)
-
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if batch_idx == 0 and dataloader_idx == 0:
-            self._open(pl_module)
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
-        self._add_batch(pl_module, "val")
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._log(pl_module, "val")
-
-    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
-        self._add_batch(pl_module, "test")
-
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._log(pl_module, "test")
 
     def _pursuing(self, pl_module: pl.LightningModule) -> list[tuple[AttentionLayer, RPCAttention]]:
         """The chosen layers with RPC attention, and their mechanisms; warns, once, where there is none."""
@@ -187,9 +146,6 @@ class PursuitMonitor(LayerObserver):
             sums[name] = sums.get(name, 0) + seen
 
     def _add_batch(self, pl_module: pl.LightningModule, stage: str) -> None:
-        """Keep what the first batch gave; other processes may have none, so nothing is joined here."""
-        if self._hooks is None:
-            return
         sums, tokens, bad = self._by_name(pl_module), self._tokens, self._bad
         self._close_unread()
         means = {name: total / count for name, (total, count) in sums.items()}
@@ -198,12 +154,9 @@ class PursuitMonitor(LayerObserver):
         for name, (total, count) in sums.items():
             self._joined.add(name, total, count)
 
-    def _log(self, pl_module: pl.LightningModule, stage: str) -> None:
-        """Log the means over the samples of all processes."""
+    def _names(self, pl_module: pl.LightningModule) -> list[str]:
         layers = self._pursuing(pl_module)
-        names = [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism)]
-        means = self._joined.join(pl_module.trainer, names, pl_module.device)
-        log_joined(pl_module, {in_stage(stage, name): mean for name, mean in means.items()})
+        return [name for layer, mechanism in layers for name in _names(layer_label(layer), mechanism)]
 
     def _by_name(self, pl_module: pl.LightningModule) -> dict[str, tuple[Tensor, Tensor]]:
         """Sums over the calls and of how many, by logged name; sums are NaN where a number is not finite."""

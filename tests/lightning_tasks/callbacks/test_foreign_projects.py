@@ -26,6 +26,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "DAMPenalty": {"weight": 0.1, **CHOICE},
     "EntropyRegularizer": {"weight": 0.1, "floor": 0.5, **CHOICE},
     "FreezeQK": CHOICE,
+    "KernelPCAMonitor": CHOICE,
     "LipschitzMonitor": CHOICE,
     "LocAteR": {"weight": 0.1, **CHOICE},
     "LogitMonitor": CHOICE,

@@ -204,6 +204,7 @@ REFUSED = {
     "AttentionMonitor": {"where": "nothing"},
     "LipschitzMonitor": {"where": "nothing"},
     "PursuitMonitor": {"where": "nothing"},
+    "KernelPCAMonitor": {"where": "nothing"},
 }
 
 

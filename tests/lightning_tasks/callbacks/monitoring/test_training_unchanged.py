@@ -10,6 +10,7 @@ from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
+    KernelPCAMonitor,
     LipschitzMonitor,
     LocAteR,
     LogitMonitor,
@@ -29,6 +30,7 @@ MONITORS = {
     "RunSummary": lambda: RunSummary("val/loss"),
     "LogitMonitor": lambda: LogitMonitor(every_n_steps=1),
     "PursuitMonitor": PursuitMonitor,
+    "KernelPCAMonitor": KernelPCAMonitor,
 }
 # Keys of a reduced image are no function of tokens, whose constant could be taken; and projections that nobody told.
 UNFIT = {("mmseg-segformer-reduced", "LipschitzMonitor"), ("sdpa", "SpectrumMonitor"), ("sdpa", "LocAteR")}

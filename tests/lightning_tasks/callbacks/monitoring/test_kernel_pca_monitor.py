@@ -1,0 +1,89 @@
+"""KernelPCAMonitor logs what the analysis of the same layer and samples gives."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from attention_modules import SelfAttention, softmax_attention
+from attention_modules.analysis import gamma_constancy, projection_loss
+from lightning_tasks.callbacks import KernelPCAMonitor
+from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
+
+LAYERS = {"softmax": {}, "symmetric": {}, "scaled": {"variant": "scalar"}, "rpc": {}}
+TOKENS = torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Layers(pl.LightningModule):
+    """A layer of each kind, beside each other; a mask hides the last token where there is padding."""
+
+    def __init__(self, padding=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleDict(
+            {name: SelfAttention(16, 2, name, options) for name, options in LAYERS.items()}
+        )
+        torch.nn.init.constant_(self.layers["scaled"].mechanism.s, 0.3)
+        self.mask = torch.ones(1, 1, 1, 6, dtype=torch.bool) if padding else None
+        if padding:
+            self.mask[..., -1] = False
+
+    def validation_step(self, batch, batch_idx):
+        for layer in self.layers.values():
+            layer(batch[0], attn_mask=self.mask)
+
+    test_step = validation_step
+
+
+def evaluated(module, command="validate", **options):
+    monitor = KernelPCAMonitor(**options)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], enable_progress_bar=False)
+    getattr(trainer, command)(module, DataLoader(TensorDataset(TOKENS), batch_size=4), verbose=False)
+    return {name: value for name, value in trainer.callback_metrics.items() if "kernel_pca" in name}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("num_samples", [3, 32])
+def test_it_logs_the_analysis_of_the_first_samples(num_samples, padding):
+    module = Layers(padding)
+    with pytest.warns(UserWarning, match=r"leaves out 'layers.rpc' \(RPCAttention"):
+        metrics = evaluated(module, num_samples=num_samples)
+    some = TOKENS[: min(num_samples, 4)]
+    for number, name in enumerate(("softmax", "symmetric", "scaled")):
+        layer = module.layers[name]
+        heads = layer.qkv(some).view(len(some), 6, -1, 2, 8).permute(2, 0, 3, 1, 4)
+        q, k, v = heads if len(heads) == 3 else (heads[0], *heads)
+        if name == "scaled":
+            v = v - 0.3 * softmax_attention(k, k, v, attn_mask=module.mask)
+        loss = projection_loss(q, k, softmax_attention(q, k, v, attn_mask=module.mask), attn_mask=module.mask)
+        expected = {"projection_loss": loss.signed, "absolute_loss": loss.absolute}
+        if not padding:
+            expected["eigen_residual"] = gamma_constancy(k, v)["eigen_residual"]
+        for statistic, values in expected.items():
+            found = metrics.pop(f"val/kernel_pca/{statistic}/layer_0{number}")
+            torch.testing.assert_close(found, values.mean().float(), rtol=1e-5, atol=1e-6)
+    assert not metrics
+
+
+def test_it_watches_tests_and_plain_layers_and_leaves_them_as_they_were():
+    assert len(evaluated(Layers(), "test", where="layers.softmax")) == 3
+    module = TinyLM()
+    before = [type(part) for part in module.modules()]
+    trainer = fit(module, [KernelPCAMonitor()], val_loader=batches(2))
+    names = {name for name in trainer.callback_metrics if "kernel_pca" in name}
+    losses = {f"val/kernel_pca/{kind}/layer_0{n}" for kind in ("projection_loss", "absolute_loss") for n in (0, 1)}
+    assert names == losses, "a causal layer has no row that sees all keys"
+    assert [type(part) for part in module.modules()] == before
+
+
+def test_numbers_that_are_not_finite_are_logged_as_nan():
+    module = Layers()
+    module.layers["softmax"].qkv.weight.data[0, 0] = torch.inf
+    metrics = evaluated(module, where=["layers.softmax", "layers.scaled"])
+    assert all(value.isnan() for name, value in metrics.items() if name.endswith("layer_00"))
+    assert all(value.isfinite() for name, value in metrics.items() if name.endswith("layer_02"))
+
+
+def test_the_number_of_samples_is_checked():
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 1, got 0"):
+        KernelPCAMonitor(num_samples=0)
