@@ -39,6 +39,7 @@ from attention_modules.analysis.statistics import (
     attention_row_sums,
     attention_sink,
     attention_statistics,
+    sink_features,
     token_similarity,
 )
 
@@ -79,6 +80,7 @@ __all__ = [
     "projection_loss",
     "qk_spectrum",
     "qk_statistics",
+    "sink_features",
     "swap_drift",
     "token_similarity",
     "trace",

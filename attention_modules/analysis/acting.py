@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attention_modules.analysis.chunks import ChunkedLogits, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
-from attention_modules.analysis.statistics import STATISTICS, Statistic, attention_sink, row_values, sums_over_rows
+from attention_modules.analysis.statistics import STATISTICS, Statistic, row_values, sink_shares, sums_over_rows
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanisms.shared.acting import ELEMENTS, ActingMap, FactorMap
 
@@ -24,7 +24,7 @@ def acting_sums(
     statistics: Sequence[Statistic] = STATISTICS,
     sink_rows: int | None = None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
-    """What :func:`.attention_row_sums` and :func:`.attention_sink` give, of the map that mixes the values.
+    """What :func:`.attention_row_sums` and :func:`.sink_shares` give, of the map that mixes the values.
 
     Weights w need neither sum to 1 (``sigmoid``, a sink) nor be positive (differential, twicing): entropy, effective
     support and sink are those of ``|w|`` over its sum in the row, ``largest_probability`` is ``max_j |w_ij|`` as it is.
@@ -42,7 +42,7 @@ def acting_sums(
         sink_rows: how many rows are looked at for a sink, at most; 0 for all, None for no sink.
 
     Returns:
-        By name, the sum over rows and their number, ``[B, H]`` each; and the sink ``[B, H]``.
+        By name, the sum over rows and their number, ``[B, H]`` each; and the share that each key takes, ``[B, H, M]``.
 
     Raises:
         NoMapError: if there is no such map.
@@ -66,7 +66,7 @@ def _of_factors(
         rows["largest_probability"] = rows["largest_probability"] * _mass(acting, of)
     sink = None
     if sink_rows is not None:
-        sink = attention_sink(of.q, of.k, **given, max_rows=sink_rows or None)
+        sink = sink_shares(of.q, of.k, **given, max_rows=sink_rows or None)
     return sums_over_rows(rows, counts, statistics), sink
 
 
@@ -133,7 +133,7 @@ def _of_blocks(
     if sink_rows is not None:
         counted = used if some is None else used[..., kept]
         mass = mass if some is None else (some / whole[..., kept, None]).sum(-2)
-        sink = mass.amax(-1) / counted.sum(-1)
+        sink = mass / counted.sum(-1, keepdim=True)
     counts = _seen(acting.shape, attn_mask, is_causal, device)[:, :heads]
     counts = counts.expand(-1, -1, acting.shape[2])
     return sums_over_rows(found, (counts if chosen is None else counts[..., chosen]) * used, statistics), sink

@@ -247,6 +247,19 @@ def attention_sink(
         >>> attention_sink(q * 0, k)  # no key takes more than another
         tensor([[0.2000, 0.2000, 0.2000]])
     """
+    return sink_shares(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale, max_rows=max_rows).amax(-1)
+
+
+def sink_shares(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    max_rows: int | None = None,
+) -> Tensor:
+    """The share of all rows' attention that each key takes, ``[B, H, M]``; arguments as :func:`attention_sink`."""
     _check(q, k, attn_mask, STATISTICS)
     number, columns = q.shape[2], k.shape[2]
     kept = torch.arange(number, device=q.device)
@@ -268,7 +281,36 @@ def attention_sink(
             empty = (logits == float("-inf")).all(-1)  # rows that see nothing, of which softmax is 0/0
             mass = mass + logits.softmax(-1).masked_fill(empty.unsqueeze(-1), 0.0).sum(-2)
             rows = rows + (~empty).sum(-1)
-    return mass.amax(-1) / rows
+    return mass / rows.unsqueeze(-1)
+
+
+def sink_features(x: Tensor, shares: Tensor) -> dict[str, Tensor]:
+    """How far the token that a sink attends to stands out: outlier features beside attention sinks.
+
+    ``sink_norm`` is its norm over the mean norm of all tokens, ``sink_coordinate`` its largest absolute coordinate over
+    the mean of theirs (our reading of what Zhang et al., Attention Sinks: A 'Catch, Tag, Release' Mechanism for
+    Embeddings, 2025, show).
+
+    Args:
+        x: tokens ``[B, N, C]``, as they enter the layer.
+        shares: what each token takes of the attention of all rows, ``[B, H, N]``; the sink is the largest.
+
+    Returns:
+        By name, fp32 ``[B, H]``; NaN where shares are, or all tokens are 0.
+
+    Example:
+        >>> import torch
+        >>> from attnswap.analysis import sink_features
+        >>> x = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]])
+        >>> sink_features(x, torch.tensor([[[0.9, 0.1]]]))["sink_norm"]  # 5 over (5 + 1) / 2
+        tensor([[1.6667]])
+    """
+    x = x.float()
+    found = {}
+    for name, size in (("sink_norm", x.norm(dim=-1)), ("sink_coordinate", x.abs().amax(-1))):
+        of_sink = size.unsqueeze(1).expand(shares.shape).gather(-1, shares.argmax(-1, keepdim=True)).squeeze(-1)
+        found[name] = (of_sink / size.mean(-1, keepdim=True)).masked_fill(shares.isnan().any(-1), torch.nan)
+    return found
 
 
 def token_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:

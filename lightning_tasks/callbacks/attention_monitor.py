@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism, NoMapError
-from attention_modules.analysis import STATISTICS, Statistic, token_similarity
+from attention_modules.analysis import STATISTICS, Statistic, sink_features, token_similarity
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import visible
@@ -41,8 +41,9 @@ from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.limits import is_sequence
 
 Stage = Literal["train", "validation", "test"]
-Observable = Statistic | Literal["sink", "token_similarity"]
-OBSERVABLES: tuple[Observable, ...] = (*STATISTICS, "sink", "token_similarity")
+Observable = Statistic | Literal["sink", "token_similarity", "sink_norm", "sink_coordinate"]
+LOGGED: tuple[Observable, ...] = (*STATISTICS, "sink", "token_similarity")
+OBSERVABLES: tuple[Observable, ...] = (*LOGGED, "sink_norm", "sink_coordinate")
 BY_HEAD, UNIT = "entropy", "[nats]"  # of the heat maps
 SINK_ROWS = 256  # looked at for sinks, so that they cost a fraction of a pass of attention in long sequences
 
@@ -69,6 +70,9 @@ class AttentionMonitor(MechanismObserver):
     ``token_similarity`` the mean cosine between the tokens ``[B, N, C]`` that enter the layer (not those that nothing
     sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
 
+    ``sink_norm`` and ``sink_coordinate``, logged where ``statistics`` names them, say how far the token that the sink
+    attends to stands out among those that enter the layer (:func:`attention_modules.analysis.sink_features`).
+
     The entropy of each head, its mean over the same rows, goes into ``attention_heads.csv`` in the run's folder (a row
     per step, name and layer, a column per head; written after validations and when training ends), and is drawn as heat
     maps of heads by layers at up to six steps: ``attention_entropy_heads.png`` and ``val_attention_entropy_heads.png``.
@@ -94,7 +98,7 @@ class AttentionMonitor(MechanismObserver):
 
     Args:
         every_n_steps: optimizer steps from one observed training batch to the next.
-        statistics: which statistics to log.
+        statistics: which statistics to log; all but the last two of the sink where not given.
         stages: when to observe, of ``"train"``, ``"validation"`` and ``"test"``.
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
@@ -113,7 +117,7 @@ class AttentionMonitor(MechanismObserver):
     def __init__(
         self,
         every_n_steps: int = 50,
-        statistics: Sequence[Observable] = OBSERVABLES,
+        statistics: Sequence[Observable] = LOGGED,
         stages: Sequence[Stage] = ("train", "validation"),
         where: Where = None,
         layers: list[int] | None = None,
@@ -307,10 +311,13 @@ class AttentionMonitor(MechanismObserver):
         mask = kwargs.get("attn_mask")
         bad = ~query.isfinite(), ~key.isfinite()
         finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)
-        sums, sink = self._of_map(name, mechanism, args, kwargs)
-        if sink is not None:
-            sums["sink"] = _known(sink, finite.unsqueeze(1))
+        sums, shares = self._of_map(name, mechanism, args, kwargs)
         tokens = self._tokens.pop(index, None)
+        if shares is not None:
+            sums["sink"] = _known(shares.amax(-1), finite.unsqueeze(1))
+        if shares is not None and tokens is not None and tokens.shape[:2] == (shares.shape[0], shares.shape[2]):
+            known = (tokens.isfinite().flatten(1).all(1) & finite).unsqueeze(1)
+            sums |= {name: _known(values, known) for name, values in sink_features(tokens, shares).items()}
         if tokens is not None:
             known = tokens.isfinite().flatten(1).all(1)
             sums["token_similarity"] = _known(token_similarity(tokens, _seen(mask, tokens)), known)
@@ -326,7 +333,7 @@ class AttentionMonitor(MechanismObserver):
     def _of_map(
         self, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
-        """Sums over the rows of the map that acts, and its sink; nothing where there is none."""
+        """Sums over the rows of the map that acts, and what each key takes; nothing where there is none."""
         try:
             return acting_sums(
                 acting_map(mechanism, *args, **kwargs),

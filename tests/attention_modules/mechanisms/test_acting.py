@@ -389,7 +389,7 @@ def test_statistics_are_those_of_the_dense_map(name, subtests):
             for of, wanted in expected.items():
                 assert (sums[of][1] == TOKENS).all()
                 torch.testing.assert_close(sums[of][0].double(), wanted, rtol=1e-4, atol=1e-3)
-            torch.testing.assert_close(sink.double(), share.mean(-2).amax(-1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(sink.double(), share.mean(-2), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -404,7 +404,7 @@ def test_rows_without_weights_do_not_count():
     sums, sink = acting_sums(acting_map(build_mechanism(some_rows, SPEC), q, k, v), sink_rows=0)
     assert (sums["entropy"][1] == TOKENS - 4).all()
     share = (q @ k.mT).softmax(-1)[:, :, 4:]
-    torch.testing.assert_close(sink, share.mean(-2).amax(-1))
+    torch.testing.assert_close(sink, share.mean(-2))
     torch.testing.assert_close(sums["entropy"][0], -(share * share.log()).sum((-2, -1)))
 
 
@@ -428,5 +428,5 @@ def test_few_rows_come_from_a_gradient(name, mode):
         assert (sums["entropy"][1] == 8).all()
         entropy = -torch.special.xlogy(share, share).sum(-1)
         torch.testing.assert_close(sums["entropy"][0].double(), entropy.sum(-1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sink.double(), share.mean(-2).amax(-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sink.double(), share.mean(-2), rtol=1e-4, atol=1e-5)
     assert all(parameter.grad is None for parameter in module.parameters())

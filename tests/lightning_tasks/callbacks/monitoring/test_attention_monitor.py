@@ -2,13 +2,15 @@
 
 import re
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from attention_modules.analysis import STATISTICS, attention_statistics, token_similarity
+from attention_modules import SelfAttention
+from attention_modules.analysis import STATISTICS, attention_statistics, sink_features, token_similarity
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import swap_attention
@@ -392,6 +394,47 @@ def test_a_training_step_brings_numbers_over_once(statistics, monkeypatch):
 
     fit(TinyLM(), [Counting(every_n_steps=1, statistics=statistics)], batches(2))
     assert counts == [1, 1]
+
+
+class Outlier(pl.LightningModule):
+    """A layer to whose 20 tokens one is added that all attend to, three times as long and all in one coordinate."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = SelfAttention(8, 2, qkv_bias=True)
+        self.x = torch.nn.functional.normalize(torch.randn(4, 21, 8), dim=-1)
+        self.x[:, 5] = torch.tensor([3.0, *[0.0] * 7])
+        self.layer.qkv.weight.data[:16] = 0.0
+        self.layer.qkv.bias.data[:8] = 5.0  # all queries are alike,
+        self.layer.qkv.weight.data[8:16, 0] = 5.0  # and keys are long where the first coordinate is
+
+    def validation_step(self, batch, batch_idx):
+        self.layer(self.x)
+
+
+def test_the_token_of_a_sink_stands_out():
+    module = Outlier()
+    monitor = AttentionMonitor(statistics=["sink", "sink_norm", "sink_coordinate"])
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], enable_progress_bar=False)
+    trainer.validate(module, DataLoader([0]), verbose=False)
+    found = {name: float(trainer.callback_metrics[f"val/attention/{name}/layer_00"]) for name in monitor.statistics}
+    assert found["sink"] == pytest.approx(1.0, abs=1e-3)
+    assert found["sink_norm"] == pytest.approx(3 / (23 / 21))
+    largest = module.x.abs().amax(-1)
+    assert found["sink_coordinate"] == pytest.approx(float((largest[:, 5] / largest.mean(-1)).mean()))
+    assert "val/attention/token_similarity/layer_00" not in trainer.callback_metrics
+
+
+def test_features_of_a_sink_are_of_the_token_with_the_largest_share():
+    x = torch.randn(2, 3, 4)
+    shares = torch.tensor([[[0.1, 0.7, 0.2], [0.8, 0.1, 0.1]], [[0.2, 0.2, 0.6], [torch.nan, 0.5, 0.5]]])
+    found = sink_features(x, shares)
+    norms, largest = x.norm(dim=-1), x.abs().amax(-1)
+    for name, size in (("sink_norm", norms), ("sink_coordinate", largest)):
+        expected = torch.stack([size[0, [1, 0]] / size[0].mean(), size[1, [2, 0]] / size[1].mean()])
+        expected[1, 1] = torch.nan
+        torch.testing.assert_close(found[name], expected, equal_nan=True)
 
 
 def test_sinks_are_not_looked_for_among_few_keys():
