@@ -10,6 +10,7 @@ from lightning_tasks.errors import UsageError
 ANALYSES = {
     "kernel-pca": "lightning_tasks.analyses.kernel_pca",
     "lipschitz": "lightning_tasks.analyses.lipschitz",
+    "parallel-context": "lightning_tasks.analyses.parallel_context",
     "token-selection": "lightning_tasks.analyses.token_selection",
 }
 
