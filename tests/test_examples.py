@@ -11,7 +11,9 @@ LAST_LINE = {
     "swap_a_vit": "restored, bitwise: True",
     "own_mechanism": "val/attention/entropy/mean",
     "compare_two_mechanisms": "symmetric - softmax: 95% interval [",
+    "positional_or_semantic": "meaning wins in all 3 draws from alpha = 0.75 on",
 }
+FILES = {"swap_a_vit": ["attention.png"], "positional_or_semantic": ["transition.png"]}
 
 
 @pytest.mark.parametrize("name", LAST_LINE)
@@ -21,7 +23,7 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
     with matplotlib.rc_context({"backend": "agg"}):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith(LAST_LINE[name])
-    assert [path.name for path in tmp_path.iterdir()] == (["attention.png"] if name == "swap_a_vit" else [])
+    assert [path.name for path in tmp_path.iterdir()] == FILES.get(name, [])
 
 
 def test_every_example_is_run_and_short():
